@@ -73,7 +73,7 @@ dist:
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The manifests and skeletons of built-in tasks, after a change of their models.
+# The manifests and graphs of built-in tasks, after a change of their models.
 builtin: setup
 	$(BIN)/python -m edge_sdk.publishing.write_builtin
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_sdk.publish import read_setting
+from edge_sdk.arguments import read_setting
 from sparrow.benchmarks import claims, rows, runner, tuning
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment

@@ -253,6 +253,11 @@ class Figures:
         """Return the number of seeds."""
         return len(self.trials(file, label, axes))
 
+    def participations(self, file: str, label: str, budget: float, **axes: Value) -> float:
+        """Return in how many rounds a device of a budget took part, mean over these devices of all seeds."""
+        every = [device for trial in self.trials(file, label, axes) for device in participants(trial)]
+        return fmean(device.rounds for device in every if device.budget == budget)
+
     def tests(self, file: str, label: str, **axes: Value) -> int:
         """Return the number of test samples of all devices, of the first seed."""
         return sum(device.test_examples for device in participants(self.trials(file, label, axes)[0]))

@@ -26,15 +26,17 @@ import torch
 from tqdm import tqdm
 
 from edge_sdk.device.state import Progress, StateFolder
+from edge_sdk.engines import evaluate_held_out
+from edge_sdk.engines.training import derive_seed
+from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import Evaluation, FederationInfo, FederationSettings, RoundRecord
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.training.early_stopping import is_better
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import derive_seed, evaluate, evaluate_held_out, set_tensors, train_locally
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import evaluate, set_tensors
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
 
@@ -199,7 +201,7 @@ def judge(
     home = folder / device
     index = int(device.rsplit("-", 1)[1])
     data = f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}"
-    task = load_task("digits", data, device=device, seed=seed, batch_size=settings.batch_size)
+    task = load_task("digits", data, device=device, seed=seed, batch_size=settings.batch_size).seeded(seed)
     state = StateFolder(home / "state")
     _, progress = state.load(manifest)
     personal = state.best(manifest)
@@ -238,19 +240,18 @@ def local_only(task: Task, manifest: Manifest, settings: FederationSettings, pro
     """Return the accuracy of a model trained on this device alone: same first weights, rate, batch and number of
     local steps; of its rounds' models the best on validation data counts.
     """
-    set_tensors(task.model, initial_values(manifest, settings.seed))
+    engine = TorchEngine(task, manifest)
+    engine.load(initial_values(manifest, settings.seed))
     best: Evaluation | None = None
     accuracy = 0.0
     for number in range(progress.rounds):
-        train_locally(
-            task.model,
-            task,
+        engine.train(
+            task.train,
             settings.model_copy(update={"local_steps": progress.steps // progress.rounds}),
             learning_rate=settings.learning_rate,
-            freezing=Freezing(task.model, manifest, None),
             seed=derive_seed("local-only", settings.seed, device, number),
         )
-        held_out, validation = evaluate_held_out(task.model, task)
+        held_out, validation = evaluate_held_out(engine, task.validation, task.test)
         if is_better(validation, best):
             assert held_out.accuracy is not None
             best, accuracy = validation, held_out.accuracy

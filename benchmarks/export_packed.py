@@ -200,23 +200,25 @@ def _precision(task: str, data: Path | None, runs: int) -> Choice:
 
 def _trained(task: str, data: Path, manifest: Manifest) -> tuple[Tensors, Array, Array, Array]:
     """Return trained weights of one device's share, its training inputs, and its held-out inputs and labels."""
+    from itertools import islice
+
     import torch
 
-    from edge_sdk.tasks import load_task
-    from edge_sdk.training.local import get_tensors
+    from edge_sdk.tasks import load_task, passes
+    from edge_sdk.training.local import as_tensors, get_tensors
 
     torch.manual_seed(0)
     share = f"{data / task.split(':')[0]}.npz,index=0,of={SHARE}"
-    loaded = load_task(task, share, device="benchmark", seed=0, batch_size=32)
+    loaded = load_task(task, share, device="benchmark", seed=0, batch_size=32).seeded(0)
     optimiser = torch.optim.SGD(loaded.model.parameters(), lr=0.02, momentum=0.9)
     loaded.model.train()
-    for _ in range(EPOCHS):
-        for inputs, targets in loaded.train:
-            optimiser.zero_grad()
-            loaded.loss(loaded.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-    seen = np.concatenate([inputs.numpy() for inputs, _ in loaded.train])
-    held = [(inputs.numpy(), targets.numpy()) for inputs, targets in loaded.held_out]
+    for batch in islice(passes(loaded.train, 0), EPOCHS * len(loaded.train)):
+        inputs, targets = as_tensors(batch)
+        optimiser.zero_grad()
+        loaded.loss(loaded.model(inputs), targets).backward()
+        optimiser.step()
+    seen = np.concatenate([inputs for inputs, _ in loaded.train])
+    held = list(loaded.held_out)
     tensors = get_tensors(loaded.model, manifest)
     return tensors, seen, np.concatenate([x for x, _ in held]), np.concatenate([y for _, y in held])
 

@@ -37,6 +37,7 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.tasks import Task
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import GatedOptimisation
 from edge_sdk.training.local import get_tensors, take_steps
 from sparrow.benchmarks import steps
@@ -112,7 +113,8 @@ class Round:
             assignment_id="a", kind=Kind.train, round=1, deadline_seconds=600.0, settings=self.settings
         )
         received = Bundle(np.asarray(values), None, None, "fp32", "")
-        return Job(assignment, self.manifest, self.task, self.task.model, DeviceState(), received, budget=SHARE)
+        engine = TorchEngine(self.task, self.manifest)
+        return Job(assignment, self.manifest, self.task, engine, DeviceState(), received, budget=SHARE)
 
     def __call__(self) -> None:
         """Run the round."""
@@ -201,7 +203,7 @@ def _peak(model: str, batch: int, name: str) -> int:
     torch.set_num_threads(1)
     dict(_rounds("mnist:small", 2))[name]()  # libraries that are loaded late belong to the base
     measured = dict(_rounds(model, batch))[name]
-    held = measured.task.model.parameters()  # made with the data
+    held: list[torch.nn.Parameter] = list(measured.task.model.parameters())  # made with the data
     base = memory.resident() - sum(parameter.nbytes for parameter in held)
     memory.forget_peak()
     measured()

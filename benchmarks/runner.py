@@ -214,7 +214,9 @@ def check(trials: Iterable[Trial], where: Where) -> None:
         every = range(plan.total) if trial.partition == DEFAULT and not seen else range(1)
         seen.add((plan.data, trial.seed))
         models = [
-            load_task(trial.task, plan.data_of(index), device=plan.name(index), seed=trial.seed, batch_size=1).model
+            load_task(trial.task, plan.data_of(index), device=plan.name(index), seed=trial.seed, batch_size=1)
+            .seeded(trial.seed)
+            .model
             for index in every
         ]
         check_alike(models, plan)

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask
@@ -37,7 +38,7 @@ from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
-from edge_sdk.training.local import TrainingDiverged
+from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.methods import load_method as load_coordinator_method
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,9 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
     body = None if finished.model is None else _payload(manifest, finished.model, mask, info)
     found = []
     for text in texts:
-        task = replace(plan, data=text).task(index, info).on(plan.compute)  # with a model of its own, made anew
+        task = (
+            replace(plan, data=text).task(index, info).seeded(info.settings.seed).on(plan.compute)
+        )  # with a model of its own, made anew
         job = Job(
             assignment=Assignment(
                 assignment_id="judging",
@@ -133,7 +136,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             ),
             manifest=manifest,
             task=task,
-            model=task.model,
+            engine=TorchEngine(task, manifest),
             state=DeviceState(None if progress.adapted else personal, progress.memory, own),
             received=None if body is None else bundle.decode(body, manifest),
             federation=info.name,

@@ -26,7 +26,7 @@ from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gates.network import GatedModel
 from edge_sdk.training.layout import gains

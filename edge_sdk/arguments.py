@@ -1,9 +1,13 @@
-"""Types for argparse that several commands share."""
+"""Arguments that several commands share: types for argparse, and checks."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import suppress
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.messages import NAME_PATTERN
 
 MIB = 2**20
 
@@ -26,3 +30,20 @@ def count(text: str) -> int:
 def mebibytes(text: str) -> int:
     """Return bytes, from MiB."""
     return count(text) * MIB
+
+
+def read_setting(text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of the command line. Raises ArgumentTypeError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; docs/settings.md lists them")
+    return key.strip().replace("-", "_"), value.strip()
+
+
+def check_federation_name(name: object) -> None:
+    """Raise BadArgument unless ``name`` can be a federation's."""
+    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        raise BadArgument(
+            f"{name!r} cannot be a federation's name: up to 64 letters, digits, dots, dashes and underscores, the "
+            f"first a letter or digit"
+        )

@@ -36,13 +36,15 @@ SdkError
 ├── ProtocolError                data on the wire breaks the contract (``protocol.errors``, as MissingPart)
 │   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
 │   │   ├── CannotCompile        a training step cannot be written as a graph (``publishing.translations``)
-│   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``training.narrow``)
+│   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``protocol.neurons``)
+│   │   ├── NoCurvature          the loss cannot be differentiated twice (``training.curvature``)
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
+│   ├── GraphError               a graph that is not the manifest's, or that a device must not run
 │   ├── BundleError              bytes that are not a bundle of this manifest
 │   ├── UnknownWork              the method has no work of this kind (``methods``)
 │   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
-├── TrainingDiverged             a loss or weight is not finite (``training.local``): the round is handed back
-│   └── UnsoundModel             the model received gives no finite loss, before any training (``training.local``)
+├── TrainingDiverged             a loss or weight is not finite (``engines.training``): the round is handed back
+│   └── UnsoundModel             the model received gives no finite loss, before any training (``engines.training``)
 ├── NothingTrained               a device comes to its end without a model of its own; its text says why
 ├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
 ├── Damaged                      a download never matches its digest: a device hands its work back, and goes on

@@ -19,18 +19,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from edge_sdk.device.trainable import check as check_trainable
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.join")  # before what follows imports torch
+    exit_unless_trainable("edge_sdk.join", None)  # before what follows imports what needs 64 bits
 
 import httpx
-import torch
 from tqdm import tqdm
 
 from edge_sdk import arguments as read
+from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.exporting import Export, export_personal
@@ -40,13 +41,13 @@ from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watchdog, read_spent
+from edge_sdk.engines import EngineName
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
+from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
-from edge_sdk.publish import check_federation_name, read_setting
-from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks import Task, is_module, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.training.early_stopping import is_better
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
@@ -108,6 +109,7 @@ def join(
     threads: int | None = None,
     bfloat16: bool = False,
     deterministic: bool = False,
+    engine: EngineName = "torch",
     memory_limit: int | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
@@ -126,7 +128,9 @@ def join(
     a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
     sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
     bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
-    follows from the model, not in what was measured to be fastest. memory_limit: bytes that training may take, all that
+    follows from the model, not in what was measured to be fastest. engine: what trains, ``torch``, or ``onnx``: ONNX
+    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; its budget is 1
+    unless one is given. memory_limit: bytes that training may take, all that
     the process holds included; by default what there is. trust: certificates for https.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
@@ -136,7 +140,7 @@ def join(
     """
     make_task = _task_maker(task)
     _check_numbers(budget, threads, memory_limit, patience_seconds)
-    compute = Compute(choose_device(accelerator, deterministic=deterministic), threads, bfloat16=bfloat16)
+    compute = _compute(engine, accelerator, threads, bfloat16, deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
     check_name(name)
@@ -159,7 +163,9 @@ def join(
                 folder,
                 federation=federation,
                 name=name,
-                make_task=make_task,
+                make_task=make_task if engine == "torch" else lambda info: make_task(info).on(compute),
+                budget=1.0 if budget is None else budget,
+                engine=engine,
                 telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions),
                 progress=bar.training,
                 prepare=Preparation(
@@ -202,11 +208,22 @@ def join(
             return result
 
 
+def _compute(engine: EngineName, accelerator: str, threads: int | None, bfloat16: bool, deterministic: bool) -> Compute:
+    """Return how to compute. Raises CannotTrain without the engine's package, BadArgument for what it does not have."""
+    check_trainable(module="torch" if engine == "torch" else "onnxruntime")
+    if engine == "torch":
+        return Compute(choose_device(accelerator, deterministic=deterministic), threads, bfloat16=bfloat16)
+    if accelerator == "cuda" or bfloat16:
+        what = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
+        raise BadArgument(f"{what} needs PyTorch: give --engine torch, or leave it out")
+    return Compute("cpu", threads)
+
+
 def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
     """Return the function that makes the task. Raises BadArgument for any other object."""
     if isinstance(task, Task):
         return lambda info: task
-    if isinstance(task, torch.nn.Module) or not callable(task):
+    if is_module(task) or not callable(task):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
             f"that makes one from the federation's settings"
@@ -305,7 +322,7 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
         progress={"last_round": progress.best.round if progress.best else progress.last_round},
         membership=personal.Membership(device=name, budget=session.budget, federation=session.info),
     )
-    return export_personal(Path(path), source, session.task)
+    return export_personal(Path(path), source, session.engine, session.task.validation)
 
 
 def _result(session: Session, name: str, exported: Export | None) -> Result:
@@ -448,7 +465,7 @@ def report(result: Result, energy: str) -> str:
         lines.append(
             f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
             f"({', '.join(result.export.steps) or 'dense'}; {result.export.dense_bytes:,} dense), "
-            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from PyTorch "
+            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from {result.export.engine} "
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
     return "\n".join(lines)
@@ -529,6 +546,7 @@ def _command(options: argparse.Namespace) -> None:
             threads=options.threads,
             bfloat16=options.bfloat16,
             deterministic=options.deterministic,
+            engine=options.engine,
             memory_limit=options.memory_limit,
             trust=tls.from_options(options),
             quiet=options.quiet,
@@ -542,7 +560,7 @@ def _command(options: argparse.Namespace) -> None:
 def _options(parser: Parser) -> None:
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
-    parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
+    parser.add_argument("--name", help="unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
     parser.add_argument(
@@ -575,6 +593,13 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
     )
+    parser.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        default="torch",
+        metavar="NAME",
+        help="torch (default), or onnx, which needs no PyTorch",
+    )
     parser.add_argument("--threads", type=read.count, help="CPU threads for training (default: what is fastest)")
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument(
@@ -586,9 +611,7 @@ def _options(parser: Parser) -> None:
         metavar="MIB",
         help="what this process may hold; a budget that needs more is refused (default: what there is)",
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="no progress bar; what needs attention is said all the same"
-    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, but what needs attention")
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
     tls.add_options(parser)

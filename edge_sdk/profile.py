@@ -26,13 +26,13 @@ from edge_sdk.device.trainable import exit_unless_trainable
 if __name__ == "__main__":
     exit_unless_trainable("sparrow profile")  # before what follows imports torch
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from edge_sdk import arguments as read
-from edge_sdk.arguments import MIB
+from edge_sdk.arguments import MIB, read_setting
 from edge_sdk.budget.memory import Memory, held, room
 from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.budget.search import Choice, Limits, choose
@@ -42,11 +42,12 @@ from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.publish import add_method_set, read_setting, read_settings
+from edge_sdk.publish import add_method_set, read_settings
 from edge_sdk.tasks import Task, build_seeded, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute, choose_device
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
+from edge_sdk.tasks.public import MODELS
+from edge_sdk.training.local import as_tensor
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import memory
@@ -66,10 +67,10 @@ class Subject:
 
     def load(self) -> tuple[Task, Manifest]:
         """Return the task, and its model's manifest. Raises UnknownTask, DataError, UnsupportedLayer."""
-        task = self._task().on(self.compute)
+        task = self._task().seeded(self.settings.seed).on(self.compute)
         if task.name in builtin_tasks():
             return task, load_builtin(task.name).manifest
-        example = next(iter(task.train))[0][:2].to(self.compute.device)
+        example = as_tensor(next(iter(task.train))[0])[:2].to(self.compute.device)
         return task, describe_for(self.settings.method, task.model, example, task=task.name)
 
     def _task(self) -> Task:
@@ -84,12 +85,14 @@ class Subject:
         with torch.no_grad():
             classes = network.eval()(torch.zeros(1, *choice.shape)).shape[1]
 
-        def random(samples: int) -> ArrayBatches:
+        random = np.random.default_rng(self.settings.seed)
+
+        def batches(samples: int) -> ArrayBatches:
             return ArrayBatches(
-                Arrays(torch.rand(samples, *choice.shape), torch.arange(samples) % classes), samples, False
+                Arrays(random.random((samples, *choice.shape), np.float32), np.arange(samples) % classes), samples
             )
 
-        return Task(self.task, network, F.cross_entropy, random(batch), random(EVALUATION_BATCH))
+        return Task(self.task, network, cross_entropy, batches(batch), batches(EVALUATION_BATCH))
 
 
 @dataclass(frozen=True)
@@ -205,12 +208,12 @@ def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], flo
     effort.train(2, 2)  # what any training loads is part of the base
     device = subject.compute.device
     base = held(device)
-    if device.type == "cuda":
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         memory.forget_peak()
     seconds = fmean(effort.train(1 + steps))
-    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak_resident()
+    peak = torch.cuda.max_memory_reserved(device) if device == "cuda" else memory.peak_resident()
     with FlopCounterMode(display=False) as counter:
         effort.train(1)
     return Measured(counter.get_total_flops(), base, max(0, peak - base), seconds)
@@ -269,7 +272,7 @@ def as_json(found: Profile) -> str:
             "task": found.subject.task,
             "method": found.subject.settings.method,
             "samples": found.samples,
-            "device": str(compute.device),
+            "device": compute.device,
             "threads": torch.get_num_threads(),
             "bfloat16": compute.bfloat16,
             "memory_limit": found.limit,

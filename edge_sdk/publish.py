@@ -1,14 +1,14 @@
 """``sparrow publish``: create a federation on a running coordinator.
 
 As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
-running the model, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights: as they are,
-or where the model is ``tasks.Seeded`` those of the federation's seed.
+running the model, its ONNX skeleton made by torch's exporter, its training step compiled (``publishing.step``), and all
+are sent with the model's weights: as they are, or where the model is ``tasks.Seeded`` those of the federation's seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -20,17 +20,19 @@ if __name__ == "__main__":
 
 import httpx
 import numpy as np
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.errors import MissingPart
+from edge_sdk.protocol.manifest import GraphName, Manifest
 from edge_sdk.protocol.messages import (
-    NAME_PATTERN,
     CompareFederation,
     CreateFederation,
     FederationInfo,
@@ -40,10 +42,12 @@ from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.publishing.untraced import RunningStatistics
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.training.checking import check_task
-from edge_sdk.training.local import get_tensors
+from edge_sdk.training.local import as_tensors, get_tensors
 from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
 from sparrow.command_line.table import printable
+
+log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
@@ -98,8 +102,9 @@ def publish(
     else:
         task = task.seeded(asked.seed)
         check_task(task)
-        example = next(iter(task.train))[0][:2]
-        manifest = _manifest(task, example, asked.method, running_statistics, blocks or {})
+        inputs, targets = as_tensors(next(iter(task.train)))
+        example = inputs[:2], targets[:2]
+        manifest = _manifest(task, example[0], asked.method, running_statistics, blocks or {})
         wanted = CompareFederation(task=task.name, model_digest=manifest.model_digest, settings=request.settings)
     own = client or connect(server, trust)
     try:
@@ -138,23 +143,39 @@ def _manifest(
     return manifest.with_blocks({name: [count * rows[name] for count in counts] for name, counts in blocks.items()})
 
 
-def _checkpoint(request: CreateFederation, task: Task, example: Tensor, manifest: Manifest) -> bytes:
-    skeleton = make_skeleton(task.model, example, manifest)
-    manifest = manifest.with_skeleton(skeleton)
+def _checkpoint(request: CreateFederation, task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> bytes:
+    """Return what is sent of a task of one's own. example: inputs and targets of a few samples."""
+    skeleton = make_skeleton(task.model, example[0], manifest)
+    graphs: dict[GraphName, bytes] = {"skeleton": skeleton, **_compiled(task, example, manifest)}
+    manifest = manifest.with_graphs(graphs)
     everything = get_tensors(task.model, manifest)
     tensors = {spec.name: everything[spec.name] for spec in manifest.shared}
     tensors["sparrow.manifest"] = np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8)
-    tensors["sparrow.skeleton"] = np.frombuffer(skeleton, dtype=np.uint8)
+    tensors |= {f"sparrow.{name}": np.frombuffer(graph, dtype=np.uint8) for name, graph in graphs.items()}
     return checkpoint.save(tensors, request.model_dump_json())
 
 
-def check_federation_name(name: object) -> None:
-    """Raise BadArgument unless ``name`` can be a federation's."""
-    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
-        raise BadArgument(
-            f"{name!r} cannot be a federation's name: up to 64 letters, digits, dots, dashes and underscores, the "
-            f"first a letter or digit"
+def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> dict[GraphName, bytes]:
+    """Return the task's training step and evaluation; nothing, and say why, where they cannot be compiled."""
+    try:
+        # Here, because a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
+        from edge_sdk.engines.checking import check_graphs
+        from edge_sdk.publishing.step import compile_step
+
+        with torch.random.fork_rng(devices=[]):
+            graphs = compile_step(task.model, task.loss, *example)
+        check_graphs(graphs, manifest)
+    except MissingPart:
+        raise
+    except Exception as error:  # the exporter has many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        log.warning(
+            "%s is published without its training step, so that devices need PyTorch: %s",
+            printable(task.name),
+            printable(reason),
         )
+        return {}
+    return {"step": graphs.step, "evaluation": graphs.evaluation}
 
 
 def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
@@ -166,14 +187,6 @@ def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *,
         return task
     wanted = read_settings(settings)
     return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
-
-
-def read_setting(text: str) -> tuple[str, str]:
-    """``KEY=VALUE`` of the command line. Raises ArgumentTypeError."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; docs/settings.md lists them")
-    return key.strip().replace("-", "_"), value.strip()
 
 
 def add_method_set(parser: argparse._ActionsContainer) -> None:

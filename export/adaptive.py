@@ -42,7 +42,7 @@ MARGIN = 1e-4
 """Of entropies less their base, in nats, that are less than this apart, rounding may decide."""
 
 _SMALLEST_NORM = 1e-12
-"""As in ``edge_sdk.training.adaptive``: scores of a smaller 2-norm are like nothing."""
+"""As in ``edge_sdk.methods.adaptive``: scores of a smaller 2-norm are like nothing."""
 
 
 def adaptive_model(

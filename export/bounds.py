@@ -40,11 +40,12 @@ SMALL = 1024
 """Most elements of a value that is computed to learn a size."""
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-FOLDED = _names(
+FOLDED = names(
     """
     Add Cast CastLike Ceil Concat Div Equal Expand Floor Gather Greater Identity Less Max Min Mod Mul Neg Range
     ReduceProd ReduceSum Reshape Slice Squeeze Sub Unsqueeze Where
@@ -52,7 +53,7 @@ FOLDED = _names(
 )
 """Operators that sizes are computed with."""
 
-SIZING = _names(
+SIZING = names(
     """
     AffineGrid CenterCropPad ConstantOfShape DFT Expand OneHot Pad Range Reshape Resize Split SplitToSequence Tile
     TopK Trilu
@@ -60,16 +61,16 @@ SIZING = _names(
 )
 """Operators for which a number among their inputs is a size."""
 
-LAYERS = _names(
+LAYERS = names(
     """
     Abs Acos Acosh And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization BitShift
     BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Clip Constant Conv ConvTranspose Cos Cosh CumSum DepthToSpace
     Dropout Einsum Elu Erf Exp EyeLike Flatten GRU GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool
     GlobalMaxPool GreaterOrEqual GridSample GroupNormalization HardSigmoid HardSwish Hardmax InstanceNormalization
     IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu LessOrEqual Log LogSoftmax LpNormalization LpPool MatMul
-    MaxPool Mean MeanVarianceNormalization Mish Not Or PRelu Pow RMSNormalization RNN Reciprocal ReduceL1 ReduceL2
-    ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceSumSquare Relu RotaryEmbedding Round
-    ScatterElements ScatterND Selu SequenceAt Shape Shrink Sigmoid Sign Sin Sinh Size Softmax Softplus Softsign
+    MaxPool MaxUnpool Mean MeanVarianceNormalization Mish Not Or PRelu Pow RMSNormalization RNN Reciprocal
+    ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceSumSquare Relu RotaryEmbedding
+    Round ScatterElements ScatterND Selu SequenceAt Shape Shrink Sigmoid Sign Sin Sinh Size Softmax Softplus Softsign
     SpaceToDepth Sqrt Sum Swish Tan Tanh ThresholdedRelu Transpose Xor
     """
 )
@@ -78,7 +79,7 @@ LAYERS = _names(
 OPERATORS = FOLDED | SIZING | LAYERS
 """Operators that are accepted: those whose results have a size that is known beforehand."""
 
-SAME = _names(
+SAME = names(
     """
     Celu Gelu GroupNormalization HardSwish InstanceNormalization MeanVarianceNormalization Mish RMSNormalization
     RotaryEmbedding Softsign Swish
@@ -107,13 +108,13 @@ def check_fields(data: bytes) -> None:
 def _count(data: memoryview, kind: Any, depth: int, left: int) -> int:
     """Return ``left`` less the fields of this message."""
     if depth > DEEPEST:
-        raise SkeletonError(f"the skeleton nests messages deeper than {DEEPEST}; a graph without subgraphs does not")
+        raise SkeletonError(f"the graph nests messages deeper than {DEEPEST}; a graph without subgraphs does not")
     fields, position = kind.fields_by_number, 0
     while position < len(data):
         key, position = _varint(data, position)
         left -= 1
         if left < 0:
-            raise SkeletonError(f"the skeleton has more than {MOST_FIELDS} fields; publish a smaller graph")
+            raise SkeletonError(f"the graph has more than {MOST_FIELDS} fields; publish a smaller graph")
         wire, field = key & 7, fields.get(key >> 3)
         if wire == 0:
             _, position = _varint(data, position)
@@ -145,7 +146,7 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def _not_onnx() -> SkeletonError:
-    return SkeletonError("the skeleton is not an ONNX file; send the whole file")
+    return SkeletonError("the graph is not an ONNX file; send the whole file")
 
 
 def check_sizes(model: ModelProto) -> None:
@@ -153,14 +154,14 @@ def check_sizes(model: ModelProto) -> None:
 
     model: one graph without subgraphs and functions.
     """
-    _Walk(model, samples=1).run()
+    Walk(model, samples=1).run()
 
 
 def samples_at_once(model: ModelProto, most: int) -> int:
     """Return how many samples, at most ``most``, this checked model may run at a time within ``MOST_AT_ONCE``."""
     while most > 1:
         try:
-            if _Walk(model, samples=most).run() <= MOST_AT_ONCE:
+            if Walk(model, samples=most).run() <= MOST_AT_ONCE:
                 return most
         except SkeletonError:
             pass
@@ -168,11 +169,16 @@ def samples_at_once(model: ModelProto, most: int) -> int:
     return 1
 
 
-class _Walk:
-    """The nodes in order, with type, shape and, where small and constant, data of each value."""
+class Walk:
+    """The nodes in order, with type, shape and, where small and constant, data of each value.
 
-    def __init__(self, model: ModelProto, *, samples: int) -> None:
-        self._model, self._samples = model, samples
+    weights: inputs that are a model's tensors: they count as weights, not as activations. ``alive``: bytes that are
+    held after each node that follows from an input.
+    """
+
+    def __init__(self, model: ModelProto, *, samples: int, weights: Collection[str] = ()) -> None:
+        self._model, self._samples, self._given = model, samples, frozenset(weights)
+        self.alive: list[int] = []
         self._types: dict[str, TypeProto] = {}
         self._sizes: dict[str, int] = {}
         self._data: dict[str, Array] = {}
@@ -182,7 +188,7 @@ class _Walk:
         for tensor in model.graph.initializer:
             self._add(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
             self._weights += self._sizes[tensor.name]
-            if math.prod(tensor.dims) <= SMALL and has_data(tensor):
+            if math.prod(tensor.dims) <= SMALL and (has_data(tensor) or 0 in tensor.dims):
                 self._data[tensor.name] = _array(tensor)
         for value in model.graph.input:
             described = TypeProto()
@@ -192,13 +198,18 @@ class _Walk:
                     dim.dim_value = samples
             self._add(value.name, described)
             self._varies.add(value.name)
+            if value.name in self._given:
+                self._weights += self._sizes[value.name]
+        self._most = MOST_ACTIVATIONS * samples + (WEIGHTS * self._weights if weights else 0)
 
     def run(self) -> int:
         """Return the most bytes of values that are alive at a time, those of constants left out."""
         nodes = self._model.graph.node
         last = {name: place for place, node in enumerate(nodes) for name in node.input}
         last |= {value.name: len(nodes) for value in self._model.graph.output}
-        alive = {value.name: self._sizes[value.name] for value in self._model.graph.input}
+        alive = {
+            value.name: self._sizes[value.name] for value in self._model.graph.input if value.name not in self._given
+        }
         peak = held = sum(alive.values())
         for place, node in enumerate(nodes):
             varies = not self._varies.isdisjoint(node.input)
@@ -207,12 +218,13 @@ class _Walk:
                 self._varies.update(made)
                 alive |= made
                 held += sum(made.values())
-                peak = max(peak, held + (_WORK.get(node.op_type, 0)) * sum(made.values()) + _columns(node, self._shape))
-                if peak > MOST_ACTIVATIONS * self._samples:
+                peak = max(peak, held + (_WORK.get(node.op_type, 0)) * sum(made.values()) + _columns(node, self.shape))
+                if peak > self._most:
                     raise SkeletonError(
                         f"{_named(node)}: {peak:,} bytes of values would be alive for one sample, at most "
                         f"{MOST_ACTIVATIONS:,} are accepted"
                     )
+                self.alive.append(held)
                 for name in {*node.input, *made}:
                     if last.get(name, -1) <= place:
                         held -= alive.pop(name, 0)
@@ -220,7 +232,7 @@ class _Walk:
                 self._constants += sum(made.values())
                 if self._constants > MOST_CONSTANTS + WEIGHTS * self._weights:
                     raise SkeletonError(
-                        f"{_named(node)}: the skeleton would compute {self._constants:,} bytes of constants; compute "
+                        f"{_named(node)}: the graph would compute {self._constants:,} bytes of constants; compute "
                         f"less in forward that does not depend on the input"
                     )
         return peak
@@ -249,6 +261,16 @@ class _Walk:
         """Return the types and shapes of what the node makes."""
         if node.op_type in SAME:
             return dict.fromkeys(node.output, self._types[node.input[0]])
+        if node.op_type == "MaxUnpool":  # writes where maxima lay: into nothing but what they were taken from
+            pool = next((each for each in self._model.graph.node if node.input[1] in each.output), None)
+            if pool is None or pool.op_type != "MaxPool" or node.input[1] != pool.output[1]:
+                raise SkeletonError(f"{_named(node)}: its places are not those of a maximum; take them of MaxPool")
+            if self.shape(node.input[0]) != self.shape(pool.output[0]):
+                raise SkeletonError(f"{_named(node)}: has other values than maxima; give one for each")
+            size = self._data.get(node.input[2]) if len(node.input) > 2 else None
+            if size is None or list(size) != self.shape(pool.input[0]):
+                raise SkeletonError(f"{_named(node)}: its result is not as large as what maxima were taken from")
+            return dict.fromkeys(node.output, self._types[pool.input[0]])
         if not read <= self._types.keys():
             raise SkeletonError(f"{_named(node)} takes a sequence; export the graph without")
         (opset,) = self._model.opset_import
@@ -269,7 +291,7 @@ class _Walk:
         """Keep the types of the pieces that a value is split into."""
         taken = self._types[node.input[0]]
         given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        axis, shape = given.get("axis", 0), self._shape(node.input[0])
+        axis, shape = given.get("axis", 0), self.shape(node.input[0])
         length = shape[axis] if -len(shape) <= axis < len(shape) else 0
         split = self._data.get(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(1)
         if split is None or split.dtype.kind not in "iu" or split.size == 0 or split.astype(np.int64).min() < 1:
@@ -325,17 +347,18 @@ class _Walk:
         self._types[name] = described
         self._sizes[name] = math.prod(sizes) * _BYTES[tensor.elem_type]
 
-    def _shape(self, name: str) -> list[int]:
+    def shape(self, name: str) -> list[int]:
+        """Return the lengths of a value's axes."""
         return [dim.dim_value for dim in self._types[name].tensor_type.shape.dim]
 
     def _fold(self, node: NodeProto) -> None:
         """Compute a small constant result, of which a size may be made."""
         if node.op_type in ("Shape", "Size"):
-            shape = self._shape(node.input[0])
+            shape = self.shape(node.input[0])
             given: Mapping[str, Any] = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
             part = shape[slice(given.get("start", 0), given.get("end"))]
             self._data[node.output[0]] = np.array(part if node.op_type == "Shape" else math.prod(shape), dtype=np.int64)
-        elif any(math.prod(self._shape(name)) > SMALL for name in node.output if name):
+        elif any(math.prod(self.shape(name)) > SMALL for name in node.output if name):
             return
         elif node.op_type == "Constant":
             self._data[node.output[0]] = _constant(node.attribute)

@@ -20,7 +20,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from edge_sdk.protocol.manifest import MAX_SKELETON, Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
 from sparrow.export.bounds import check_fields, check_sizes, has_data
 from sparrow.export.errors import ExportError, SkeletonError
 
@@ -52,22 +52,20 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
 
     The answer's initialisers are still without data. Raises SkeletonError, saying what was met and what to do.
     """
-    if len(data) > MAX_SKELETON:
-        raise SkeletonError(
-            f"the skeleton has {len(data)} bytes, at most {MAX_SKELETON} are accepted; leave weights out"
-        )
+    if len(data) > MAX_GRAPH:
+        raise SkeletonError(f"the skeleton has {len(data)} bytes, at most {MAX_GRAPH} are accepted; leave weights out")
     digest = hashlib.sha256(data).hexdigest()
     if manifest.skeleton_sha256 not in (None, digest):
         raise SkeletonError(
             f"the skeleton has the SHA-256 {digest}, the manifest names {manifest.skeleton_sha256}; fetch it again"
         )
     check_fields(data)
-    model = _parse(data)
-    _check_structure(model)
+    model = parse(data)
+    check_structure(model)
     _check_interface(model.graph, manifest)
     _check_initializers(model.graph, manifest)
     for node in model.graph.node:
-        _check_node(node)
+        check_node(node)
     check_sizes(model)
     _check_graph(model, manifest)
     return model
@@ -102,33 +100,34 @@ def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Map
     return cast(bytes, model.SerializeToString(deterministic=True))
 
 
-def _parse(data: bytes) -> ModelProto:
+def parse(data: bytes) -> ModelProto:
+    """Return the parsed file, whose fields were counted before. Raises SkeletonError."""
     model = ModelProto()
     try:
         model.ParseFromString(data)
     except Exception as error:  # protobuf's DecodeError, whose module the protobuf in use decides
-        raise SkeletonError(f"the skeleton is not an ONNX file: {error}; send the whole file") from None
+        raise SkeletonError(f"the graph is not an ONNX file: {error}; send the whole file") from None
     model.DiscardUnknownFields()
     if not model.HasField("graph"):
-        raise SkeletonError("the skeleton holds no graph; make it with edge_sdk.skeleton.make_skeleton")
+        raise SkeletonError("the graph holds no graph; make it with edge_sdk.skeleton.make_skeleton")
     return model
 
 
-def _check_structure(model: ModelProto) -> None:
+def check_structure(model: ModelProto) -> None:
     """Raise SkeletonError for anything but one plain graph of standard operators."""
     domains = [opset.domain for opset in model.opset_import]
     foreign = [domain for domain in domains if domain not in _ONNX_DOMAINS]
     if foreign:
-        raise SkeletonError(f"the skeleton uses operators of {foreign[0][:80]!r}; only the standard ones are accepted")
+        raise SkeletonError(f"the graph uses operators of {foreign[0][:80]!r}; only the standard ones are accepted")
     if len(domains) != 1 or model.opset_import[0].version not in OPSETS:
         versions = [opset.version for opset in model.opset_import]
         raise SkeletonError(
-            f"the skeleton names the operator versions {versions[:4]}; one of {OPSETS[0]} to {OPSETS[-1]} is wanted"
+            f"the graph names the operator versions {versions[:4]}; one of {OPSETS[0]} to {OPSETS[-1]} is wanted"
         )
     if model.functions:
-        raise SkeletonError("the skeleton brings functions of its own; export it with them inlined")
+        raise SkeletonError("the graph brings functions of its own; export it with them inlined")
     if model.training_info or model.graph.sparse_initializer or model.graph.quantization_annotation:
-        raise SkeletonError("the skeleton holds training, sparse or quantisation data; export the forward pass alone")
+        raise SkeletonError("the graph holds training, sparse or quantisation data; export the forward pass alone")
 
 
 def _check_interface(graph: GraphProto, manifest: Manifest) -> None:
@@ -155,7 +154,7 @@ def _check_value(values: Iterable[ValueInfoProto], name: str, shape: tuple[int, 
 def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
     found: dict[str, TensorProto] = {}
     for tensor in graph.initializer:
-        _refuse_external(tensor)
+        refuse_external(tensor)
         if tensor.name in found:
             raise SkeletonError(f"the initialiser {tensor.name[:200]!r} stands twice in the skeleton")
         found[tensor.name] = tensor
@@ -176,12 +175,14 @@ def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
             raise SkeletonError(f"the skeleton wants values for {name[:200]!r}, which the manifest does not know")
 
 
-def _refuse_external(tensor: TensorProto) -> None:
+def refuse_external(tensor: TensorProto) -> None:
+    """Raise SkeletonError for a tensor whose data lie in another file."""
     if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
         raise SkeletonError(f"{tensor.name[:200]!r} refers to a file outside the skeleton; embed the data")
 
 
-def _check_node(node: onnx.NodeProto) -> None:
+def check_node(node: onnx.NodeProto) -> None:
+    """Raise SkeletonError for a node of another domain, or with attributes such as subgraphs."""
     what = f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
     if node.domain not in _ONNX_DOMAINS:
         raise SkeletonError(f"{what} is of {node.domain[:80]!r}; only standard operators are accepted")
@@ -189,7 +190,7 @@ def _check_node(node: onnx.NodeProto) -> None:
         if attribute.type not in _ATTRIBUTES or attribute.ref_attr_name:
             raise SkeletonError(f"{what} holds a graph or another kind of attribute that no common layer needs")
         for tensor in (attribute.t, *attribute.tensors):
-            _refuse_external(tensor)
+            refuse_external(tensor)
 
 
 def _check_graph(model: ModelProto, manifest: Manifest) -> None:

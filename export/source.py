@@ -93,7 +93,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
         raise ExportError(str(error)) from None
     return Source(
         manifest=found,
-        skeleton=_skeleton(skeleton, model.with_name(personal.SKELETON), found),
+        skeleton=_skeleton(skeleton, model.with_name(personal.graph_file("skeleton")), found),
         tensors=tensors,
         own=saved.own if saved else {},
         progress=_progress(model, saved) if saved else {},

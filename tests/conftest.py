@@ -82,6 +82,24 @@ def _seeded() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture
+def compiling() -> None:
+    """Let ``publish`` compile the training step of a task, which takes seconds, for tests of that."""
+
+
+@pytest.fixture(autouse=True)
+def _not_compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish tasks without their training steps."""
+    if "edge_sdk.publish" not in sys.modules or "compiling" in request.fixturenames:
+        return
+    from edge_sdk.publishing.translations import CannotCompile
+
+    def refuse(*given: Any) -> None:
+        raise CannotCompile("not in this test")
+
+    monkeypatch.setattr("edge_sdk.publishing.step.compile_step", refuse)
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 

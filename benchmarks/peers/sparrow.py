@@ -41,7 +41,7 @@ def _load(data: Path) -> tuple[Any, Any]:
 
 
 def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    import torch
+    import numpy as np
 
     from edge_sdk.protocol.messages import FederationInfo, Kind, RoundRecord
     from edge_sdk.publish import publish
@@ -49,19 +49,20 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
     from edge_sdk.simulation.host import Plan, Stepped
     from edge_sdk.tasks import Task
     from edge_sdk.tasks.loading import Chosen, Scale, classification
-    from edge_sdk.tasks.models import MODELS
+    from edge_sdk.tasks.public import MODELS
     from sparrow.benchmarks.peers import work
 
     clock = report.Clock()
     shares = work.deal(len(samples), seed)
-    images, test_images = samples.images.unsqueeze(1), test.images.unsqueeze(1)
+    images, test_images = (part.images.unsqueeze(1).numpy() for part in (samples, test))
+    targets, test_targets = samples.targets.numpy(), test.targets.numpy()
     network = MODELS["mnist"]["small"]
     scale = Scale(network.mean, network.deviation)
 
     def make_task(index: int, info: FederationInfo) -> Task:
-        judged = torch.arange(index, len(test), work.DEVICES)
-        held_out = Chosen(test_images, test.targets, judged, scale)
-        mine = Chosen(images, samples.targets, shares[index], scale)
+        judged = np.arange(index, len(test), work.DEVICES)
+        held_out = Chosen(test_images, test_targets, judged, scale)
+        mine = Chosen(images, targets, shares[index].numpy(), scale)
         return classification(info.task, network.build(), mine, held_out, held_out, batch_size=info.settings.batch_size)
 
     def note(stepped: Stepped) -> None:

@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import GraphName
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -59,7 +60,7 @@ router = APIRouter(prefix="/v1/federations", tags=["federations"])
     },
 )
 async def create_federation(request: Request, coordinator: TheCoordinator) -> FederationInfo:
-    """Create a federation: JSON for a built-in task, a checkpoint with manifest and skeleton for one's own model."""
+    """Create a federation: JSON for a built-in task, a checkpoint with manifest and graphs for one's own model."""
     match request.headers.get("content-type", "").split(";")[0].strip():
         case "application/json":
             body = await read_body(request, LARGEST_REQUEST)
@@ -193,12 +194,6 @@ def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
     return Response(coordinator.federations.manifest(name).model_dump_json(), media_type="application/json")
 
 
-@router.get("/{name}/skeleton.onnx", dependencies=[ProspectiveMemberOnly])
-def get_skeleton(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """Return the ONNX graph of the federation's model, without weights."""
-    return ranged(request, coordinator.federations.skeleton(name), "application/octet-stream")
-
-
 @router.get("/{name}/model", dependencies=[MemberOnly])
 def get_model(
     name: str,
@@ -240,3 +235,9 @@ async def evaluate_model(name: str, request: Request, coordinator: TheCoordinato
 def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> Response:
     """Return the global model as ONNX."""
     return ranged(request, coordinator.federations.model_onnx(name), "application/octet-stream")
+
+
+@router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])
+def get_graph(name: str, graph: GraphName, coordinator: TheCoordinator, request: Request) -> Response:
+    """Return an ONNX graph of the federation's model without weights: forward pass, training step or evaluation."""
+    return ranged(request, coordinator.federations.graph(name, graph), "application/octet-stream")

@@ -34,7 +34,7 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol.manifest import Manifest
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import keys_of, skeleton_key
+from sparrow.coordinator.models.global_models import graph_key, keys_of
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
@@ -114,7 +114,8 @@ def blobs_named(db: Session) -> set[str]:
     """Return the keys of the blobs that the records need."""
     named = {key for model in db.scalars(select(Model)) for key in keys_of(model)}
     for federation in db.scalars(select(Federation)):
-        named.add(skeleton_key(federation.id, Manifest.model_validate_json(federation.manifest)))
+        graphs = Manifest.model_validate_json(federation.manifest).graphs
+        named.update(graph_key(federation.id, digest) for digest in graphs.values())
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import MAX_MANIFEST, Manifest, Tensors, initial_values
+from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -87,7 +87,7 @@ class Federations:
     def create(self, request: CreateFederation) -> FederationInfo:
         """Create a federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
         task = _built_in(request.task)
-        return self._create(request, task.manifest, task.skeleton, None)
+        return self._create(request, task.manifest, task.graphs, None)
 
     def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
         """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
@@ -103,11 +103,7 @@ class Federations:
             tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
-        try:
-            manifest_json = tensors.pop("sparrow.manifest").tobytes()
-            skeleton = tensors.pop("sparrow.skeleton").tobytes()
-        except KeyError as missing:
-            raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
+        manifest_json = _taken(tensors, "manifest")
         if len(manifest_json) > MAX_MANIFEST:
             raise TooLarge(f"the manifest has {len(manifest_json):,} bytes, at most {MAX_MANIFEST:,} are accepted")
         with callers_data():
@@ -116,14 +112,15 @@ class Federations:
                 raise TooLarge(
                     f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}"
                 )
+            graphs = {graph: _taken(tensors, graph) for graph in manifest.graphs}
             manifest.check_tensors(tensors, what="the published weights", only_shared=True)
-        return self._create(request, manifest, skeleton, tensors, len(body))
+        return self._create(request, manifest, graphs, tensors, len(body))
 
     def _create(
         self,
         request: CreateFederation,
         manifest: Manifest,
-        skeleton: bytes,
+        graphs: Mapping[GraphName, bytes],
         published: Tensors | None,
         published_bytes: int = 0,
     ) -> FederationInfo:
@@ -137,16 +134,13 @@ class Federations:
         with callers_data():
             manifest = method.manifest(manifest, settings)
             check_settings(method, manifest, settings)
-            if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
-                raise BadContent(
-                    "skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together"
-                )
+            _check_graphs(graphs, manifest)
             if published is not None:
                 from sparrow.export.skeleton import (
                     check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
                 )
 
-                check_skeleton(skeleton, manifest)
+                check_skeleton(graphs["skeleton"], manifest)
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
         fault = fault_of_model(model, settings)
@@ -160,7 +154,7 @@ class Federations:
         # Blobs first, outside of any transaction: a federation that can be seen has its model on disk.
         files = self._models.files(federation_id, 0, model)
         try:
-            self._models.add_skeleton(federation_id, manifest, skeleton)
+            self._models.add_graphs(federation_id, manifest, graphs)
             self._models.write(federation_id, files)
         except Unavailable:
             with contextlib.suppress(Unavailable):  # then the next start removes what was written
@@ -364,10 +358,10 @@ class Federations:
         with self._store.reading() as db:
             return self._models.manifest(find(db, name))
 
-    def skeleton(self, name: str) -> bytes:
-        """Return the ONNX skeleton of the federation's model."""
+    def graph(self, name: str, graph: GraphName) -> bytes:
+        """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
         with self._store.reading() as db:
-            return self._models.skeleton(find(db, name))
+            return self._models.graph(find(db, name), graph)
 
     def model(self, name: str, version: int | None = None) -> bytes:
         """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
@@ -395,7 +389,7 @@ class Federations:
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}
         note = properties(manifest, tensors, round=federation.round, **known)
-        return fill(self._models.skeleton(federation), manifest, tensors, metadata=note)
+        return fill(self._models.graph(federation, "skeleton"), manifest, tensors, metadata=note)
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
         """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""
@@ -403,7 +397,7 @@ class Federations:
         from sparrow.export.skeleton import check_skeleton
 
         manifest = self.manifest(name)
-        at_once = samples_at_once(check_skeleton(self.skeleton(name), manifest), CHUNK)
+        at_once = samples_at_once(check_skeleton(self.graph(name, "skeleton"), manifest), CHUNK)
         return judge(self.model_onnx(name), manifest, body, at_once)
 
     def _check_whole(self, name: str, version: int) -> None:
@@ -418,6 +412,25 @@ class Federations:
         reason = why_unusable(federation, self._models.manifest(federation))
         if reason:
             raise NoGlobalModel(reason)
+
+
+def _taken(tensors: Tensors, name: str) -> bytes:
+    """Take the bytes of ``sparrow.NAME`` out of a checkpoint. Raises BadContent where it has none."""
+    try:
+        return tensors.pop(f"sparrow.{name}").tobytes()
+    except KeyError as missing:
+        raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
+
+
+def _check_graphs(graphs: Mapping[GraphName, bytes], manifest: Manifest) -> None:
+    """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge."""
+    if manifest.skeleton_sha256 is None:
+        raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
+    for graph, digest in manifest.graphs.items():
+        if len(graphs[graph]) > MAX_GRAPH:
+            raise TooLarge(f"the {graph} has {len(graphs[graph]):,} bytes, at most {MAX_GRAPH:,} are accepted")
+        if hashlib.sha256(graphs[graph]).hexdigest() != digest:
+            raise BadContent(f"{graph}_sha256 of the manifest is not that of the {graph} sent; publish both together")
 
 
 def _built_in(name: str | None) -> BuiltinTask:

@@ -1,4 +1,4 @@
-"""Global models, manifests and skeletons of the federations, and the payloads cut from them.
+"""Global models, manifests and graphs of the federations, and the payloads cut from them.
 
 A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio)
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import GraphName, Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
@@ -106,13 +106,20 @@ class Models:
                 raise unreadable(federation, "manifest", error) from None
         return self._manifests[federation.id]
 
-    def add_skeleton(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
-        """Store the ONNX skeleton of a new federation's model durably."""
-        self._store.blobs.put(skeleton_key(federation_id, manifest), skeleton)
+    def add_graphs(self, federation_id: int, manifest: Manifest, graphs: Mapping[GraphName, bytes]) -> None:
+        """Store the ONNX graphs that a new federation's manifest names durably."""
+        for graph, digest in manifest.graphs.items():
+            self._store.blobs.put(graph_key(federation_id, digest), graphs[graph])
 
-    def skeleton(self, federation: Federation) -> bytes:
-        """Return the ONNX skeleton of the forward pass."""
-        return self._store.blobs.get(skeleton_key(federation.id, self.manifest(federation)))
+    def graph(self, federation: Federation, graph: GraphName) -> bytes:
+        """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
+        digest = self.manifest(federation).graphs.get(graph)
+        if digest is None:
+            raise NotFound(
+                f"the model of {federation.name} was published without a graph of its {graph}; its devices train with "
+                f"PyTorch"
+            )
+        return self._store.blobs.get(graph_key(federation.id, digest))
 
     def files(self, federation_id: int, version: int, model: GlobalModel) -> ModelFiles:
         """Return the files of a global model, which ``write`` stores."""
@@ -365,9 +372,9 @@ def state_key(federation_id: int, version: int, sha256: str) -> str:
     return f"{federation_id}/models/{version:09d}.state.{sha256}.safetensors"
 
 
-def skeleton_key(federation_id: int, manifest: Manifest) -> str:
-    """Return the key of the ONNX skeleton, whose digest every federation's manifest names."""
-    return f"{federation_id}/skeletons/{manifest.skeleton_sha256}"
+def graph_key(federation_id: int, sha256: str) -> str:
+    """Return the key of an ONNX graph of the model, whose digest the federation's manifest names."""
+    return f"{federation_id}/graphs/{sha256}"
 
 
 def _version_in(key: str) -> int:

@@ -78,7 +78,7 @@ def clear_all(store: Store, models: Models) -> None:
 
 def clear_deleted(store: Store, federation_id: int) -> None:
     """Remove all blobs of a federation that was deleted."""
-    for folder in ("models", "masks", "skeletons", "updates"):
+    for folder in ("models", "masks", "graphs", "updates"):
         store.blobs.retain(f"{federation_id}/{folder}", ())
 
 

@@ -1,4 +1,4 @@
-"""Models, skeletons, masks and updates by key, in a folder or elsewhere, each checked before its bytes are used.
+"""Models, graphs, masks and updates by key, in a folder or elsewhere, each checked before its bytes are used.
 
 A key names its content: ``3/models/000000012.SHA256.safetensors``, ``3/updates/ASSIGNMENT.SHA256``,
 ``3/masks/SHA256``. So a blob never changes under its key, and what is read is compared with the key: one that was

@@ -18,16 +18,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
-
-import torch
-from torch._C._autograd import DeviceType
-from torch.autograd import profiler
+from typing import TYPE_CHECKING, ClassVar
 
 from edge_sdk.protocol.errors import SdkError
-from edge_sdk.training.rehearsal import Effort, Rehearsal
 from sparrow.command_line.exits import Exit
 from sparrow.devices import memory
+
+if TYPE_CHECKING:
+    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 HEAP = 1.75
 """Memory held over memory in use, where the C library manages it (glibc 2.36)."""
@@ -94,19 +92,25 @@ def predict_evaluation(rehearsal: Rehearsal) -> int:
     return _peak(rehearsal, rehearsal.evaluate, rehearsal.held_out)
 
 
-def held(device: torch.device) -> int:
+def held(device: str) -> int:
     """Return the bytes that this process holds of the memory that training on ``device`` uses, after giving back those
     that are free."""
-    if device.type == "cpu":
+    if device == "cpu":
         memory.give_back()
         return memory.resident()
+    import torch  # here, because nothing else of a device that trains without it needs it
+
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
-def room(device: torch.device) -> int:
+def room(device: str) -> int:
     """Return the bytes that this process may hold at most: those that it holds, and those that are free."""
-    free = memory.available() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if device == "cpu":
+        return held(device) + memory.available()
+    import torch
+
+    free: int = torch.cuda.mem_get_info(device)[0]
     return held(device) + free
 
 
@@ -129,14 +133,17 @@ def _peak(rehearsal: Rehearsal, work: Callable[[int], object], samples: int) -> 
         per_sample = (large - small) / (few[1] - few[0]) if few[1] > few[0] else small / few[0]
         in_use += small + per_sample * (samples - few[0])
         peak = max(peak, in_use)
-    return round(peak * (HEAP if device.type == "cpu" else 1))
+    return round(peak * (HEAP if device == "cpu" else 1))
 
 
-def _allocations(work: Callable[[], object], device: torch.device) -> list[int]:
+def _allocations(work: Callable[[], object], device: str) -> list[int]:
     """Return the bytes of every block that ``work`` has the device allocate (above 0) and free (below), in order."""
+    from torch._C._autograd import DeviceType
+    from torch.autograd import profiler
+
     with _silence(), profiler.profile(profile_memory=True, use_device=_profiled(device)) as profile:
         work()
-    on_processor = device.type == "cpu"
+    on_processor = device == "cpu"
     return [
         event.nbytes()
         for event in profile.kineto_results.events()
@@ -144,8 +151,8 @@ def _allocations(work: Callable[[], object], device: torch.device) -> list[int]:
     ]
 
 
-def _profiled(device: torch.device) -> str | None:
-    return None if device.type == "cpu" else device.type
+def _profiled(device: str) -> str | None:
+    return None if device == "cpu" else device
 
 
 @contextlib.contextmanager

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from edge_sdk.budget.memory import Memory, held, predict_memory
 from edge_sdk.methods import BudgetTooSmall, load_method
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.tasks import Task
-from edge_sdk.training.local import count_examples
-from edge_sdk.training.rehearsal import Effort, Rehearsal
+from edge_sdk.tasks import Task, count_examples
 from sparrow.devices.simulation import Board
+
+if TYPE_CHECKING:
+    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 BUDGETS = tuple(tenths / 10 for tenths in range(1, 11))
 """The budgets among which a device chooses."""
@@ -128,6 +130,8 @@ class Predictor:
 
     def _rehearsal(self) -> Rehearsal:
         # Made for each prediction, because it holds a copy of the model that training later needs the room of.
+        from edge_sdk.training.rehearsal import Rehearsal
+
         return Rehearsal(self._task, self._manifest, self._settings, narrow=self._method.narrow, clock=self._clock)
 
     def _possible(self, rehearsal: Rehearsal, budget: float) -> bool:

@@ -13,25 +13,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar
 
 from edge_sdk.arguments import MIB
 from edge_sdk.budget.memory import Unpredictable, held, room
 from edge_sdk.budget.prediction import Predictor
 from edge_sdk.budget.search import NOTHING, BudgetController, Choice, Learned, Limits, choose
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
-from edge_sdk.training.layout import gains
-from edge_sdk.training.local import TrainingDiverged
-from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.exits import Exit
+
+if TYPE_CHECKING:
+    from edge_sdk.training.rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +106,8 @@ class Preparation:
 
     def __call__(self, task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
         """Return ``task``, computed so, and its budget. Raises DoesNotFit, which names a budget that fits."""
+        from edge_sdk.training.rehearsal import Rehearsal
+
         task, settings = task.on(self.compute), info.settings
         scarce = not self._is_plenty(task, manifest, settings)
         try:
@@ -146,6 +146,8 @@ class Preparation:
         return self.memory_limit or room(self.compute.device)
 
     def _is_plenty(self, task: Task, manifest: Manifest, settings: FederationSettings) -> bool:
+        from edge_sdk.training.rehearsal import Rehearsal
+
         rehearsal = Rehearsal(task, manifest, settings)
         samples = max(rehearsal.samples, rehearsal.held_out)
         needed = PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(manifest))
@@ -195,9 +197,14 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
     compute says how many; then the other memory format. Large batches are tried in part. This process then has the
     threads of what is returned. Raises what training raises.
     """
+    import torch
+    from torch import nn
+
+    from edge_sdk.training.layout import gains
+
     usual = rehearsal.task.compute
     steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
-    if usual.device.type != "cpu" or rehearsal.flops(steps * rehearsal.samples, None) < WORTH_TRYING:
+    if usual.device != "cpu" or rehearsal.flops(steps * rehearsal.samples, None) < WORTH_TRYING:
         return usual
     begin = time.monotonic()
     few = min(FEW, rehearsal.samples)

@@ -18,21 +18,24 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
-from torch import nn
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.heartbeat import Heartbeat
+from edge_sdk.device.opening import open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
+from edge_sdk.engines import Engine, EngineName, Graphs, evaluate_held_out
+from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
 from edge_sdk.errors import (
     Damaged,
     FederationDeleted,
@@ -47,11 +50,13 @@ from edge_sdk.errors import (
     TokenExpired,
 )
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
+from edge_sdk.methods.early_stopping import is_better
+from edge_sdk.methods.merging import is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
+from edge_sdk.protocol.errors import BundleError, GraphError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import (
     MOST_COUNT,
@@ -77,19 +82,7 @@ from edge_sdk.protocol.messages import (
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
-from edge_sdk.tasks import Task
-from edge_sdk.training.checking import check_task
-from edge_sdk.training.early_stopping import is_better
-from edge_sdk.training.local import (
-    TrainingDiverged,
-    UnsoundModel,
-    count_examples,
-    evaluate,
-    evaluate_held_out,
-    get_tensors,
-    set_tensors,
-)
-from edge_sdk.training.merging import is_whole, mixed, whole_model
+from edge_sdk.tasks import Task, count_examples
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 
@@ -160,8 +153,8 @@ class Session:
     returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
     task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watchdog: holds the
     device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
-    hosts in turn: such a device may be silent, and sends no heartbeats. Raises what ``errors`` lists; the state folder
-    stays usable.
+    hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains; ``onnx`` needs of the task
+    its data alone, and no PyTorch. Raises what ``errors`` lists; the state folder stays usable.
     """
 
     def __init__(
@@ -181,6 +174,7 @@ class Session:
         announce: bool = True,
         watchdog: Watchdog | None = None,
         hosted: bool = False,
+        engine: EngineName = "torch",
     ) -> None:
         self._transport = transport
         self._hosted = hosted
@@ -209,14 +203,17 @@ class Session:
             self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest()
-        self.task = make_task(self.info).seeded(self.info.settings.seed)
-        if known is None:
-            check_model(self.task.model, self.manifest)
-            check_task(self.task, self.manifest)
         self._method = load_method(self.info.method)
-        self._prepared = (
-            prepare(self.task, self.manifest, self.info) if prepare is not None else Prepared(self.task, budget)
-        )
+        task = make_task(self.info)
+        self._prepared: Prepared
+        self.engine: Engine
+        if engine == "onnx":
+            self._prepared = Prepared(task, budget)
+            self.engine = open_onnx(task, self.manifest, self.info, lambda: self.graphs, self._method)
+        else:
+            self._prepared, self.engine = open_torch(
+                task, self.manifest, self.info, prepare, budget, checks=known is None
+            )
         self.task = self._prepared.task
         if known is None:
             self._note_membership()
@@ -291,12 +288,34 @@ class Session:
         return manifest
 
     def skeleton(self) -> bytes:
-        """Return the ONNX skeleton of the federation's model, downloaded once."""
-        skeleton = self._folder.cached(personal.SKELETON)
-        if skeleton is None or hashlib.sha256(skeleton).hexdigest() != self.manifest.skeleton_sha256:
-            skeleton = self._transport.skeleton(self._federation)
-            self._folder.cache(personal.SKELETON, skeleton)
-        return skeleton
+        """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
+        return self._graph("skeleton")
+
+    @cached_property
+    def graphs(self) -> Graphs | None:
+        """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
+        was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
+        if "step" not in self.manifest.graphs:
+            return None
+        from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
+
+        graphs = Graphs(self._graph("step"), self._graph("evaluation"))
+        check_graphs(graphs, self.manifest)
+        return graphs
+
+    def _graph(self, name: GraphName) -> bytes:
+        """Return a graph that has the digest in the manifest, downloaded once. Raises GraphError."""
+        file, wanted = personal.graph_file(name), self.manifest.graphs.get(name)
+        graph = self._folder.cached(file)
+        if graph is None or hashlib.sha256(graph).hexdigest() != wanted:
+            graph = self._transport.graph(self._federation, name)
+            digest = hashlib.sha256(graph).hexdigest()
+            if digest != wanted:
+                raise GraphError(
+                    f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again"
+                )
+            self._folder.cache(file, graph)
+        return graph
 
     def _note_membership(self) -> None:
         membership = personal.Membership(device=self._identity.name, budget=self.budget, federation=self.info)
@@ -480,18 +499,14 @@ class Session:
 
     def _give_up(self, assignment: Assignment, reason: PauseReason | str) -> None:
         if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
-            set_tensors(self.task.model, self._as_new)
+            self.engine.load(self._as_new)
         self._hand_back(assignment.assignment_id, reason)
 
     def _never_sent(self) -> Tensors:
         """Return the tensors of the task's model that no payload holds: a device's own part, local
         running statistics."""
-        state, shared = self.task.model.state_dict(), {spec.name for spec in self.manifest.shared}
-        return {
-            spec.name: np.array(state[spec.name].detach().cpu().numpy())
-            for spec in self.manifest.kept
-            if spec.name not in shared
-        }
+        shared = {spec.name for spec in self.manifest.shared}
+        return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
 
     def leave(self, reason: str) -> None:
         """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""
@@ -527,7 +542,7 @@ class Session:
             assignment=assignment,
             manifest=self.manifest,
             task=self.task,
-            model=self.task.model,
+            engine=self.engine,
             state=DeviceState(
                 self.personal,
                 self.progress.memory,
@@ -666,7 +681,7 @@ class Session:
         with self._telemetry.phase("evaluate") as measured:
             self._mix_with_global(job)
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
-            answers = get_tensors(job.model, self.manifest) if self.best is None else self.best
+            answers = self.engine.read() if self.best is None else self.best
             shared = self._validate_global(job, evaluated)
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
             judged = [each.num_examples for each in found if each]
@@ -807,16 +822,16 @@ class Session:
         device has. Nothing where that is known."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
-        tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
+        tensors = self.engine.read() if self.personal is None else dict(self.personal)
         if job.received is not None and is_whole(self.manifest, job.received):
             tensors |= whole_model(self.manifest, job.received)
         elif job.received is not None:
             # Zeroed anew, for what was in the shared tensors is none of this federation's.
             tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
             merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
-        set_tensors(self.task.model, tensors)
+        self.engine.load(tensors)
         try:
-            held_out, validation = evaluate_held_out(self.task.model, self.task)
+            held_out, validation = evaluate_held_out(self.engine, self.task.validation, self.task.test)
         except TrainingDiverged:
             raise UnsoundModel(
                 "the model received gives no finite loss on this device's held-out data, before any training: "
@@ -863,16 +878,16 @@ class Session:
             return None
         if self.task.test is None:
             return evaluated.global_model
-        return self._validate(get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received))
+        return self._validate(self.engine.read() | whole_model(self.manifest, job.received))
 
     def _validate(self, tensors: Tensors) -> Evaluation:
-        set_tensors(self.task.model, tensors)
-        return evaluate(self.task.model, self.task, self.task.validation)
+        self.engine.load(tensors)
+        return self.engine.evaluate(self.task.validation)
 
     def evaluate(self, tensors: Tensors) -> Evaluation:
         """Return loss and accuracy of a model on this device's held-out data."""
-        set_tensors(self.task.model, tensors)
-        return evaluate(self.task.model, self.task, self.task.held_out)
+        self.engine.load(tensors)
+        return self.engine.evaluate(self.task.held_out)
 
 
 def _elements(mask: Mask | None) -> ElementMask | None:
@@ -899,18 +914,6 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
 def _bytes_of(state: DeviceState) -> int:
     """Return the bytes of models that the device keeps between rounds."""
     return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))
-
-
-def check_model(model: nn.Module, manifest: Manifest) -> None:
-    """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
-    state = model.state_dict(keep_vars=True)
-    untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
-    if untied:
-        name = manifest.aliases[untied[0]]
-        raise ManifestError(f"{untied[0]}: must be the same tensor as {name} (tied weights), as in the published model")
-    left_out = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}.union(manifest.aliases)
-    arrays = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in state.items() if name not in left_out}
-    manifest.check_tensors(arrays, what="the tensors of this device's model")
 
 
 def own_profile(energy: str) -> DeviceProfile:

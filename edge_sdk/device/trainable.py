@@ -32,12 +32,13 @@ def check(
     pointer_bytes: int = struct.calcsize("P"),
     platform: str = sysconfig.get_platform(),
     version: "tuple[int, ...]" = tuple(sys.version_info[:3]),
-    module: str = "torch",
+    module: "str | None" = "torch",
 ) -> None:
     """Raise CannotTrain unless a Python can train.
 
     pointer_bytes, platform, version: what ``struct.calcsize("P")``, ``sysconfig.get_platform()`` and
-    ``sys.version_info`` say of it; by default of this one. module: imported, to see that it is there and loads.
+    ``sys.version_info`` say of it; by default of this one. module: imported, to see that it is there and loads;
+    None: not asked for.
     """
     if pointer_bytes < 8:
         raise CannotTrain(
@@ -50,23 +51,26 @@ def check(
             f"this device cannot train with Python {found} ({platform}), only with {oldest} or newer, which can be put "
             f"beside it; {ADVICE}"
         )
+    if module is None:
+        return
     try:
         importlib.import_module(module)
     except ImportError as error:
         lacks = isinstance(error, ModuleNotFoundError) and error.name == module
-        how = f"{INSTALL}; without, " if lacks else ""
+        how = f"{'pip install onnxruntime' if module == 'onnxruntime' else INSTALL}; without, " if lacks else ""
         why = "is not installed" if lacks else f"does not load ({error})"
     except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
         how, why = "", f"does not load ({error})"
     else:
         return
-    raise CannotTrain(f"this device cannot train, because PyTorch {why} (Python of {platform}); {how}{ADVICE}")
+    package = "ONNX Runtime" if module == "onnxruntime" else "PyTorch"
+    raise CannotTrain(f"this device cannot train, because {package} {why} (Python of {platform}); {how}{ADVICE}")
 
 
-def exit_unless_trainable(program: str) -> None:
+def exit_unless_trainable(program: str, module: "str | None" = "torch") -> None:
     """End ``program`` with one line on stderr and ``Exit.CANNOT`` where this device cannot train."""
     try:
-        check()
+        check(module=module)
     except CannotTrain as reason:
         sys.stderr.write(f"{program}: {reason}\n")
         sys.exit(Exit.CANNOT)

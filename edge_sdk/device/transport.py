@@ -53,7 +53,7 @@ from edge_sdk.errors import (
     WrongState,
 )
 from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.manifest import MAX_MANIFEST, MAX_SKELETON, Manifest, Tensors
+from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -267,9 +267,9 @@ class Transport:
         """Return the manifest of a federation's model."""
         return self._ask(Manifest, "GET", f"/v1/federations/{name}/manifest", most=MAX_MANIFEST)
 
-    def skeleton(self, name: str) -> bytes:
-        """Return the ONNX skeleton of a federation's model."""
-        return self._call("GET", f"/v1/federations/{name}/skeleton.onnx", most=MAX_SKELETON).content
+    def graph(self, name: str, graph: GraphName) -> bytes:
+        """Return an ONNX graph of a federation's model, as it came: the caller compares it with the manifest."""
+        return self._call("GET", f"/v1/federations/{name}/{graph}.onnx", most=MAX_GRAPH).content
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""

@@ -1,6 +1,27 @@
-"""Training without PyTorch: the training step as a graph, made fast, and optimisers in numpy."""
+"""Engines train a model on a device: PyTorch, or ONNX Runtime, which needs the training step as a graph and no PyTorch.
 
+Methods see an ``Engine``: they load tensors into it, let it train a part of them, judge them and read them again, all
+as numpy arrays by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from numpy.typing import NDArray
+
+from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.tasks import Batches
+
+EngineName = Literal["onnx", "torch"]
+
+Progress = Callable[[int, int, float], None]
+"""(steps done, steps in all, running loss) of local training."""
 
 
 @dataclass(frozen=True)
@@ -9,3 +30,97 @@ class Graphs:
 
     step: bytes
     evaluation: bytes
+
+
+class Engine(Protocol):
+    """A model, and what trains and judges it. manifest: the model's. title: the engine's name, to be read."""
+
+    @property
+    def title(self) -> str:
+        """The engine's name."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The model's description."""
+
+    def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+
+    def read(self) -> Tensors:
+        """Return copies of every tensor that the manifest keeps, by name, C-contiguous."""
+
+    def train(
+        self,
+        batches: Batches,
+        settings: FederationSettings,
+        part: Part = EVERYTHING,
+        *,
+        learning_rate: float,
+        seed: int,
+        pull: Pull | None = None,
+        adjustment: Adjustment | None = None,
+        progress: Progress = lambda done, total, loss: None,
+    ) -> LocalResult:
+        """Train a part of the model on ``batches`` for ``local_steps``, or else ``local_epochs``.
+
+        Steps wrap round the data. The optimiser of ``settings`` starts afresh; ``seed`` decides shuffling and dropout.
+        A pull is left out of the losses reported. adjustment: changes what exists of the model on the way. Raises
+        TrainingDiverged for a loss or weight that is not finite, ValueError where there is nothing to train on, and
+        ManifestError or ValueError for a part that is not the model's.
+        """
+
+    def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
+        """Go through data again and again, as ``differentiate`` takes batches, in the order that ``seed`` decides."""
+
+    def differentiate(
+        self,
+        batches: Sequence[Batch],
+        names: Collection[str],
+        visit: Callable[[str, NDArray[Any]], None],
+        *,
+        moves: bool = False,
+    ) -> float:
+        """Return the loss on ``batches`` taken as one, in training mode, and hand ``visit`` the name and the gradient
+        of each parameter in ``names``.
+
+        A gradient is the engine's own, and lasts until the next call; ``visit`` must not change the model. moves:
+        whether running statistics do, as in a step.
+        """
+
+    def evaluate(self, batches: Batches) -> Evaluation:
+        """Return mean loss and, where the task is a classification, accuracy on ``batches``, in evaluation mode.
+
+        Raises TrainingDiverged when the loss is not finite, ValueError where there is no sample.
+        """
+
+    def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the model's outputs [N, C, ...] on ``batches``, float32, in evaluation mode, and their targets [N]."""
+
+    def judge(self, scores: NDArray[Any], targets: NDArray[Any]) -> Evaluation:
+        """Return loss and accuracy of scores [N, C]."""
+
+    def twin(self) -> Engine:
+        """Return an engine of another model of the same kind, which holds the same tensors."""
+
+    def narrow(self, mask: NeuronMask, batches: Batches) -> Cut:
+        """Return an engine of the active neurons of ``mask`` alone; the weights of all others must be zero.
+
+        batches: on whose first samples the narrow network is compared with the whole one. Raises CannotNarrow.
+        """
+
+
+class Cut(Protocol):
+    """A narrow network that was cut out of an engine's."""
+
+    @property
+    def engine(self) -> Engine:
+        """The narrow network's."""
+
+    def write_back(self) -> None:
+        """Bring what the narrow network has become into the whole one; what is dropped stays as it is."""
+
+
+def evaluate_held_out(engine: Engine, validation: Batches, test: Batches | None) -> tuple[Evaluation, Evaluation]:
+    """Return what ``Engine.evaluate`` does on test and on validation data, once where they are the same."""
+    judged = engine.evaluate(validation)
+    return judged if test is None else engine.evaluate(test), judged

@@ -1,4 +1,4 @@
-"""A model that ONNX Runtime trains, for inference as it is: with the training step as a graph.
+"""The engine of ONNX Runtime, for inference as it is: it trains with the training step as a graph.
 
 Parameters and buffers are numpy arrays that the runtime reads where they lie, and gradients are written into arrays
 that are used again, so that a step copies nothing but its batch.
@@ -6,7 +6,8 @@ that are used again, so that a step copies nothing but its batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,81 @@ from numpy.typing import NDArray
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.optimiser import Optimiser, Rule
-from edge_sdk.engines.parts import EVERYTHING, Part, leaves_of, products_of
-from edge_sdk.engines.passes import Parts, optimise
+from edge_sdk.engines.parts import bits_of, leaves_of, products_of
+from edge_sdk.engines.passes import Parts, judge_outputs, optimise
+from edge_sdk.engines.training import (
+    EVERYTHING,
+    Change,
+    Part,
+    Pull,
+    check_loadable,
+)
 from edge_sdk.protocol.manifest import Manifest, Tensors
 
 Array = NDArray[Any]
 Index = NDArray[np.int64]
 
 GRADIENT, NEXT = "grad:", "new:"
+DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float32]]] = {
+    "uniform": lambda chance, shape: chance.random(shape, np.float32),
+    "normal": lambda chance, shape: chance.standard_normal(shape, np.float32),
+}
+TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(int32)": np.int32}
+
+
+class Sessions:
+    """The runtime's sessions of a task's graphs, made when they are first needed; networks of one shape share them.
+
+    threads: that one step may use. narrow: what is kept for narrow networks, by their widths.
+    """
+
+    def __init__(self, graphs: Graphs, *, threads: int = 1) -> None:
+        self.graphs, self.threads = graphs, threads
+        self.narrow: dict[tuple[int, ...], Any] = {}
+        self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
+
+    def step(self, parts: Parts, lowest: Collection[str]) -> onnxruntime.InferenceSession:
+        """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
+        key = ("step", *sorted(parts.items()), *sorted(lowest))
+        return self._of(key, lambda: optimise(self.graphs.step, parts, lowest))
+
+    def evaluation(self) -> onnxruntime.InferenceSession:
+        """Return what a model answers, and its loss."""
+        return self._of(("evaluation",), lambda: optimise(self.graphs.evaluation))
+
+    def judgement(self) -> onnxruntime.InferenceSession:
+        """Return the loss of answers."""
+        return self._of(("judgement",), lambda: judge_outputs(self.graphs.evaluation))
+
+    def _of(self, key: tuple[Any, ...], graph: Callable[[], bytes]) -> onnxruntime.InferenceSession:
+        if key not in self._made:
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self.threads
+            options.inter_op_num_threads = 1
+            options.log_severity_level = 3
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
+        return self._made[key]
 
 
 class Network:
-    """A model's tensors, and the graphs that train and judge it.
+    """A model's tensors, and the graphs that train and judge it. index: what else these read, by name."""
 
-    threads: that one step may use. Sessions of the runtime are made when they are first needed.
-    """
-
-    def __init__(self, manifest: Manifest, graphs: Graphs, *, threads: int = 1) -> None:
-        self.manifest, self._graphs, self._threads = manifest, graphs, threads
+    def __init__(self, manifest: Manifest, sessions: Sessions, index: Mapping[str, Index] | None = None) -> None:
+        self.manifest, self.sessions, self._index = manifest, sessions, dict(index or {})
         self.tensors: Tensors = {spec.name: np.zeros(spec.shape, np.dtype(spec.dtype)) for spec in manifest.kept}
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._evaluation: Step | None = None
 
+    def twin(self) -> Network:
+        """Return another model of the same kind, which holds the same tensors."""
+        twin = Network(self.manifest, self.sessions, self._index)
+        twin.load(self.tensors)
+        return twin
+
     def load(self, tensors: Mapping[str, Array]) -> None:
-        """Copy tensors into the model, by name; what is not named stays."""
+        """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+        check_loadable(tensors, {name: tensor.shape for name, tensor in self.tensors.items()})
         for name, tensor in tensors.items():
             np.copyto(self.tensors[name], tensor, casting="unsafe")
 
@@ -48,32 +100,38 @@ class Network:
 
     def step(self, parts: Parts | None = None, lowest: Collection[str] = ()) -> Step:
         """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
-        key = (tuple(sorted((parts or {}).items())), tuple(sorted(lowest)))
+        parts = parts or {}
+        key = (*sorted(parts.items()), *sorted(lowest))
         if key not in self._steps:
-            self._steps[key] = Step(optimise(self._graphs.step, parts, lowest), self.tensors, self._threads)
+            self._steps[key] = Step(self.sessions.step(parts, lowest), {**self.tensors, **self._index})
         return self._steps[key]
 
     @property
     def evaluation(self) -> Step:
         """The evaluation: ``run`` it for loss and outputs."""
         if self._evaluation is None:
-            self._evaluation = Step(optimise(self._graphs.evaluation), self.tensors, self._threads)
+            self._evaluation = Step(self.sessions.evaluation(), {**self.tensors, **self._index})
         return self._evaluation
+
+    def loss(self, outputs: Array, targets: Array) -> float:
+        """Return the loss of outputs [N, ...]."""
+        given = {"output": outputs, "target": targets}
+        session = self.sessions.judgement()
+        feeds: dict[str, Array] = {
+            each.name: np.ascontiguousarray(given[each.name], TYPES[each.type]) for each in session.get_inputs()
+        }
+        return float(session.run(["loss"], feeds)[0])
 
 
 class Step:
     """A graph bound to a model's tensors. gradients: name -> array, which every run writes anew."""
 
-    def __init__(self, graph: bytes, tensors: Tensors, threads: int) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    def __init__(self, session: onnxruntime.InferenceSession, tensors: Tensors) -> None:
+        self._session = session
         self._binding = self._session.io_binding()
         self._held: dict[str, Any] = {}  # what the runtime reads and writes must live as long as it may
         self.inputs = {each.name: tuple(each.shape) for each in self._session.get_inputs()}
+        self._types = {each.name: TYPES[each.type] for each in self._session.get_inputs()}
         for name in self.inputs.keys() & tensors.keys():
             self._bind(name, tensors[name])
         self.gradients: dict[str, NDArray[np.float32]] = {}
@@ -107,14 +165,23 @@ class Step:
         for name, places in index.items():
             self._bind(name, np.ascontiguousarray(places, np.int64))
 
+    def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
+        """Return what the step draws for ``count`` samples, by the names of its inputs."""
+        drawn = {}
+        for name, shape in self.inputs.items():
+            kind = name.removesuffix("_step")
+            if kind in DRAWS:
+                drawn[name] = DRAWS[kind](chance, tuple(each if isinstance(each, int) else count for each in shape))
+        return drawn
+
     def run(
-        self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None
+        self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None, *, moves: bool = True
     ) -> tuple[float, NDArray[np.float32]]:
         """Return loss and outputs of a batch; gradients are in ``gradients``, and running statistics have moved."""
         given = {"input": inputs, "target": targets, **(drawn or {})}
-        values = {name: np.ascontiguousarray(given[name]) for name in given if name in self.inputs}
-        for name, array in values.items():
-            self._binding.bind_cpu_input(name, array)
+        for name, array in given.items():
+            if name in self.inputs:
+                self._binding.bind_cpu_input(name, np.ascontiguousarray(array, self._types[name]))
         if len(inputs) != self._batch:  # what was made for another one is too short
             self._batch = len(inputs)
             for name in self._free:
@@ -122,7 +189,7 @@ class Step:
             self._order = [*(name for name in self._order if name not in self._free), *self._free]
         self._session.run_with_iobinding(self._binding)
         outputs = dict(zip(self._order, self._binding.get_outputs(), strict=True))
-        for tensor, moved in self._moved:
+        for tensor, moved in self._moved if moves else ():
             np.copyto(tensor, moved)
         return float(outputs["loss"].numpy()), outputs["output"].numpy()
 
@@ -130,42 +197,53 @@ class Step:
 class Training:
     """Steps of a network: what ``part`` names of it is moved by an optimiser that begins anew.
 
-    proximal_weight: μ of a pull of what is trained to ``centre``, by name, or where it is now (FedProx,
-    arXiv:1812.06127, Eq. 2). A parameter that the loss does not depend on never moves.
+    A parameter that the loss does not depend on never moves.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        rule: Rule,
-        part: Part = EVERYTHING,
-        *,
-        proximal_weight: float = 0.0,
-        centre: Mapping[str, Array] | None = None,
-    ) -> None:
+    def __init__(self, network: Network, rule: Rule, part: Part = EVERYTHING, pull: Pull | None = None) -> None:
         self._leaves = leaves_of(network.manifest, network.tensors, part)
         parts, index, lowest = products_of(network.manifest, self._leaves)
         self._step = network.step(parts, lowest)
         self._step.choose(index)
         self._optimiser = Optimiser(rule, {name: leaf.values for name, leaf in self._leaves.items()})
-        self._weight = np.float32(proximal_weight)
-        self._centres: dict[str, NDArray[np.float32]] = {}
-        if proximal_weight:
-            start = centre or {name: leaf.whole for name, leaf in self._leaves.items()}
-            self._centres = {
-                name: leaf.gradient(np.array(start[name], np.float32)) for name, leaf in self._leaves.items()
-            }
+        self._pull, self._start = pull, dict[str, Array]()
+        if pull:
+            start = pull.centre or {name: leaf.whole for name, leaf in self._leaves.items()}
+            self._start = {name: np.array(start[name], np.float32) for name in self._leaves}
+        self._centres = self._centred()
+
+    def _centred(self) -> dict[str, Array]:
+        """Return to where each leaf is pulled: what does not exist, to zero."""
+        return {name: leaf.gradient(np.array(self._start[name])) for name, leaf in self._leaves.items() if self._pull}
+
+    def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
+        """Return what a step draws for ``count`` samples."""
+        return self._step.draw(chance, count)
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:
-        """Take a step on a batch, and return its loss before it."""
+        """Take a step on a batch, and return its loss before it; where that is not finite no weight moves."""
         loss, _ = self._step.run(inputs, targets, drawn)
+        if not math.isfinite(loss):
+            return loss
         gradients = {}
         for name, leaf in self._leaves.items():
             if name in self._step.gradients:
                 gradients[name] = gradient = leaf.gradient(self._step.gradients[name])
-                if name in self._centres:
-                    gradient += self._weight * (leaf.values - self._centres[name])
+                if self._pull:
+                    gradient += np.float32(self._pull.weight) * (leaf.values - self._centres[name])
         self._optimiser.step(gradients)
         for name in gradients:
             self._leaves[name].write_back()
         return loss
+
+    def change(self, change: Change) -> None:
+        """Go on with what exists from now on; the weights have changed already."""
+        for name, exists in change.elements.items():
+            leaf = self._leaves.get(name)
+            if leaf is None:
+                continue
+            leaf.bits = bits_of(exists)
+            if (renewed := change.renewed.get(name)) is not None:
+                for slot in self._optimiser.slots[name]:
+                    slot[renewed.reshape(-1)] = 0
+        self._centres = self._centred()

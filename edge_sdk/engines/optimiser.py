@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.messages import FederationSettings
+
 Array = NDArray[np.float32]
 
 PIECE = 2**16
@@ -32,6 +34,11 @@ class Rule:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+
+
+def rule_of(settings: FederationSettings, learning_rate: float) -> Rule:
+    """Return the optimiser that a federation's settings ask for."""
+    return Rule(settings.optimizer, learning_rate, settings.momentum, settings.weight_decay, settings.clip)
 
 
 @dataclass

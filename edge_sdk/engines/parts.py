@@ -14,40 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines.passes import Parts
+from edge_sdk.engines.training import Flags, Part
 from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import Block, NeuronMask, neuron_block
+from edge_sdk.protocol.masks import Block, neuron_block
 
 Array = NDArray[np.float32]
-Flags = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a model that trains.
-
-    mask: active neurons; elements: name -> what exists of a parameter, the rest being and staying zero; trained: name
-    -> what moves of it, the rest staying as it is. None: everything.
-    """
-
-    mask: NeuronMask | None = None
-    elements: Mapping[str, Flags] | None = None
-    trained: Mapping[str, Flags] | None = None
-
-
-EVERYTHING = Part()
 
 
 @dataclass
 class Leaf:
     """A parameter, and what is trained of it: a block, or single elements by their flat ``index``, or all.
 
-    absent: what does not exist of it; its gradient counts as zero there.
+    bits: int32 of its shape, -1 where it exists and 0 elsewhere, where its gradient counts as zero; None: all does. (To
+    mask so takes a pass over memory; to copy where flags say takes five where they are random.)
     """
 
     whole: Array
     block: Block | None = None
     index: NDArray[np.intp] | None = None
-    absent: Flags | None = None
+    bits: NDArray[np.int32] | None = None
     values: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,8 +40,9 @@ class Leaf:
 
     def gradient(self, computed: Array) -> Array:
         """Return the leaf's gradient, from that of the parameter or, where only it was computed, from its own."""
-        if self.absent is not None:
-            np.copyto(computed, np.float32(0), where=self.absent)
+        if self.bits is not None:
+            whole = computed.view(np.int32)
+            np.bitwise_and(whole, self.bits, out=whole)
         if self.values is self.whole:
             return computed
         return computed.reshape(self.values.shape) if computed.size == self.values.size else self._take(computed)
@@ -88,8 +74,8 @@ def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Lea
             continue
         whole = np.asarray(tensors[spec.name], np.float32)
         exists, moves = ((given or {}).get(spec.name) for given in (part.elements, part.trained))
-        absent = None if exists is None or exists.all() else ~exists
-        if absent is not None and whole[absent].any():
+        bits = None if exists is None else bits_of(exists)
+        if bits is not None and (whole.view(np.int32) & ~bits & np.int32(2**31 - 1)).any():
             raise ValueError(f"{spec.name}: weights that do not exist are not zero; multiply it by its mask first")
         if moves is not None and not moves.all():
             moving = moves if exists is None else moves & exists
@@ -98,8 +84,13 @@ def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Lea
             continue
         block = neuron_block(manifest, spec, part.mask)
         frozen = block.rows is not None or block.columns is not None
-        found[spec.name] = Leaf(whole, block if frozen else None, absent=absent)
+        found[spec.name] = Leaf(whole, block if frozen else None, bits=bits)
     return found
+
+
+def bits_of(exists: Flags) -> NDArray[np.int32] | None:
+    """Return what a ``Leaf`` masks its gradient with."""
+    return None if exists.all() else -exists.astype(np.int32)
 
 
 def products_of(

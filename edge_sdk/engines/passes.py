@@ -50,6 +50,20 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
     return bytes(proto.SerializeToString(deterministic=True))
 
 
+def judge_outputs(model: bytes) -> bytes:
+    """Return what an evaluation's graph does with its outputs: output [N, ...] and target in, loss out."""
+    proto = onnx.load_from_string(model)
+    editor, graph = Editor(proto), proto.graph
+    (output,) = [each for each in graph.output if each.name == "output"]
+    graph.input.append(output)
+    graph.output.remove(output)
+    maker = editor.maker("output")
+    if maker is not None:
+        maker.output[:] = [editor.fresh() if each == "output" else each for each in maker.output]
+    editor.remove_unread()
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
 class Editor:
     """A graph that is being changed: what makes and reads each value, constants, and the shapes known of values.
 
@@ -57,7 +71,11 @@ class Editor:
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self.graph, self._count = proto.graph, 0
+        self.graph = proto.graph
+        made = [name for node in self.graph.node for name in node.output]
+        made += [tensor.name for tensor in self.graph.initializer]
+        numbers = [name.partition(":")[2] for name in made if name.startswith(("value:", "constant:"))]
+        self._count = max((int(number) for number in numbers if number.isdecimal()), default=0)  # of an editor before
         inferred = onnx.shape_inference.infer_shapes(proto).graph
         self._shapes = {
             info.name: tuple(
@@ -66,11 +84,19 @@ class Editor:
             for info in (*inferred.value_info, *inferred.input, *inferred.output)
             if info.type.tensor_type.HasField("shape")
         }
+        self._types = {
+            info.name: helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+            for info in (*inferred.value_info, *inferred.input, *inferred.output)
+        }
         self._constants: dict[str, Any] = {each.name: numpy_helper.to_array(each) for each in self.graph.initializer}
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
         """Return the lengths of a value's axes, or None where nothing is known."""
         return self._shapes.get(name)
+
+    def dtype(self, name: str) -> Any:
+        """Return the type of a value's entries, as numpy has it."""
+        return self._types[name]
 
     def know(self, name: str, shape: Sequence[int | None]) -> None:
         """Note the lengths of a new value's axes."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import nn
 
+from edge_sdk.engines import Engine, EngineName
+from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
@@ -28,11 +28,15 @@ from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
 from edge_sdk.tasks import Task
-from edge_sdk.training.local import derive_seed
-from edge_sdk.training.narrow import check_narrow
-from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import load_method_record
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edge_sdk.training.engine import TorchEngine
+    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 
 class MethodSettings(BaseModel):
@@ -68,15 +72,15 @@ class DeviceState:
 class Job:
     """One assignment with all that a method needs to carry it out.
 
-    ``model`` is the task's module, whose weights the method overwrites; ``received`` the decoded payload; ``progress``
-    is called with (steps done, steps in all, running loss). ``federation`` and ``device`` are their names;
-    ``budget`` is what the device says it can afford.
+    ``task`` has the device's data; ``engine`` trains and judges the model, whose tensors the method overwrites;
+    ``received`` is the decoded payload; ``progress`` is called with (steps done, steps in all, running loss).
+    ``federation`` and ``device`` are their names; ``budget`` is what the device says it can afford.
     """
 
     assignment: Assignment
     manifest: Manifest
     task: Task
-    model: nn.Module
+    engine: Engine
     state: DeviceState
     received: Bundle | None
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None
@@ -182,6 +186,15 @@ def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
         ) from None
 
 
+def torch_engine(job: Job) -> TorchEngine:
+    """Return the job's engine. Raises UnknownWork where it is not PyTorch's."""
+    from edge_sdk.training.engine import TorchEngine
+
+    if not isinstance(job.engine, TorchEngine):
+        raise UnknownWork(f"{job.assignment.settings.method} needs PyTorch for this: join with --engine torch")
+    return job.engine
+
+
 def hand_back(job: Job) -> Trained:
     """Raise UnknownWork: the method has no work of this kind."""
     raise UnknownWork(
@@ -221,6 +234,7 @@ class DeviceMethod:
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
     mixes_global: a mixture of the personal and the whole global model is a personal model, too. The server half says
         the same, and sends the finished global model to every device.
+    engines: what its rounds can be trained with.
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
         for plain training.
@@ -236,6 +250,7 @@ class DeviceMethod:
     effort: Callable[[Rehearsal, float], Effort] | None = None
     picks_best: bool = True
     mixes_global: bool = False
+    engines: tuple[EngineName, ...] = ("onnx", "torch")
     acts: tuple[str, ...] = ()
 
     @property
@@ -261,6 +276,8 @@ class DeviceMethod:
     def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
         """Raise ManifestError where rounds would fail with ``model``, tried on ``example`` [N, ...]."""
         if self.narrow:
+            from edge_sdk.training.narrow import check_narrow  # here, because devices need no PyTorch
+
             check_narrow(model, manifest, example)
         if self.check is not None:
             self.check(model, manifest, example)
@@ -273,6 +290,8 @@ class DeviceMethod:
         """Return what rounds at ``budget`` have to do, to be tried on this device. Raises BudgetTooSmall."""
         if self.effort is not None:
             return self.effort(rehearsal, budget)
+        from edge_sdk.training.rehearsal import MaskedEffort
+
         return MaskedEffort(rehearsal, self.sample_mask(rehearsal.manifest, budget))
 
 

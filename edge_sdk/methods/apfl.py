@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.mixing import train_mixture
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both
 from edge_sdk.protocol.masks import pack
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
-from edge_sdk.training.mixing import train_mixture
 
 
 class Settings(MethodSettings):
@@ -33,19 +32,18 @@ def train(job: Job) -> Trained:
     """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
     settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
     weight = float(job.state.memory.get("mixing_weight", job.own(Settings).mixing_weight))
-    set_tensors(job.model, received)
+    job.engine.load(received)
     trained = train_mixture(
-        job.model,
-        job.task,
+        job.engine,
+        job.task.train,
         settings,
-        job.manifest,
         own=dict(job.state.own) or received,
         weight=weight,
         learning_rate=settings.learning_rate_of(job.assignment.round),
         seed=job.seed("train"),
         progress=job.progress,
     )
-    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
+    update = Update(pack(job.manifest, job.engine.read(), None))
     # The weight itself, too, in millionths: its mean over a round's devices is this sum divided by the updates.
     counts = {"weight_moved": int(trained.weight != weight), "weight_millionths": round(1e6 * trained.weight)}
     concluded = conclude(job, trained.result, personal=None, update=update, counts=counts)

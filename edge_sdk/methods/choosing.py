@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import Job, Trained
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.narrow import drawn, train_narrow
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.neurons import (
@@ -21,14 +24,13 @@ from edge_sdk.protocol.neurons import (
     incoming,
     no_scores,
 )
-from edge_sdk.training.gradients import visit_gradients
-from edge_sdk.training.local import TrainingDiverged, device_of, seed_generators, set_tensors
-from edge_sdk.training.merging import whole_model
+
+Weights = NDArray[np.float32]
 
 STEP = 0.005
 """Learning rate of the step before scoring (card, section 5)."""
 
-Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Score = Callable[[Weights, Weights], Weights]
 """(weight, its gradient) -> what each weight adds to the score of its neuron."""
 
 
@@ -54,22 +56,20 @@ def measure(job: Job, score: Score, *, batches: int | None = None) -> tuple[Scor
     batches: of the training data, the first so many, each by itself; their scores are added up. None: all. Raises
     BundleError for a payload that is not the whole model, TrainingDiverged.
     """
-    set_tensors(job.model, whole_model(job.manifest, job.received))
-    device = device_of(job.model)
-    scores, samples = no_scores(job.manifest), 0
-    parameters = {name: each for name, each in job.model.named_parameters() if each.requires_grad}
-    weights = {spec.name: (spec, axis) for spec, axis in incoming(job.manifest) if spec.name in parameters}
+    job.engine.load(whole_model(job.manifest, job.received))
+    scores, samples, tensors = no_scores(job.manifest), 0, job.engine.read()
+    weights = {spec.name: (spec, axis) for spec, axis in incoming(job.manifest) if spec.trainable}
 
-    def add(name: str, gradient: torch.Tensor) -> None:
+    def add(name: str, gradient: Weights) -> None:
         spec, axis = weights[name]
-        rows = score(parameters[name].detach(), gradient).movedim(axis, 0).flatten(1).sum(1)
-        if not torch.isfinite(rows).all():
+        scored = np.moveaxis(score(np.asarray(tensors[name], np.float32), gradient), axis, 0)
+        rows = scored.reshape(len(scored), -1).sum(axis=1)
+        if not np.isfinite(rows).all():
             raise TrainingDiverged("the scores of neurons are not finite; is the model received sound?")
-        add_scores_in_place(scores, spec, axis, rows.cpu().numpy())
+        add_scores_in_place(scores, spec, axis, rows)
 
-    seed_generators(device, job.seed("score"))
-    job.model.train()
-    for inputs, targets in islice(job.task.train, batches):
-        visit_gradients(job.model, job.task, [(inputs.to(device), targets.to(device))], list(weights), add)
-        samples += len(targets)
+    count = len(job.task.train) if batches is None else min(batches, len(job.task.train))
+    for batch in islice(job.engine.epochs(job.task.train, job.seed("score")), count):
+        job.engine.differentiate([batch], list(weights), add)
+        samples += len(batch[1])
     return scores, training_flops(job.manifest, samples)

@@ -14,11 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, train_loaded
-from edge_sdk.methods.whole import pulled, train_whole
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
+from edge_sdk.methods.whole import pull_of, pulled, train_whole
 
 
 class Settings(MethodSettings):
@@ -33,18 +31,12 @@ def train(job: Job) -> Trained:
     Early stopping goes by the losses of the model that is sent.
     """
     received = whole_model(job.manifest, job.received)
-    set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
+    job.engine.load(job.state.personal or {})  # what never travels (local running statistics)
     trained = train_whole(job)
-    set_tensors(job.model, received if job.state.personal is None else job.state.personal)
+    job.engine.load(received if job.state.personal is None else job.state.personal)
     weight = job.own(Settings).proximal_weight
-    own = train_loaded(
-        job,
-        Freezing(job.model, job.manifest, None),
-        purpose="personal",
-        proximal_weight=weight,
-        proximal_centre=received,
-    )
-    state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
+    own = train_loaded(job, purpose="personal", pull=pull_of(weight, received))
+    state = replace(trained.state, personal=job.engine.read())
     return replace(
         trained,
         state=state,

@@ -32,11 +32,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
+from edge_sdk.engines.training import LocalResult, Part
 from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import sparse_mask
+from edge_sdk.methods.adaptive import BaseEntropies, Similarity, base_entropies, judge_choice
+from edge_sdk.methods.dual import Dual
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.replacing import Flat, Replacing
+from edge_sdk.methods.rounds import conclude, judge_held_out, train_loaded
+from edge_sdk.methods.whole import part_of, sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
@@ -52,20 +56,7 @@ from edge_sdk.protocol.sparsity import (
     layer_counts,
     prune,
 )
-from edge_sdk.training.adaptive import BaseEntropies, Similarity, base_entropies, judge_choice
-from edge_sdk.training.dual import Dual
-from edge_sdk.training.elements import flags_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import (
-    LocalResult,
-    count_examples,
-    evaluate,
-    evaluate_held_out,
-    get_tensors,
-    set_tensors,
-)
-from edge_sdk.training.merging import whole_model
-from edge_sdk.training.replacing import Flat, Replacing
+from edge_sdk.tasks import count_examples
 
 
 class Settings(MethodSettings):
@@ -85,10 +76,10 @@ def train(job: Job) -> Trained:
     if job.assignment.plan.get("stage") == "global":
         return _refine(job, m_g)
     dual = _composed(job, m_g)
-    set_tensors(job.model, {**dual.personal, **dual.unmasked})
+    job.engine.load({**dual.personal, **dual.unmasked})
     replacing = _replacing(job, dual.mask)
-    result = _train(job, Freezing(job.model, job.manifest, None, flags_of(dual.mask)), replacing)
-    personal = get_tensors(job.model, job.manifest)
+    result = _train(job, part_of(dual.mask), replacing)
+    personal = job.engine.read()
     update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
     dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
     counts = {**replacing.counts, **_sizes(dual)}
@@ -107,9 +98,9 @@ def _refine(job: Job, m_g: ElementMask) -> Trained:
     if state.personal is None:
         first = _composed(job, m_g)
         state = replace(state, personal=first.personal, own=first.stored())
-    set_tensors(job.model, _global_model(job))
-    result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
-    values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
+    job.engine.load(_global_model(job))
+    result = _train(job, part_of(m_g))
+    values = pack(job.manifest, job.engine.read(), m_g)
     job = replace(job, state=state)
     return _concluded(job, result, personal=state.personal, update=Update(values, m_g))
 
@@ -118,21 +109,21 @@ def personalise(job: Job) -> Trained:
     """Carry out the stage ``personal``: train what is private as long as the plan says, and measure base entropies."""
     dual = _composed(job, sparse_mask(job))
     personal_unmasked = job.own(Settings).personal_unmasked
-    trains = {name: torch.tensor(flags) for name, flags in dual.private.exists.items()}
+    trains = dict(dual.private.exists)
     if not personal_unmasked:
-        rest = [name for name, _ in job.model.named_parameters() if name not in trains]
-        trains |= {name: torch.zeros_like(job.model.get_parameter(name), dtype=torch.bool) for name in rest}
-    set_tensors(job.model, {**dual.personal, **dual.unmasked})
-    freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
+        rest = [spec for spec in job.manifest.tensors if spec.trainable and spec.name not in trains]
+        trains |= {spec.name: np.zeros(spec.shape, np.bool_) for spec in rest}
+    job.engine.load({**dual.personal, **dual.unmasked})
+    part = Part(elements=dual.mask.exists, trained=trains)
     epochs = int(job.planned("epochs", 10_000)) or job.assignment.settings.finetune_epochs or None
     longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
-    result = _train(job.with_settings(**longer), freezing)
-    dual = replace(dual, personal=get_tensors(job.model, job.manifest))
+    result = _train(job.with_settings(**longer), part)
+    dual = replace(dual, personal=job.engine.read())
     counts = {**_sizes(dual), "personal_steps": result.steps}
     trained = _concluded(job, result, personal=dual.personal, update=None, counts=counts)
     memory = trained.state.memory
     if job.task.classification:
-        base = base_entropies(job.model, job.task, personal=dual.personal, global_model=dual.global_model())
+        base = base_entropies(job.engine, job.task.train, personal=dual.personal, global_model=dual.global_model())
         memory = {**memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
     flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
     return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
@@ -142,14 +133,14 @@ def evaluate_all(job: Job) -> Evaluated:
     """Judge the personal model, the global one, and the choice between them (``adaptive``), where there are any."""
     global_model = None
     if job.received is not None:
-        set_tensors(job.model, _global_model(job))
+        job.engine.load(_global_model(job))
         if job.state.personal is None:
-            return Evaluated(None, *evaluate_held_out(job.model, job.task))
-        global_model = evaluate(job.model, job.task, job.task.held_out)
+            return Evaluated(None, *judge_held_out(job))
+        global_model = job.engine.evaluate(job.task.held_out)
     if job.state.personal is None:
         return Evaluated(None, None)
-    set_tensors(job.model, job.state.personal)
-    personal, validation = evaluate_held_out(job.model, job.task)
+    job.engine.load(job.state.personal)
+    personal, validation = judge_held_out(job)
     return Evaluated(personal, global_model, validation, _adaptive(job))
 
 
@@ -159,8 +150,8 @@ def _adaptive(job: Job) -> dict[str, Evaluation]:
     if personal is None or "entropy_personal" not in memory or not job.task.classification:
         return {}
     chosen = judge_choice(
-        job.model,
-        job.task,
+        job.engine,
+        job.task.held_out,
         personal=personal,
         global_model=Dual.load(job.manifest, personal, job.state.own).global_model(),
         base=BaseEntropies(memory["entropy_personal"], memory["entropy_global"]),
@@ -182,11 +173,18 @@ def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
     return conclude(job.with_settings(early_stopping="off", personal_model="last"), result, **outcome)
 
 
-def _train(job: Job, freezing: Freezing, adjustment: Replacing | None = None) -> LocalResult:
-    if freezing.names:
-        return train_loaded(job, freezing, adjustment=adjustment)
+def _train(job: Job, part: Part, adjustment: Replacing | None = None) -> LocalResult:
+    if _moves(job, part):
+        return train_loaded(job, part, adjustment=adjustment)
     examples = count_examples(job.task.train)
-    return LocalResult(examples, 0, 0, evaluate(job.model, job.task, job.task.train).loss)
+    return LocalResult(examples, 0, 0, job.engine.evaluate(job.task.train).loss)
+
+
+def _moves(job: Job, part: Part) -> bool:
+    """Return whether anything of the model trains at all."""
+    trained, exist = part.trained or {}, part.elements or {}
+    names = [spec.name for spec in job.manifest.tensors if spec.trainable]
+    return any(name not in trained or (trained[name] & exist.get(name, True)).any() for name in names)
 
 
 def _global_model(job: Job) -> Tensors:
@@ -198,7 +196,7 @@ def _composed(job: Job, m_g: ElementMask) -> Dual:
     """Return both models with what was received: w_c ← w_g where both are; of biases and norms, the global ones."""
     received = whole_model(job.manifest, job.received)
     if job.state.personal is None:
-        kept = get_tensors(job.model, job.manifest) | received  # what never travels begins as the task has it
+        kept = job.engine.read() | received  # what never travels begins as the task has it
         return Dual.of(job.manifest, kept, _filled(job, m_g), received, m_g)
     before = Dual.load(job.manifest, job.state.personal, job.state.own)
     shared = {
@@ -243,7 +241,7 @@ def _replacing(job: Job, mask: ElementMask) -> Replacing:
         return pruned, grow(gradient, pruned, nothing, count=count, share=0.0)
 
     due = steps if share and mask.count < mask.size else []
-    return Replacing(job.model, job.task, job.manifest, mask, steps=due, rule=rule)
+    return Replacing(job.engine, mask, steps=due, rule=rule)
 
 
 DMPFL = DeviceMethod(

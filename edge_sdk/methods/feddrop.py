@@ -27,23 +27,16 @@ What is judged, and adapted after the end, is the whole global model, as in FedA
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
-
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained
-from edge_sdk.methods.narrow import drawn, sample_drawn, take_statistics, train_narrow, train_plainly
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained, torch_engine
+from edge_sdk.methods.narrow import drawn, sample_drawn, train_narrow, train_plainly
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import count_values, draw_neurons
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import device_of
 
 
 class Settings(MethodSettings):
@@ -65,23 +58,14 @@ def train(job: Job) -> Trained:
 
 def _train_scaled(job: Job, whole: Manifest) -> Trained:
     """Train the narrow network that is loaded, what each layer takes from dropped-out ones being scaled."""
-    scaled = 0
+    from edge_sdk.training.scaling import inputs_scaled, take_statistics
 
-    def scale(by: torch.Tensor, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        nonlocal scaled
-        taken, *others = inputs
-        if module.training:
-            scaled += taken.numel()
-        return (taken * (by if isinstance(module, nn.Linear) else by.view(-1, *(1,) * (taken.dim() - 2))), *others)
-
-    with ExitStack() as hooks:
-        for name, factors in scales_of(job.manifest, whole).items():
-            by = torch.tensor(factors, device=device_of(job.model))
-            hook = job.model.get_submodule(name).register_forward_pre_hook(partial(scale, by))
-            hooks.callback(hook.remove)
-        result = train_loaded(job, Freezing(job.model, job.manifest, None))
-        passed, counts = take_statistics(job), {"activations_scaled": scaled}
-        trained = conclude(job, result, personal=None, update=None, counts=counts)
+    engine = torch_engine(job)
+    with inputs_scaled(engine.model, scales_of(job.manifest, whole)) as scaled:
+        result = train_loaded(job)
+        trained_on = scaled()
+        passed = take_statistics(engine, job.task.train)
+        trained = conclude(job, result, personal=None, update=None, counts={"activations_scaled": trained_on})
     return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
 
 
@@ -105,5 +89,6 @@ FEDDROP = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     active=ActiveNeurons(sample=sample_drawn, narrow=True),
+    engines=("torch",),
     acts=("neurons_left_out",),
 )

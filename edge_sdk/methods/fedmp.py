@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+import numpy as np
 
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
-from edge_sdk.methods.choosing import STEP, train_chosen
+from edge_sdk.methods.choosing import STEP, Weights, train_chosen
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import evaluate_both
 from edge_sdk.protocol.errors import BundleError
@@ -33,7 +34,6 @@ from edge_sdk.protocol.neurons import (
     fits_ratio,
     norm_scores,
 )
-from edge_sdk.training.merging import whole_model
 
 RATIO = "ratio"
 """The device's note of its last active ratio."""
@@ -45,9 +45,9 @@ class Settings(MethodSettings):
     ratios: str
 
 
-def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def score(weight: Weights, gradient: Weights) -> Weights:
     """Return what each weight adds to the score of its neuron, where devices prune themselves."""
-    return (weight - STEP * gradient).abs()
+    return np.abs(weight - np.float32(STEP) * gradient)
 
 
 def train(job: Job) -> Trained:

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, Trained
 from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_part
-from edge_sdk.training.local import set_tensors
 
 
 def train(job: Job) -> Trained:
     """Train head, then body; the loss reported is the latter's. Raises BundleError, TrainingDiverged."""
-    set_tensors(job.model, joined(job))
+    job.engine.load(joined(job))
     head = train_part(job, shared=False)
     body = train_part(job, shared=True)
     return send_shared(job, replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps))

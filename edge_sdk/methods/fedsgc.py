@@ -25,9 +25,9 @@ from __future__ import annotations
 from typing import Literal
 
 from edge_sdk.methods import DeviceMethod, Job, Trained
+from edge_sdk.methods.replacing import Replacing
 from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.training.replacing import Replacing
 
 
 class Settings(SparseTrainingSettings):

@@ -24,14 +24,13 @@ Where paper and released code differ, or are silent:
 
 from __future__ import annotations
 
+from edge_sdk.engines.training import Part
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update
+from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import merge, whole_model
 
 
 def train(job: Job) -> Trained:
@@ -40,9 +39,9 @@ def train(job: Job) -> Trained:
     A device that stops sends this round's values, keeps its personal model and is not drawn again.
     """
     draw, mask = _assigned(job)
-    set_tensors(job.model, _starting_point(job, mask))
-    result = train_loaded(job, Freezing(job.model, job.manifest, mask))
-    personal = get_tensors(job.model, job.manifest)
+    job.engine.load(_starting_point(job, mask))
+    result = train_loaded(job, Part(mask))
+    personal = job.engine.read()
     update = Update(pack(job.manifest, personal, mask), mask, draw)
     return conclude(job, result, personal=personal, update=update, counts=_frozen(job, update))
 

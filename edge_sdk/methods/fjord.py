@@ -34,33 +34,30 @@ whole model's under ``fixed``); ``widths_drawn``, different widths of the round,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, own_settings
+from edge_sdk.methods import (
+    ActiveNeurons,
+    DeviceMethod,
+    DeviceState,
+    Job,
+    MethodSettings,
+    Trained,
+    own_settings,
+    torch_engine,
+)
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import conclude, evaluate_both
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.protocol.neurons import first_neurons
-from edge_sdk.tasks import Task
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.layout import Layout
-from edge_sdk.training.local import LocalResult, take_steps
-from edge_sdk.training.narrow import Inner, Narrow
-from edge_sdk.training.optimisation import Optimisation
-from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+
+if TYPE_CHECKING:
+    from edge_sdk.training.rehearsal import Effort, Rehearsal
+    from edge_sdk.training.widths import Distillation
 
 
 class Settings(MethodSettings):
@@ -96,77 +93,29 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
     """Train the network that is loaded, at widths drawn from its own and those ``below``."""
+    from edge_sdk.training.widths import narrower, take_steps_at
+
     generator, below = np.random.default_rng(job.seed("widths")), narrower(job.manifest, below)
-    result, flops, counts = take_steps_at(job, below, lambda: int(generator.integers(len(below) + 1)))
-    return replace(conclude(job, result, personal=None, update=None), flops=flops, counts=counts)
-
-
-def narrower(manifest: Manifest, masks: list[NeuronMask]) -> list[NeuronMask]:
-    """Return those of the masks that leave any neuron of the manifest's out."""
-    return [mask for mask in masks if count_values(manifest, mask) < manifest.shared_values]
-
-
-def take_steps_at(
-    job: Job, below: list[NeuronMask], draw: Callable[[], int]
-) -> tuple[LocalResult, int, dict[str, int]]:
-    """Train the network that is loaded as in a round; return the result, the FLOPs and the counts.
-
-    draw: returns the place in ``below`` of a step's width; the network's own is the one after the last. Raises
-    TrainingDiverged.
-    """
-    settings, own = job.assignment.settings, job.own(Settings)
-    rate, distils = settings.learning_rate_of(job.assignment.round), own.distil and job.task.classification
-    layout = Layout(job.model, job.task)
-    inner: dict[int, Inner] = {}
-    steps: Counter[int] = Counter()
-    samples: Counter[int] = Counter()
-
-    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
-        inputs, width = layout(inputs, targets), draw()
-        steps[width] += 1
-        samples[width] += len(targets)
-        if width == len(below):
-            outputs: Tensor = job.model(inputs)
-            return outputs[None] if distils else outputs
-        if width not in inner:
-            inner[width] = Inner(job.model, job.manifest, below[width])
-        narrow = inner[width](inputs)
-        return torch.stack([job.model(inputs), narrow]) if distils else narrow
-
-    result = take_steps(
-        job.model,
-        _distilling(job.task, own) if distils else job.task,
+    settings = job.assignment.settings
+    done = take_steps_at(
+        torch_engine(job),
+        job.task.train,
         settings,
-        Optimisation(Freezing(job.model, job.manifest, None), settings, learning_rate=rate),
-        forward,
-        learning_rate=rate,
+        below,
+        lambda: int(generator.integers(len(below) + 1)),
+        _distillation(job.own(Settings)) if job.task.classification else None,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
         seed=job.seed("train"),
-        layout=layout,
         progress=job.progress,
     )
-    flops = training_flops(job.manifest, result.samples if distils else samples[len(below)])
-    flops += sum(training_flops(network.manifest, samples[width]) for width, network in inner.items())
-    narrow_steps = result.steps - steps[len(below)]
-    counts = {"narrow_steps": narrow_steps, "widths_drawn": len(steps), "distilled_steps": narrow_steps * distils}
-    return result, flops, counts
+    concluded = conclude(job, done.result, personal=None, update=None)
+    return replace(concluded, flops=done.flops, counts=done.counts)
 
 
-def _distilling(task: Task, own: Settings) -> Task:
-    """Return the task whose loss takes outputs [widths, N, classes, ...], those of the device's own width first."""
-    weight, temperature = own.distil_weight, own.distil_temperature
+def _distillation(own: Settings) -> Distillation | None:
+    from edge_sdk.training.widths import Distillation
 
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        teacher, *others = outputs.unbind()
-        total = task.loss(teacher, targets)
-        for student in others:
-            wanted, found = ((each / temperature).log_softmax(1) for each in (teacher.detach(), student))
-            divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(1).mean()
-            total = total + weight * temperature**2 * divergence
-            if weight < 1:
-                total = total + (1 - weight) * task.loss(student, targets)
-        return total
-
-    return replace(task, loss=loss)
+    return Distillation(own.distil_weight, own.distil_temperature) if own.distil else None
 
 
 def adapt(job: Job) -> DeviceState:
@@ -176,55 +125,14 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds at ``budget`` take them."""
+    from edge_sdk.training.rehearsal import MaskedEffort
+    from edge_sdk.training.widths import WidthsEffort
+
     own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)
-    fixed = MaskedEffort(rehearsal, mask)
     if own.widths == "fixed":
-        return fixed
+        return MaskedEffort(rehearsal, mask)
     below = [first_neurons(rehearsal.manifest, each) for each in widths_below(budget, own.width_steps)]
-    return _WidthsEffort(rehearsal, mask, below, fixed)
-
-
-class _WidthsEffort:
-    """Steps at each width in turn, where a round draws them: the first two hold the most at once."""
-
-    def __init__(self, rehearsal: Rehearsal, mask: NeuronMask, below: list[NeuronMask], fixed: MaskedEffort) -> None:
-        self._rehearsal, self._mask, self._below = rehearsal, mask, below
-        self.values, self.judge = fixed.values, fixed.judge
-
-    def train(self, steps: int, samples: int | None = None) -> list[float]:
-        job, below = self._job(steps, samples)
-        return self._rehearsal.timed(
-            lambda progress: take_steps_at(replace(job, progress=progress), below, _in_turn(len(below)))
-        )
-
-    def flops(self) -> int:
-        """Return the mean over the widths."""
-        job, below = self._job(1, None)
-        with torch.random.fork_rng(devices=[]):
-            each = [take_steps_at(job, below, partial(int, width))[1] for width in range(len(below) + 1)]
-        return sum(each) // len(each)
-
-    def _job(self, steps: int, samples: int | None) -> tuple[Job, list[NeuronMask]]:
-        rehearsal = self._rehearsal
-        network = Narrow(rehearsal.model, rehearsal.manifest, self._mask, None)
-        settings = rehearsal.settings.model_copy(update={"local_steps": steps, "learning_rate": 0.0})
-        job = Job(
-            assignment=Assignment(
-                assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
-            ),
-            manifest=network.manifest,
-            task=replace(rehearsal.task, model=network.model, train=[rehearsal.batch(samples)]),
-            model=network.model,
-            state=DeviceState(),
-            received=None,
-        )
-        return job, narrower(network.manifest, self._below)
-
-
-def _in_turn(below: int) -> Callable[[], int]:
-    """Return a function that gives the places of all widths again and again, the widest first."""
-    places = cycle(reversed(range(below + 1)))
-    return lambda: next(places)
+    return WidthsEffort(rehearsal, mask, below, _distillation(own) if rehearsal.task.classification else None)
 
 
 FJORD = DeviceMethod(
@@ -233,5 +141,6 @@ FJORD = DeviceMethod(
     adapt=adapt,
     active=ActiveNeurons(sample=first_neurons, narrow=True),
     effort=effort,
+    engines=("torch",),
     acts=("narrow_steps",),
 )

@@ -20,23 +20,13 @@ Where the paper is silent, or its released code differs:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update, torch_engine
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
-from edge_sdk.publishing.modes import buffers_kept
-from edge_sdk.training.local import TrainingDiverged, count_examples, set_tensors
-from edge_sdk.training.merging import whole_model
+from edge_sdk.tasks import count_examples
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,
@@ -54,11 +44,19 @@ class Settings(MethodSettings):
 def prepare(job: Job) -> Trained:
     """Score the weights and choose. Raises BundleError for a payload that does not fit, TrainingDiverged, and
     UnknownWork for a model that cannot be differentiated twice."""
+    from edge_sdk.training.curvature import NoCurvature, Scoring
+
     received = whole_model(job.manifest, job.received)
-    set_tensors(job.model, received)
-    scored = Scoring(job).scores()
-    density = job.own(Settings).density
-    mask = keep_by_score(scored.scores, weight_budget(job.manifest, density))
+    job.engine.load(received)
+    own = job.own(Settings)
+    scoring = Scoring(
+        torch_engine(job), job.task.train, own.score_batches, own.temperature, job.seed("score"), job.progress
+    )
+    try:
+        scored = scoring.scores()
+    except NoCurvature as error:
+        raise UnknownWork(f"GraSP differentiates the loss twice, which this model does not take: {error}") from error
+    mask = keep_by_score(scored.scores, weight_budget(job.manifest, own.density))
     return Trained(
         state=job.state,
         update=Update(pack(job.manifest, received, mask), mask),
@@ -73,91 +71,12 @@ def prepare(job: Job) -> Trained:
     )
 
 
-@dataclass(frozen=True)
-class Scored:
-    """scores: name -> float32, of every maskable tensor. loss: of the model as it is, without a temperature."""
-
-    scores: dict[str, NDArray[np.float32]]
-    samples: int
-    loss: float
-
-
-class Scoring:
-    """Scores of the weights of a job's model, which is left as it is."""
-
-    def __init__(self, job: Job) -> None:
-        own = job.own(Settings)
-        self._job = job
-        self._temperature = own.temperature
-        self._batches = min(own.score_batches or len(job.task.train), len(job.task.train))
-        if self._batches == 0:
-            raise ValueError("the task's training data has no batches; give it at least one sample")
-        parameters = dict(job.model.named_parameters())
-        self._weights = {spec.name: parameters[spec.name] for spec in job.manifest.maskable}
-        self._samples, self._done, self._loss = 0, 0, 0.0
-
-    def scores(self) -> Scored:
-        """Return θ ⊙ H g."""
-        model = self._job.model
-        model.train()
-        with buffers_kept(model):
-            gradient = self._mean(self._gradient)
-            flow = self._mean(lambda loss: self._product(loss, gradient))
-        scores = {}
-        for (name, weight), product in zip(self._weights.items(), flow, strict=True):
-            score = weight.detach() * product
-            if not torch.isfinite(score).all():
-                raise TrainingDiverged(f"{name}: a score is not finite; publish a sound model, or raise temperature")
-            scores[name] = score.cpu().contiguous().numpy()
-        return Scored(scores, self._samples, self._loss / self._samples)
-
-    def _mean(self, of_loss: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return what ``of_loss`` makes of each batch's loss, averaged over samples; the same batches each time."""
-        job, task = self._job, self._job.task
-        sums = [torch.zeros_like(weight) for weight in self._weights.values()]
-        self._samples, self._loss = 0, 0.0
-        torch.manual_seed(job.seed("score"))
-        for inputs, targets in islice(task.train, self._batches):
-            inputs, targets = inputs.to(sums[0].device), targets.to(sums[0].device)
-            outputs = job.model(inputs)
-            loss = task.loss(outputs.detach(), targets).item()
-            if not math.isfinite(loss):
-                raise TrainingDiverged(f"the loss is {loss} before any training; publish a sound model")
-            for total, part in zip(sums, of_loss(task.loss(outputs / self._temperature, targets)), strict=True):
-                total.add_(part, alpha=len(targets))
-            self._samples += len(targets)
-            self._loss += loss * len(targets)
-            self._done += 1
-            job.progress(self._done, 2 * self._batches, self._loss / self._samples)
-        return [total.div_(self._samples) for total in sums]
-
-    def _gradient(self, loss: torch.Tensor, *, differentiable: bool = False) -> Sequence[torch.Tensor]:
-        weights = list(self._weights.values())
-        return torch.autograd.grad(
-            loss, weights, create_graph=differentiable, allow_unused=True, materialize_grads=True
-        )
-
-    def _product(self, loss: torch.Tensor, vector: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return H v, as the gradient of gᵀv.
-
-        Asked for the gradients of weights alone, torch would pass over functions that are differentiable once, and be
-        wrong without a word.
-        """
-        gradient = self._gradient(loss, differentiable=True)
-        along = torch.stack([(part * other).sum() for part, other in zip(gradient, vector, strict=True)]).sum()
-        try:
-            along.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise UnknownWork(
-                f"GraSP differentiates the loss twice, which this model does not take: {error}"
-            ) from error
-        else:
-            return [torch.zeros_like(each) if each.grad is None else each.grad for each in self._weights.values()]
-        finally:
-            self._job.model.zero_grad(set_to_none=True)
-
-
 GRASP = DeviceMethod(
-    train=train_pulled, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global, acts=("prepare_pruned",)
+    train=train_pulled,
+    prepare=prepare,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    engines=("torch",),
+    acts=("prepare_pruned",),
 )
 """FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""

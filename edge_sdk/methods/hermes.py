@@ -31,12 +31,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, UnknownWork
-from edge_sdk.methods.choosing import STEP, train_chosen
+from edge_sdk.methods.choosing import STEP, Weights, train_chosen
+from edge_sdk.methods.merging import merge
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import evaluate_both
 from edge_sdk.protocol.flops import forward_flops
@@ -51,9 +52,9 @@ from edge_sdk.protocol.neurons import (
     norm_scores,
     reaches_ratio,
 )
-from edge_sdk.training.local import evaluate, set_tensors
-from edge_sdk.training.merging import merge
-from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+
+if TYPE_CHECKING:
+    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):
@@ -64,9 +65,9 @@ class Settings(MethodSettings):
     accuracy_threshold: float
 
 
-def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def score(weight: Weights, gradient: Weights) -> Weights:
     """Return what each weight adds to the score of its neuron, where devices choose once."""
-    return (weight - STEP * gradient).square()
+    return np.square(weight - np.float32(STEP) * gradient)
 
 
 train_once = partial(train_chosen, score=score)
@@ -129,8 +130,8 @@ def _accuracy(job: Job, tensors: Tensors, mask: NeuronMask) -> tuple[float, int]
             "hermes prunes while accuracy on validation data holds, and this task has no accuracy; ask the operator to "
             "set pruning = once"
         )
-    set_tensors(job.model, {**(job.state.personal or {}), **tensors})
-    found = evaluate(job.model, job.task, job.task.validation)
+    job.engine.load({**(job.state.personal or {}), **tensors})
+    found = job.engine.evaluate(job.task.validation)
     return found.accuracy or 0.0, found.num_examples * forward_flops(job.manifest, mask)
 
 
@@ -141,6 +142,8 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return what rounds have to do until the device has pruned: the whole network, whatever its budget."""
+    from edge_sdk.training.rehearsal import MaskedEffort
+
     once = rehearsal.settings.method_settings.get("pruning") == "once"
     return MaskedEffort(rehearsal, first_neurons(rehearsal.manifest, budget) if once and budget < FULL_RATIO else None)
 

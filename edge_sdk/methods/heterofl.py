@@ -24,24 +24,20 @@ What is judged, and adapted after the end, is the whole global model, as in FedA
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
-from edge_sdk.methods.narrow import drawn, take_statistics, train_narrow
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained, torch_engine
+from edge_sdk.methods.narrow import drawn, train_narrow
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, TensorSpec
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
 from edge_sdk.protocol.neurons import CLASSES, first_neurons_up
-from edge_sdk.tasks import Task
-from edge_sdk.training.freezing import Freezing
 
 
 def train(job: Job) -> Trained:
@@ -49,7 +45,7 @@ def train(job: Job) -> Trained:
     with fewer neurons, TrainingDiverged when the round failed."""
     ratio, seen = drawn(job).ratio, _seen(job)
     mask = first_neurons_up(job.manifest, ratio)
-    sent = NeuronMask({**mask.active, CLASSES: seen.numpy()}) if CLASSES in mask.active else mask
+    sent = NeuronMask({**mask.active, CLASSES: seen}) if CLASSES in mask.active else mask
     divisor = 1.0 if ratio >= FULL_RATIO else ratio
     trained = train_narrow(job, mask, sent=sent, train=partial(_train, ratio=divisor, seen=seen))
     left = job.manifest.group_sizes[CLASSES] - len(seen) if CLASSES in mask.active else 0
@@ -57,25 +53,28 @@ def train(job: Job) -> Trained:
     return replace(trained, state=replace(trained.state, personal=None), counts=counts)
 
 
-def _seen(job: Job) -> Tensor:
+def _seen(job: Job) -> NDArray[np.int64]:
     """Return the classes that the device has a training sample of, sorted; of other tasks all outputs."""
-    outputs = torch.arange(job.manifest.output_shape[0])
+    outputs = np.arange(job.manifest.output_shape[0])
     if not job.task.classification:
         return outputs
-    return outputs[torch.isin(outputs, torch.cat([targets.reshape(-1).cpu() for _, targets in job.task.train]))]
+    return np.intersect1d(outputs, np.concatenate([np.asarray(targets).reshape(-1) for _, targets in job.task.train]))
 
 
-def _train(job: Job, ratio: float, seen: Tensor) -> Trained:
+def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:
     """Train the narrow network that is loaded."""
-    with ExitStack() as scaled:
-        specs = {spec.name: spec for spec in job.manifest.tensors}
-        for layer in job.manifest.layers:
-            if layer.kind in MULTIPLYING and any(_hidden(specs[name]) for name in layer.tensors):
-                hook = job.model.get_submodule(layer.name).register_forward_hook(partial(_divided, ratio))
-                scaled.callback(hook.remove)
-        masked = replace(job, task=_masked(job.task, seen) if job.task.classification else job.task)
-        result = train_loaded(masked, Freezing(job.model, job.manifest, None))
-        passed = take_statistics(job)
+    from edge_sdk.training.scaling import blind_to, outputs_divided, take_statistics
+
+    engine, specs = torch_engine(job), {spec.name: spec for spec in job.manifest.tensors}
+    hidden = [
+        layer.name
+        for layer in job.manifest.layers
+        if layer.kind in MULTIPLYING and any(_hidden(specs[name]) for name in layer.tensors)
+    ]
+    with outputs_divided(engine.model, hidden, ratio):
+        blind = replace(job, engine=blind_to(engine, seen)) if job.task.classification else job
+        result = train_loaded(blind)
+        passed = take_statistics(engine, job.task.train)
         trained = conclude(job, result, personal=None, update=None)
     return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
 
@@ -85,25 +84,11 @@ def _hidden(spec: TensorSpec) -> bool:
     return any(segment.group != CLASSES for segments in spec.axes[:1] for segment in segments)
 
 
-def _divided(ratio: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output / ratio
-
-
-def _masked(task: Task, seen: Tensor) -> Task:
-    """Return the task whose loss does not see the scores of other classes than those ``seen``."""
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        absent = torch.ones(outputs.shape[1], dtype=torch.bool, device=outputs.device)
-        absent[seen.to(outputs.device)] = False
-        return task.loss(outputs.masked_fill(absent.view(-1, *(1,) * (outputs.dim() - 2)), 0.0), targets)
-
-    return replace(task, loss=loss)
-
-
 HETEROFL = DeviceMethod(
     train=train,
     evaluate=evaluate_global,
     adapt=adapt_global,
     active=ActiveNeurons(sample=first_neurons_up, narrow=True),
+    engines=("torch",),
     acts=("neurons_left_out",),
 )

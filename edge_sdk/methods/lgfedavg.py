@@ -13,15 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from edge_sdk.methods import DeviceMethod, DeviceState, Job, Trained, Update
+from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.parts import adapt_own_part, adapt_part, evaluate_tuned, train_together
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import is_whole, whole_model
 
 
 def train(job: Job) -> Trained:
@@ -33,11 +31,11 @@ def train(job: Job) -> Trained:
         return train_together(job)
     received, own = _newest(job), job.state.personal
     if job.state.model is not None and own is not None:
-        set_tensors(job.model, _with_head(job, own, received))
+        job.engine.load(_with_head(job, own, received))
     else:
-        set_tensors(job.model, {**(own or {}), **received})
-    result = train_loaded(job, Freezing(job.model, job.manifest, None))
-    personal = get_tensors(job.model, job.manifest)
+        job.engine.load({**(own or {}), **received})
+    result = train_loaded(job)
+    personal = job.engine.read()
     head = BlockMask(np.zeros(len(job.manifest.blocks), bool))
     # Running statistics travel with any blocks; those of one's own body stay, too, and what came goes back.
     update = Update(pack(job.manifest, _with_head(job, received, personal), head), head)

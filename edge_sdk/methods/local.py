@@ -8,21 +8,19 @@ device does moves it.
 from __future__ import annotations
 
 from edge_sdk.methods import DeviceMethod, Job, Trained
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
 
 
 def personalise(job: Job) -> Trained:
     """Train the personal model for one round. Raises BundleError where there is none yet and no whole payload either,
     TrainingDiverged when the round failed."""
     if job.state.personal is None:
-        set_tensors(job.model, whole_model(job.manifest, job.received))
+        job.engine.load(whole_model(job.manifest, job.received))
     else:
-        set_tensors(job.model, job.state.personal)
-    result = train_loaded(job, Freezing(job.model, job.manifest, None))
-    return conclude(job, result, personal=get_tensors(job.model, job.manifest), update=None)
+        job.engine.load(job.state.personal)
+    result = train_loaded(job)
+    return conclude(job, result, personal=job.engine.read(), update=None)
 
 
 LOCAL = DeviceMethod(personalise=personalise, evaluate=evaluate_both, adapt=adapt_as_in_a_round)

@@ -10,20 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from edge_sdk.methods import DeviceState, Job, Trained, Update
+from edge_sdk.methods.merging import merge
 from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.neurons import count_neurons
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import device_of, get_tensors, set_tensors
-from edge_sdk.training.merging import merge
-from edge_sdk.training.narrow import Narrow
 
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
@@ -40,7 +34,7 @@ def drawn(job: Job) -> NeuronDraw:
 
 def train_plainly(job: Job) -> Trained:
     """Train the network that is loaded, and judge it by the rule of early stopping."""
-    result = train_loaded(job, Freezing(job.model, job.manifest, None))
+    result = train_loaded(job)
     return conclude(job, result, personal=None, update=None)
 
 
@@ -55,17 +49,16 @@ def train_narrow(
     """Receive, train with ``train`` and send the network of ``mask``; count ``neurons_left_out`` of the whole model's.
 
     draw: the mask's seed form, if any. sent: what of it goes up, where that is less. ``train`` is given the same job of
-    the narrow network: model, manifest and task are those of one that is so small; its FLOPs count. The state that
+    the narrow network: engine and manifest are those of one that is so small; its FLOPs count. The state that
     comes back has the whole personal model, zero where neurons are dropped. Raises BundleError, CannotNarrow,
     TrainingDiverged.
     """
     start = merge(job.manifest, _nothing(job), job.received, mask)
-    set_tensors(job.model, start)
-    network = Narrow(job.model, job.manifest, mask, job.task.held_out)
-    task = replace(job.task, model=network.model)
-    trained = train(replace(job, task=task, model=network.model, manifest=network.manifest))
+    job.engine.load(start)
+    network = job.engine.narrow(mask, job.task.held_out)
+    trained = train(replace(job, engine=network.engine, manifest=network.engine.manifest))
     network.write_back()
-    personal = get_tensors(job.model, job.manifest)
+    personal = job.engine.read()
     if sent is None:
         update = Update(pack(job.manifest, personal, mask), mask, draw)
     else:
@@ -73,27 +66,6 @@ def train_narrow(
     left = count_neurons(job.manifest, None) - count_neurons(job.manifest, mask)
     counts = {**trained.counts, "neurons_left_out": left}
     return replace(trained, state=replace(trained.state, personal=personal), update=update, counts=counts)
-
-
-def take_statistics(job: Job) -> int:
-    """Give batch norms the means of the training batches' statistics; return how many samples that took.
-
-    The model is run as it is, hooks included, and learns nothing. 0 where there is no batch norm that tracks any.
-    """
-    norms = [each for each in job.model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-    momenta = [norm.momentum for norm in norms]
-    passed, device = 0, device_of(job.model)
-    with evaluating(job.model), torch.no_grad(), job.task.compute.precision():
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the mean of all, in PyTorch's words
-            norm.train()
-        for inputs, targets in job.task.train if norms else ():
-            job.model(inputs.to(device))
-            passed += len(targets)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    return passed
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
@@ -104,7 +76,7 @@ def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
 def _nothing(job: Job) -> Tensors:
     """Return zeros for what is shared; what never travels (local running statistics) is the device's own."""
     shared = {spec.name for spec in job.manifest.shared}
-    own = job.state.personal or get_tensors(job.model, job.manifest)
+    own = job.state.personal or job.engine.read()
     return {
         spec.name: np.zeros(spec.shape, np.float32) if spec.name in shared else own[spec.name]
         for spec in job.manifest.kept

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
+import numpy as np
 
+from edge_sdk.engines.training import Flags, LocalResult, Part
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, train_loaded
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_held_out, train_loaded
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import pack
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
 
 
-def only(manifest: Manifest, *, shared: bool) -> dict[str, torch.Tensor]:
-    """Return what ``Freezing`` takes as ``trained`` to train the shared part alone, or the device's own alone."""
+def only(manifest: Manifest, *, shared: bool) -> dict[str, Flags]:
+    """Return what ``Part`` takes as ``trained`` to train the shared part alone, or the device's own alone."""
     return _flags(manifest, {spec.name for spec in manifest.tensors if (spec.policy == "shared") == shared})
 
 
-def _flags(manifest: Manifest, names: Collection[str]) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.full(spec.shape, spec.name in names) for spec in manifest.tensors if spec.trainable}
+def _flags(manifest: Manifest, names: Collection[str]) -> dict[str, Flags]:
+    return {spec.name: np.full(spec.shape, spec.name in names) for spec in manifest.tensors if spec.trainable}
 
 
 def joined(job: Job) -> Tensors:
@@ -35,19 +34,18 @@ def joined(job: Job) -> Tensors:
 def train_together(job: Job) -> Trained:
     """Train both parts together for one round, and send the shared one. Raises BundleError for a payload that does not
     fit, TrainingDiverged when the round failed."""
-    set_tensors(job.model, joined(job))
-    return send_shared(job, train_loaded(job, Freezing(job.model, job.manifest, None)))
+    job.engine.load(joined(job))
+    return send_shared(job, train_loaded(job))
 
 
 def train_part(job: Job, *, shared: bool) -> LocalResult:
     """Train one part of the model that is loaded, with an optimiser of its own."""
-    freezing = Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=shared))
-    return train_loaded(job, freezing, purpose="body" if shared else "head")
+    return train_loaded(job, Part(trained=only(job.manifest, shared=shared)), purpose="body" if shared else "head")
 
 
 def send_shared(job: Job, result: LocalResult) -> Trained:
     """Return the outcome of a round: the whole model stays, its shared part is sent."""
-    personal = get_tensors(job.model, job.manifest)
+    personal = job.engine.read()
     private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
     update = Update(pack(job.manifest, personal, None))
     return conclude(job, result, personal=personal, update=update, counts={"private_values": private})
@@ -62,9 +60,9 @@ def evaluate_tuned(job: Job) -> Evaluated:
     untuned = evaluate_both(job)
     if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
         return untuned
-    set_tensors(job.model, job.state.personal)
-    result = fine_tune(job, Freezing(job.model, job.manifest, None), purpose="finetune")
-    personal, validation = evaluate_held_out(job.model, job.task)
+    job.engine.load(job.state.personal)
+    result = fine_tune(job, purpose="finetune")
+    personal, validation = judge_held_out(job)
     flops = training_flops(job.manifest, result.samples)
     return Evaluated(personal, None, validation, {"untuned": untuned.personal}, flops)
 
@@ -76,6 +74,6 @@ def adapt_own_part(job: Job) -> DeviceState:
 
 def adapt_part(job: Job, names: Collection[str]) -> DeviceState:
     """Train the tensors so named for the finished others, which stay as they are."""
-    set_tensors(job.model, joined(job))
-    fine_tune(job, Freezing(job.model, job.manifest, None, trained=_flags(job.manifest, names)))
-    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+    job.engine.load(joined(job))
+    fine_tune(job, Part(trained=_flags(job.manifest, names)))
+    return replace(job.state, personal=job.engine.read())

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edge_sdk.engines.training import LocalResult, derive_seed
 from edge_sdk.methods import (
     BudgetTooSmall,
     DeviceMethod,
@@ -40,7 +41,9 @@ from edge_sdk.methods import (
     Trained,
     Update,
     own_settings,
+    torch_engine,
 )
+from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
 from edge_sdk.protocol.flops import block_flops, budget_groups
@@ -49,7 +52,7 @@ from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Batches
-from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,
@@ -61,8 +64,7 @@ from edge_sdk.training.gates.gated import (
 )
 from edge_sdk.training.gates.gating import GatingLayer, Sees, fitting_pool
 from edge_sdk.training.gates.network import check_gated
-from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
-from edge_sdk.training.merging import is_whole, whole_model
+from edge_sdk.training.local import as_tensor, evaluate, take_steps
 from edge_sdk.training.rehearsal import Effort, Rehearsal, block_nanoseconds
 
 ADAPT_EPOCHS = 5
@@ -112,10 +114,11 @@ def train(job: Job) -> Trained:
     gated = gated_model(job, received)
     result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
     touched = BlockMask(gated.touched)
-    trained = get_tensors(job.model, job.manifest)
+    trained = job.engine.read()
     whole = job.received is not None and is_whole(job.manifest, job.received)
     update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
-    concluded = conclude(job, result, personal=None, update=update, counts=_counts(job, gated), forward=gated.each)
+    judge = partial(evaluate, torch_engine(job).model, torch_engine(job).task, job.task.validation, gated.each)
+    concluded = conclude(job, result, personal=None, update=update, counts=_counts(job, gated), judge=judge)
     state = _state(job, gated, gated.static(), trained, received)
     state = replace(state, memory=concluded.state.memory)
     return replace(concluded, state=state, flops=_flops(job, gated, result))
@@ -124,11 +127,11 @@ def train(job: Job) -> Trained:
 def _train_dense(job: Job) -> Trained:
     """Train θ without gates for one epoch, for a global model (Table 10); what the device keeps stays."""
     received = newest_model(job)
-    set_tensors(job.model, {**(job.state.personal or {}), **received})
+    job.engine.load({**(job.state.personal or {}), **received})
     once = job.with_settings(local_epochs=1, local_steps=None)
-    result = train_loaded(once, Freezing(job.model, job.manifest, None), purpose="dense")
+    result = train_loaded(once, purpose="dense")
     whole = job.received is not None and is_whole(job.manifest, job.received)
-    values = pack(job.manifest, get_tensors(job.model, job.manifest), None)
+    values = pack(job.manifest, job.engine.read(), None)
     concluded = conclude(job, result, personal=None, update=Update(values, base=None if whole else received))
     return replace(concluded, state=replace(job.state, memory=concluded.state.memory))
 
@@ -164,24 +167,24 @@ def evaluate_gated(job: Job) -> Evaluated:
     job = _reaching(job)
     newest = {name: np.array(tensor) for name, tensor in newest_model(job).items()}
     gated, held_out = gated_model(job, newest), job.task.held_out
-    judge = partial(evaluate, job.model, job.task)
+    judge = partial(evaluate, torch_engine(job).model, torch_engine(job).task)
     fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
     validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
-    set_tensors(job.model, _trained(job))
+    job.engine.load(_trained(job))
     others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
     gated.table.scale_in_place(newest, job.state.own["static"])
-    set_tensors(job.model, newest)
+    job.engine.load(newest)
     others["static"] = judge(held_out)
     return Evaluated(fresh, None, validation, others)
 
 
 def _evaluate_dense(job: Job) -> Evaluated:
-    set_tensors(job.model, {**(job.state.personal or {}), **newest_model(job)})
-    global_model = evaluate(job.model, job.task, job.task.held_out)
+    job.engine.load({**(job.state.personal or {}), **newest_model(job)})
+    global_model = job.engine.evaluate(job.task.held_out)
     if job.state.personal is None:
         return Evaluated(None, global_model)
     job = _reaching(job)
-    gated, judge = gated_model(job, _trained(job)), partial(evaluate, job.model, job.task)
+    gated, judge = gated_model(job, _trained(job)), partial(evaluate, torch_engine(job).model, torch_engine(job).task)
     local = judge(job.task.held_out, gated.each)
     validation = local if job.task.test is None else judge(job.task.validation, gated.each)
     return Evaluated(local, global_model, validation, {"local": local, "local batch": judge(job.task.held_out, gated)})
@@ -201,15 +204,17 @@ def adapt(job: Job) -> DeviceState:
     epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
     once = job.with_settings(local_epochs=1, local_steps=None)
     for epoch in range(epochs):
-        with buffers_kept(job.model):  # running statistics of the model are no more the device's than its weights
+        with buffers_kept(
+            torch_engine(job).model
+        ):  # running statistics of the model are no more the device's than its weights
             take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
         gates = gated.static()
-        loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
+        loss = evaluate(torch_engine(job).model, job.task, job.task.validation, gated.each).loss
         if loss > best:
             break
         best, kept = loss, (gate_tensors(gated.gate), gates)
     load_gate(gated.gate, kept[0])
-    return _state(job, gated, kept[1], get_tensors(job.model, job.manifest), received)
+    return _state(job, gated, kept[1], job.engine.read(), received)
 
 
 def _reaching(job: Job) -> Job:
@@ -250,7 +255,7 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
     """Return the model, loaded with ``tensors``, under the device's gate and within its budget. Raises
     BudgetTooSmall."""
     rules, manifest = job.own(Settings), job.manifest
-    set_tensors(job.model, {**(job.state.personal or {}), **tensors})
+    job.engine.load({**(job.state.personal or {}), **tensors})
     table, paths = manifest.block_table, rules.gate_paths
     length, shape = len(table.sizes), manifest.input_shape
     gate = GatingLayer(
@@ -277,7 +282,15 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
     )
     probe = 1.0 if rules.gate_gradients == "exact" else PROBE
     try:
-        return Gated(job.model, table, gate, budget, flops=block_flops(manifest), probe=probe, window=rules.gate_window)
+        return Gated(
+            torch_engine(job).model,
+            table,
+            gate,
+            budget,
+            flops=block_flops(manifest),
+            probe=probe,
+            window=rules.gate_window,
+        )
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from None
 
@@ -286,7 +299,7 @@ def _mean_input(batches: Batches) -> torch.Tensor:
     """Return the mean of all inputs."""
     total, count = torch.zeros(()), 0
     for inputs, _ in batches:
-        total, count = total + inputs.float().sum(0), count + len(inputs)
+        total, count = total + as_tensor(inputs).float().sum(0), count + len(inputs)
     return total / count
 
 
@@ -299,7 +312,7 @@ def _costs(job: Job) -> Costs | None:
     if "nanoseconds" in job.state.own:
         return job.state.own["nanoseconds"].astype(np.int64)
     inputs, _ = next(iter(job.task.train))
-    return block_nanoseconds(job.model, job.manifest, inputs)
+    return block_nanoseconds(torch_engine(job).model, job.manifest, as_tensor(inputs))
 
 
 def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
@@ -313,7 +326,7 @@ def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpos
         return gated(inputs)
 
     return take_steps(
-        job.model,
+        torch_engine(job).model,
         job.task,
         settings,
         optimisation,
@@ -354,18 +367,19 @@ class _GatedEffort:
         evaluate(self._rehearsal.model, self._rehearsal.task, [self._rehearsal.batch(samples)], gated.each)
 
     def _gated(self, job: Job) -> Gated:
-        return gated_model(job, get_tensors(job.model, job.manifest))
+        return gated_model(job, job.engine.read())
 
     def _job(self, steps: int, samples: int | None) -> Job:
         rehearsal = self._rehearsal
         settings = rehearsal.settings.model_copy(update={"local_steps": steps})
+        task = replace(rehearsal.task, train=[rehearsal.batch(samples)])
         return Job(
             assignment=Assignment(
                 assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
             ),
             manifest=rehearsal.manifest,
-            task=replace(rehearsal.task, train=[rehearsal.batch(samples)]),
-            model=rehearsal.model,
+            task=task,
+            engine=TorchEngine(task, rehearsal.manifest),
             state=DeviceState(),
             received=None,
             budget=self._budget,
@@ -387,6 +401,7 @@ PFEDGATE = DeviceMethod(
     check=check,
     effort=effort,
     picks_best=False,  # the gate belongs to the newest θ
+    engines=("torch",),
     acts=("batches_decided",),
 )
 """Between rounds the gate is in ``own``, with θ as it was left and as it came."""

@@ -24,30 +24,20 @@ Where the paper is silent:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from edge_sdk.engines.training import LocalResult, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.whole import adapt_global, evaluate_global, sparse_mask, train_pulled
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import prunefl_interval, readjust
-from edge_sdk.training.elements import flags_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.gradients import visit_gradients
-from edge_sdk.training.local import (
-    LocalResult,
-    TrainingDiverged,
-    get_tensors,
-    set_tensors,
-    train_locally,
-)
-from edge_sdk.training.merging import whole_model
-from edge_sdk.training.replacing import array_of, multiply
 
 STEADY_CHANGE = 0.1
 """A choice is steady that changes the number of weights by less than this share."""
@@ -71,7 +61,7 @@ def train(job: Job) -> Trained:
     if not job.assignment.plan.get("gradients"):
         return train_pulled(job)
     mask = sparse_mask(job)
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    job.engine.load(whole_model(job.manifest, job.received))
     squares, samples = squared_gradients(job, "gradients")
     trained = train_pulled(job)
     assert trained.update is not None
@@ -87,7 +77,7 @@ def prepare(job: Job) -> Trained:
     """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
     own = job.own(Settings)
     rounds, interval = own.prepare_rounds, prunefl_interval(own.adjust_interval, job.assignment.settings.rounds)
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    job.engine.load(whole_model(job.manifest, job.received))
     mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
     number = 0
     while steady < STEADY_CHOICES and number < rounds:
@@ -101,7 +91,7 @@ def prepare(job: Job) -> Trained:
         flops += growth_flops(job.manifest, samples, mask)
         before, mask = mask, _choose(job, squares, mask)
         steady = steady + 1 if abs(mask.count - before.count) < STEADY_CHANGE * before.count else 0
-    values = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
+    values = pack(job.manifest, job.engine.read(), mask)
     return Trained(
         state=job.state,
         update=Update(values, mask),
@@ -121,37 +111,29 @@ def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.floa
 
     purpose: what shuffling and dropout are drawn for. Raises TrainingDiverged for squares that are not finite.
     """
-    model, names = job.model, [spec.name for spec in job.manifest.maskable]
-    parameters = dict(model.named_parameters())
-    squares = {name: torch.zeros_like(parameters[name]) for name in names}
+    squares = {spec.name: np.zeros(spec.shape, np.float32) for spec in job.manifest.maskable}
 
-    def add(name: str, gradient: torch.Tensor) -> None:
-        squares[name].addcmul_(gradient, gradient)
+    def add(name: str, gradient: NDArray[np.float32]) -> None:
+        squares[name] += np.square(gradient)
 
-    device = next(iter(squares.values())).device
-    torch.manual_seed(job.seed(purpose))
-    model.train()
-    samples, batches = 0, 0
-    for inputs, targets in job.task.train:
-        visit_gradients(model, job.task, [(inputs.to(device), targets.to(device))], names, add)
-        samples += len(targets)
-        batches += 1
-    means: dict[str, NDArray[np.float32]] = {}
+    samples, batches = 0, len(job.task.train)
+    for batch in islice(job.engine.epochs(job.task.train, job.seed(purpose)), batches):
+        job.engine.differentiate([batch], list(squares), add)
+        samples += len(batch[1])
     for name, total in squares.items():
-        if not torch.isfinite(total).all():
+        if not np.isfinite(total).all():
             raise TrainingDiverged(f"{name}: a squared gradient is not finite; lower the learning rate or set a clip")
-        means[name] = (total / batches).cpu().contiguous().numpy()
-    return means, samples
+        total /= np.float32(batches)
+    return squares, samples
 
 
 def _train_alone(job: Job, number: int, rounds: int, mask: ElementMask) -> LocalResult:
     settings = job.assignment.settings
-    return train_locally(
-        job.model,
-        job.task,
+    return job.engine.train(
+        job.task.train,
         settings,
+        part_of(mask),
         learning_rate=settings.learning_rate_of(1),
-        freezing=Freezing(job.model, job.manifest, None, flags_of(mask)),
         seed=job.seed(f"prepare {number}"),
         progress=lambda done, total, loss: job.progress((number - 1) * total + done, rounds * total, loss),
     )
@@ -160,18 +142,19 @@ def _train_alone(job: Job, number: int, rounds: int, mask: ElementMask) -> Local
 def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask) -> ElementMask:
     """Return what exists from now on; what does not is made zero."""
     own = job.own(Settings)
-    parameters = {name: parameter for name, parameter in job.model.named_parameters() if name in squares}
+    weights: dict[str, Any] = {
+        name: np.asarray(tensor, np.float32) for name, tensor in job.engine.read().items() if name in squares
+    }
     chosen = readjust(
         job.manifest,
-        {name: array_of(parameter) for name, parameter in parameters.items()},
+        weights,
         squares,
         mask,
         density=own.density,
         share=own.share,
         fixed_cost=own.fixed_cost,
     )
-    for name, parameter in parameters.items():
-        multiply(parameter, chosen.exists[name])
+    job.engine.load(chosen.apply(weights))
     return chosen
 
 

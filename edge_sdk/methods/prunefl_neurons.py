@@ -27,15 +27,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
-from edge_sdk.methods.choosing import measure, train_chosen
+from edge_sdk.methods.choosing import Weights, measure, train_chosen
+from edge_sdk.methods.merging import is_whole
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import evaluate_both
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
 from edge_sdk.protocol.neurons import best_neurons, count_neurons, counts_at, first_neurons, fits_ratio
-from edge_sdk.training.merging import is_whole
 
 IMPORTANCE = "importance"
 """The device's own array: importance of the neurons, float64 [neurons], of one group after the other."""
@@ -47,9 +46,9 @@ class Settings(MethodSettings):
     importance: str
 
 
-def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def score(weight: Weights, gradient: Weights) -> Weights:
     """Return what each weight adds to the score of its neuron."""
-    return gradient.square()
+    return np.square(gradient)
 
 
 def train(job: Job) -> Trained:

@@ -4,58 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
-import torch
-
+from edge_sdk.engines import evaluate_held_out
+from edge_sdk.engines.training import EVERYTHING, Adjustment, LocalResult, Part, Pull
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
+from edge_sdk.methods.early_stopping import judge_round
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.training.early_stopping import judge_round
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import (
-    Adjustment,
-    LocalResult,
-    evaluate,
-    evaluate_held_out,
-    get_tensors,
-    set_tensors,
-    train_locally,
-)
-from edge_sdk.training.merging import whole_model
+from edge_sdk.protocol.messages import Evaluation
 
 
 def train_loaded(
     job: Job,
-    freezing: Freezing,
+    part: Part = EVERYTHING,
     *,
     purpose: str = "train",
-    proximal_weight: float = 0.0,
-    proximal_centre: Tensors | None = None,
+    pull: Pull | None = None,
     adjustment: Adjustment | None = None,
 ) -> LocalResult:
-    """Train ``job.model``, loaded with what the round starts from, as the federation's settings say for this round.
+    """Train a part of the model, loaded with what the round starts from, as the federation's settings say for this
+    round.
 
-    purpose: what batches and dropout are drawn for. The rest is ``train_locally``'s, whose errors it raises.
+    purpose: what batches and dropout are drawn for. The rest is ``Engine.train``'s, whose errors it raises.
     """
     settings = job.assignment.settings
-    return train_locally(
-        job.model,
-        job.task,
+    return job.engine.train(
+        job.task.train,
         settings,
+        part,
         learning_rate=settings.learning_rate_of(job.assignment.round),
-        freezing=freezing,
-        proximal_weight=proximal_weight,
-        proximal_centre=proximal_centre,
+        pull=pull,
         adjustment=adjustment,
         seed=job.seed(purpose),
         progress=job.progress,
     )
 
 
-def fine_tune(job: Job, freezing: Freezing, *, purpose: str = "adapt") -> LocalResult:
-    """Train ``job.model``, a global model loaded, as ``fine_tuning`` says. Raises what ``train_loaded`` does."""
-    return train_loaded(fine_tuning(job), freezing, purpose=purpose)
+def fine_tune(job: Job, part: Part = EVERYTHING, *, purpose: str = "adapt") -> LocalResult:
+    """Train a part of the model, a global one loaded, as ``fine_tuning`` says. Raises what ``train_loaded`` does."""
+    return train_loaded(fine_tuning(job), part, purpose=purpose)
 
 
 def fine_tuning(job: Job) -> Job:
@@ -76,22 +66,20 @@ def conclude(
     personal: Tensors | None,
     update: Update | None,
     counts: Mapping[str, int] | None = None,
-    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    judge: Callable[[], Evaluation] | None = None,
 ) -> Trained:
-    """Return the outcome of a round whose training has left ``job.model`` as it is, judged by the stop rule.
+    """Return the outcome of a round whose training has left the engine's model as it is, judged by the stop rule.
 
-    personal: the model that the device keeps until the next round, which is then ``job.model`` as it is; its own arrays
-    stay as they are. The FLOPs are those of the samples seen, weight gradients only of what the update's mask lets
-    train. forward: how the model is run, where that is not calling it.
+    personal: the model that the device keeps until the next round, which is then the engine's as it is; its own
+    arrays stay as they are. The FLOPs are those of the samples seen, weight gradients only of what the
+    update's mask lets train. judge: measures the model on validation data, where ``Engine.evaluate`` does not.
     """
     settings = job.assignment.settings
     judged = judge_round(
-        job.model,
-        job.task,
+        judge or partial(job.engine.evaluate, job.task.validation),
         settings,
         job.state.memory,
         result.train_loss,
-        forward,
         validate=personal is not None and settings.personal_model == "best",
     )
     return Trained(
@@ -113,15 +101,20 @@ def evaluate_both(job: Job) -> Evaluated:
     """Judge the personal model and, where the payload brings one, the global model on held-out data."""
     personal = global_model = validation = None
     if job.state.personal is not None:
-        set_tensors(job.model, job.state.personal)
-        personal, validation = evaluate_held_out(job.model, job.task)
+        job.engine.load(job.state.personal)
+        personal, validation = judge_held_out(job)
     if job.received is not None:
         # Tensors that never travel (local running statistics) stay the personal model's: the global one has none.
-        set_tensors(job.model, whole_model(job.manifest, job.received))
+        job.engine.load(whole_model(job.manifest, job.received))
         if personal is None:
-            return Evaluated(None, *evaluate_held_out(job.model, job.task))
-        global_model = evaluate(job.model, job.task, job.task.held_out)
+            return Evaluated(None, *judge_held_out(job))
+        global_model = job.engine.evaluate(job.task.held_out)
     return Evaluated(personal, global_model, validation)
+
+
+def judge_held_out(job: Job) -> tuple[Evaluation, Evaluation]:
+    """Judge the model that is loaded on test and on validation data, once where they are the same."""
+    return evaluate_held_out(job.engine, job.task.validation, job.task.test)
 
 
 def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
@@ -129,6 +122,6 @@ def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState
 
     Raises BundleError for a payload that is missing or partial, TrainingDiverged.
     """
-    set_tensors(job.model, whole_model(job.manifest, job.received))
-    fine_tune(job, Freezing(job.model, job.manifest, mask))
-    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+    job.engine.load(whole_model(job.manifest, job.received))
+    fine_tune(job, Part(mask))
+    return replace(job.state, personal=job.engine.read())

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, MethodSettings, Trained, Update
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.replacing import Flat, Replacing
 from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import pulled, sparse_mask
+from edge_sdk.methods.whole import part_of, pull_of, pulled, sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
@@ -27,11 +29,6 @@ from edge_sdk.protocol.sparsity import (
     over_pruning,
     prune,
 )
-from edge_sdk.training.elements import flags_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
-from edge_sdk.training.replacing import Flat, Replacing
 
 Directions = dict[str, NDArray[np.int8]]
 """The direction map of each layer, int8 [n] in -1..1."""
@@ -57,10 +54,9 @@ def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> T
     Between rounds a device keeps how many epochs it has trained, and the mask by name. Raises BundleError for a payload
     that does not fit, TrainingDiverged when the round failed.
     """
-    set_tensors(job.model, whole_model(job.manifest, job.received))
-    freezing = Freezing(job.model, job.manifest, None, flags_of(sparse_mask(job)))
-    result = train_loaded(job, freezing, proximal_weight=proximal_weight, adjustment=replacing)
-    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask), replacing.mask)
+    job.engine.load(whole_model(job.manifest, job.received))
+    result = train_loaded(job, part_of(sparse_mask(job)), pull=pull_of(proximal_weight), adjustment=replacing)
+    update = Update(pack(job.manifest, job.engine.read(), replacing.mask), replacing.mask)
     counts = {**replacing.counts, **pulled(result, proximal_weight)}
     trained = conclude(job, result, personal=None, update=update, counts=counts)
     memory = {**trained.state.memory, "epochs": _epochs(job) + job.assignment.settings.local_epochs}
@@ -81,7 +77,7 @@ def replacing_of(
     """
     mask = sparse_mask(job)
     rule = _Rule(job, mask, rules, share, basis)
-    return Replacing(job.model, job.task, job.manifest, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
+    return Replacing(job.engine, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
 
 
 def _epochs(job: Job) -> int:

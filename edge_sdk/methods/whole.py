@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edge_sdk.engines.training import LocalResult, Part, Pull
 from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.methods.adaptive import base_entropies, judge_choice
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.rounds import conclude, fine_tune, judge_held_out, train_loaded
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
-from edge_sdk.training.adaptive import base_entropies, judge_choice
-from edge_sdk.training.elements import flags_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, evaluate, evaluate_held_out, get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
 
 
 class PullSettings(MethodSettings):
@@ -29,12 +28,21 @@ def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
     proximal_weight: μ of the pull back to the weights received. Raises BundleError for a payload that does not fit,
     TrainingDiverged when the round failed.
     """
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    job.engine.load(whole_model(job.manifest, job.received))
     mask = existing(job)
-    freezing = Freezing(job.model, job.manifest, None, flags_of(mask))
-    result = train_loaded(job, freezing, proximal_weight=proximal_weight)
-    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), mask), mask)
+    result = train_loaded(job, part_of(mask), pull=pull_of(proximal_weight))
+    update = Update(pack(job.manifest, job.engine.read(), mask), mask)
     return conclude(job, result, personal=None, update=update, counts=pulled(result, proximal_weight))
+
+
+def part_of(mask: ElementMask | None) -> Part:
+    """Return the part of a model that exists."""
+    return Part(elements=mask.exists if mask else None)
+
+
+def pull_of(weight: float, centre: Tensors | None = None) -> Pull | None:
+    """Return a pull to ``centre``, or to where training begins; None where it has no weight."""
+    return Pull(weight, centre) if weight else None
 
 
 def pulled(result: LocalResult, proximal_weight: float) -> dict[str, int]:
@@ -54,28 +62,28 @@ def evaluate_global(job: Job) -> Evaluated:
     training data (FedAvg+FT+).
     """
     task, manifest = job.task, job.manifest
-    set_tensors(job.model, whole_model(manifest, job.received))
+    job.engine.load(whole_model(manifest, job.received))
     if not job.assignment.settings.finetune_epochs:
-        return Evaluated(None, *evaluate_held_out(job.model, task))
-    whole = get_tensors(job.model, manifest)
-    global_model = evaluate(job.model, task, task.held_out)
+        return Evaluated(None, *judge_held_out(job))
+    whole = job.engine.read()
+    global_model = job.engine.evaluate(task.held_out)
     samples = _fine_tune(job).samples
-    personal, validation = evaluate_held_out(job.model, task)
+    personal, validation = judge_held_out(job)
     flops = training_flops(manifest, samples, weight_gradients=existing(job))
     if not task.classification:
         return Evaluated(personal, global_model, validation, flops=flops)
-    copy = get_tensors(job.model, manifest)
-    base = base_entropies(job.model, task, personal=copy, global_model=whole)
-    chosen = judge_choice(job.model, task, personal=copy, global_model=whole, base=base)
+    copy = job.engine.read()
+    base = base_entropies(job.engine, task.train, personal=copy, global_model=whole)
+    chosen = judge_choice(job.engine, task.held_out, personal=copy, global_model=whole, base=base)
     return Evaluated(personal, global_model, validation, {"adaptive": chosen}, flops)
 
 
 def adapt_global(job: Job) -> DeviceState:
     """Keep the finished global model, fine-tuned for ``finetune_epochs``, or as it is where there are none."""
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    job.engine.load(whole_model(job.manifest, job.received))
     if job.assignment.settings.finetune_epochs:
         _fine_tune(job)
-    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+    return replace(job.state, personal=job.engine.read())
 
 
 def existing(job: Job) -> ElementMask | None:
@@ -94,4 +102,4 @@ def sparse_mask(job: Job) -> ElementMask:
 
 def _fine_tune(job: Job) -> LocalResult:
     """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
-    return fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")
+    return fine_tune(job, part_of(existing(job)), purpose="finetune")

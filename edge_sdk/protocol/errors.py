@@ -33,3 +33,7 @@ class ManifestError(ProtocolError):
 
 class BundleError(ProtocolError):
     """Bytes that are not a bundle, or not one of this manifest."""
+
+
+class GraphError(ProtocolError):
+    """A graph that is not the one that the manifest names, or that a device must not run."""

@@ -45,11 +45,14 @@ MAX_TENSOR_VALUES = 2**33
 MAX_MANIFEST = 16 * 1024 * 1024
 """Largest manifest accepted, as JSON, in bytes."""
 
-MAX_SKELETON = 16 * 1024 * 1024
-"""Largest ONNX skeleton accepted, in bytes: without weights, a graph of thousands of nodes is well below 1 MiB."""
+MAX_GRAPH = 16 * 1024 * 1024
+"""Largest ONNX graph accepted, in bytes: without weights, one of thousands of nodes is well below 1 MiB."""
+
+GraphName = Literal["skeleton", "step", "evaluation"]
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Record(BaseModel):
@@ -165,7 +168,8 @@ class Manifest(_Record):
     """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
     ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
-    pass that is published beside it. ``blocks`` cut tensors into runs of values, of which a method may use some
+    pass that is published beside it; ``step_sha256`` and ``evaluation_sha256``, both or neither, the graphs that train
+    it without PyTorch. ``blocks`` cut tensors into runs of values, of which a method may use some
     (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
     method needs blocks has the rest added.
 
@@ -184,7 +188,9 @@ class Manifest(_Record):
     blocks: dict[Name, tuple[Size, ...]] = {}
     coupling: bool = True
     aliases: dict[Name, Name] = {}
-    skeleton_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    skeleton_sha256: Digest | None = None
+    step_sha256: Digest | None = None
+    evaluation_sha256: Digest | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -211,6 +217,8 @@ class Manifest(_Record):
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
                 raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
+        if (self.step_sha256 is None) != (self.evaluation_sha256 is None):
+            raise ValueError("step_sha256 and evaluation_sha256: name both graphs, or neither")
         trainable = {tensor.name: tensor.size for tensor in self.shared if tensor.trainable}
         for name, blocks in self.blocks.items():
             if trainable.get(name) != sum(blocks):
@@ -223,6 +231,16 @@ class Manifest(_Record):
     def shared(self) -> tuple[TensorSpec, ...]:
         """The tensors that cross the wire, in state-dict order."""
         return tuple(tensor for tensor in self.tensors if tensor.policy == "shared")
+
+    @cached_property
+    def graphs(self) -> dict[GraphName, str]:
+        """The graphs that are published beside it -> their SHA-256."""
+        named: dict[GraphName, str | None] = {
+            "skeleton": self.skeleton_sha256,
+            "step": self.step_sha256,
+            "evaluation": self.evaluation_sha256,
+        }
+        return {name: digest for name, digest in named.items() if digest is not None}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -289,20 +307,24 @@ class Manifest(_Record):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the manifest's JSON: two parties with the same digest speak of the same model."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        return hashlib.sha256(self.model_dump_json(exclude_none=True).encode()).hexdigest()
 
     @cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the model itself: the same for who begins with other weights, or has its skeleton exported by
+        """SHA-256 of the model itself: the same for who begins with other weights, or has its graphs exported by
         another version of torch."""
-        model = self.model_dump(
-            mode="json", exclude={"task": True, "skeleton_sha256": True, "tensors": {"__all__": {"init"}}}
-        )
+        graphs = {"skeleton_sha256": True, "step_sha256": True, "evaluation_sha256": True}
+        model = self.model_dump(mode="json", exclude={"task": True, **graphs, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
+    def with_graphs(self, graphs: Mapping[GraphName, bytes]) -> Manifest:
+        """Return the same manifest, naming these ONNX graphs. (``model_copy`` would take the old digest along.)"""
+        digests = {f"{name}_sha256": hashlib.sha256(graph).hexdigest() for name, graph in graphs.items()}
+        return Manifest.model_validate({**self.model_dump(), **digests})
+
     def with_skeleton(self, skeleton: bytes) -> Manifest:
-        """Return the same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""
-        return Manifest.model_validate({**self.model_dump(), "skeleton_sha256": hashlib.sha256(skeleton).hexdigest()})
+        """Return the same manifest, naming this ONNX skeleton."""
+        return self.with_graphs({"skeleton": skeleton})
 
     def with_private(self, names: Collection[str]) -> Manifest:
         """Return the same manifest, the tensors so named being personal."""
@@ -351,20 +373,30 @@ def initial_values(manifest: Manifest, seed: int, published: Tensors | None = No
     others as they were: value = bound * (2u - 1) with u the top 24 bits of each output. Raises ManifestError when a
     recipe says ``data`` and nothing was published for it, and when a value is not finite.
     """
-    published = published or {}
-    values: Tensors = {}
+    return {spec.name: _initial(spec, seed, published or {}) for spec in manifest.shared}
+
+
+def own_initial_values(manifest: Manifest, seed: int) -> Tensors:
+    """Return the first values of every kept tensor that no payload holds, as ``initial_values`` draws them, by name.
+
+    Raises ManifestError where a recipe says ``data``.
+    """
+    shared = {spec.name for spec in manifest.shared}
+    return {spec.name: _initial(spec, seed, {}) for spec in manifest.kept if spec.name not in shared}
+
+
+def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is refused below
-        for spec in manifest.shared:
-            if isinstance(spec.init, Constant):
-                values[spec.name] = np.full(spec.shape, spec.init.value, dtype=np.float32)
-            elif isinstance(spec.init, Uniform):
-                values[spec.name] = _uniform(spec, spec.init.bound, seed)
-            elif spec.name in published:
-                values[spec.name] = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
-            else:
-                raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
-            if not np.isfinite(values[spec.name]).all():
-                raise ManifestError(f"{spec.name}: an initial value is not finite in float32; publish a sound model")
+        if isinstance(spec.init, Constant):
+            values: Array = np.full(spec.shape, spec.init.value, dtype=np.float32)
+        elif isinstance(spec.init, Uniform):
+            values = _uniform(spec, spec.init.bound, seed)
+        elif spec.name in published:
+            values = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
+        else:
+            raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
+    if not np.isfinite(values).all():
+        raise ManifestError(f"{spec.name}: an initial value is not finite in float32; publish a sound model")
     return values
 
 

@@ -138,7 +138,7 @@ def same_mask(one: Mask | None, other: Mask | None) -> bool:
     return one is other
 
 
-def _axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
+def axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
     """Active entries of one axis, or None where all are."""
     if all(len(mask.active[segment.group]) == sizes[segment.group] for segment in segments):
         return None
@@ -290,7 +290,7 @@ def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) 
     axes = list(spec.axes[:2])
     if len(view) > len(spec.shape):
         axes[-1] = (Segment(group=axes[-1][0].group),)  # the view indexes channels, not what they own
-    rows, columns = (*(_axis_index(axis, mask, manifest.group_sizes) for axis in axes), None)[:2]
+    rows, columns = (*(axis_index(axis, mask, manifest.group_sizes) for axis in axes), None)[:2]
     active = [length if index is None else len(index) for length, index in zip(view, (rows, columns), strict=False)]
     return Block(view, rows, columns, (*active, *view[2:]))
 

@@ -337,7 +337,8 @@ class CreateFederation(_Request):
     """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
 
     Such a checkpoint (media type of ``protocol.checkpoint``) holds the initial values by name and, as uint8 vectors
-    named ``sparrow.manifest`` and ``sparrow.skeleton``, the manifest's JSON and the ONNX skeleton.
+    named ``sparrow.manifest`` and ``sparrow.skeleton``, the manifest's JSON and the ONNX skeleton; where the manifest
+    names them, ``sparrow.step`` and ``sparrow.evaluation`` as well.
     """
 
     name: FederationName
@@ -427,7 +428,7 @@ class FederationInfo(Answer):
     privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
     parameters: int
     published_bytes: int = Field(
-        default=0, description="Bytes of the publication: weights, manifest and skeleton; 0: built in"
+        default=0, description="Bytes of the publication: weights, manifest and graphs; 0: built in"
     )
     manifest_digest: str
     global_model_usable: bool

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
-from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronMask, active_count, check_mask
+from edge_sdk.protocol.masks import FULL_RATIO, Block, Mask, NeuronMask, active_count, check_mask, neuron_block
 
 CLASSES = "classes of the output"
 """The group of the output layer's rows, where devices may send some of them (HeteroFL)."""
@@ -149,6 +150,29 @@ def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | 
 def counts_at(manifest: Manifest, ratio: float) -> dict[str, int]:
     """Return how many neurons of each group are active at ``ratio``."""
     return {name: active_count(size, ratio) for name, size in manifest.group_sizes.items()}
+
+
+class CannotNarrow(ManifestError):
+    """The model does not run with fewer neurons."""
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """The part of each tensor that the network of some active neurons has. manifest: the network's own."""
+
+    manifest: Manifest
+    blocks: Mapping[str, Block]
+
+    @classmethod
+    def of(cls, manifest: Manifest, mask: NeuronMask) -> Narrowing:
+        """Return what ``mask`` leaves of a model; of all neurons, the model's own manifest."""
+        blocks = {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors}
+        whole = all(len(mask.active[group]) == size for group, size in manifest.group_sizes.items())
+        return cls(manifest if whole else narrowed(manifest, mask), blocks)
+
+    def take(self, spec: TensorSpec, tensor: Array) -> Array:
+        """Return the active values of a tensor, C-contiguous, in the shape that ``spec`` of the narrow manifest has."""
+        return self.blocks[spec.name].take(tensor).reshape(spec.shape)
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:

@@ -13,7 +13,8 @@ All of them but the caches name the SHA-256 of their own bytes, with zeros in it
 not used, but raises BundleError. Tools that know nothing of it open them all the same.
 
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
-``manifest.json``, ``skeleton.onnx`` and ``federation.json``: what the device knows of its federation.
+``manifest.json``, the graphs it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``) and ``federation.json``:
+what the device knows of its federation.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ from pydantic import BaseModel, ConfigDict
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.manifest import GraphName, Tensors
 from edge_sdk.protocol.messages import FederationInfo
 
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
-MANIFEST, SKELETON = "manifest.json", "skeleton.onnx"
+MANIFEST = "manifest.json"
 
 UNSIGNED = "0" * 64
 """What a file has in the place of its digest until it is signed."""
 
 _FEEDBACK, _OWN = "feedback:", "own:"
+
+
+def graph_file(name: GraphName) -> str:
+    """Return the name of the file of an ONNX graph."""
+    return f"{name}.onnx"
 
 
 def sign(body: bytes) -> bytes:

@@ -52,6 +52,8 @@ CLOSE = 1e-4
 ROUNDING = 1e-3
 """What comes out below this share of the largest is compared with that."""
 
+NEEDED = "publishing needs onnx, onnxscript and onnxruntime: pip install 'sparrow-fl[publish]'"
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -59,7 +61,7 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     """Return the graphs of a model and its loss.
 
     inputs [N, ...] and targets [N, ...]: a few samples, N >= 1; the model is left as it was. Raises CannotCompile, and
-    MissingPart without onnx and onnxscript.
+    MissingPart without onnx, onnxscript and onnxruntime.
     """
     model, batch = _plain(model), Batch(inputs, targets)
     training, evaluation = _Half(model, loss, batch, trains=True), _Half(model, loss, batch, trains=False)
@@ -147,25 +149,32 @@ class _Half:
 
     def compare(self, graph: bytes, count: int) -> None:
         """Raise CannotCompile unless the graph answers what PyTorch does, on ``count`` samples."""
-        import onnxruntime  # here, because it is needed to publish alone
-
+        try:
+            import onnxruntime  # here, because it is needed to publish alone
+        except ImportError as error:
+            raise MissingPart(NEEDED) from error
         inputs, targets = self._batch.of(count)
         drawn = self.drawn(count)
         wanted = self(self.parameters, self.buffers, inputs, targets, drawn)
         largest = max([float(each.detach().norm()) for each in wanted])
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         given = {**self.parameters, **self.buffers, "input": inputs, "target": targets, **drawn}
-        feeds = {each.name: np.ascontiguousarray(given[each.name].numpy()) for each in session.get_inputs()}
-        found = session.run(self.outputs, feeds)
+        try:
+            session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            feeds = {each.name: np.ascontiguousarray(given[each.name].numpy()) for each in session.get_inputs()}
+            found = session.run(self.outputs, feeds)
+        except Exception as error:  # ONNX Runtime's have no common type
+            raise CannotCompile(f"ONNX Runtime cannot run the graph: {_first_line(error)}") from error
         for name, value, right in zip(self.outputs, found, wanted, strict=True):
             right_array = right.detach().numpy()
             distance = float(np.linalg.norm(np.asarray(value, np.float64) - right_array))
             size = float(np.linalg.norm(right_array.astype(np.float64)))
             # Where the truth is zero, such as for a bias before batch norm, all is rounding.
             if not distance <= CLOSE * max(size, ROUNDING * largest):
-                raise CannotCompile(f"{name}: the graph answers another value than PyTorch, by {distance / size:.1e}")
+                raise CannotCompile(
+                    f"{name}: the graph answers another value than PyTorch, {distance:.1e} from one of norm {size:.1e}"
+                )
 
 
 def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
@@ -285,7 +294,7 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.Mo
             custom_translation_table=translations.TABLE,
         )
     except ImportError as error:
-        raise MissingPart("publishing needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
+        raise MissingPart(NEEDED) from error
     except torch.onnx.OnnxExporterError as error:
         raise CannotCompile(_operator(error)) from error
     assert exported is not None

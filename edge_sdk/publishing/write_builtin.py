@@ -1,4 +1,4 @@
-"""Maintainers' tool: write the built-in tasks' manifests and skeletons anew after a model changed.
+"""Maintainers' tool: write the built-in tasks' files anew after a model changed.
 
     python -m edge_sdk.publishing.write_builtin
 
@@ -12,15 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.engines.checking import check_graphs
 from edge_sdk.protocol import builtin
-from edge_sdk.protocol.builtin import BuiltinTask, file_stem
+from edge_sdk.protocol.builtin import BuiltinTask, file_name
+from edge_sdk.protocol.manifest import GraphName
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.models import MODELS as CHOICES
-from edge_sdk.tasks.models import full_name
+from edge_sdk.publishing.step import compile_step
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import MODELS as CHOICES
+from edge_sdk.tasks.public import full_name
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (DigitsNet, (1, 8, 8)),
@@ -34,27 +38,30 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def make_builtin(name: str) -> BuiltinTask:
-    """Return the built-in task ``name`` made from its model: initial values as recipes, skeleton named
-    by its digest."""
+    """Return the built-in task ``name`` made from its model and the loss of classifications: initial values as recipes,
+    graphs named by their digests."""
     build, input_shape = MODELS[name]
-    model, example = build(), torch.zeros(1, *input_shape)
+    generator = torch.Generator().manual_seed(0)
+    model, example = build(), torch.randn(2, *input_shape, generator=generator)
     manifest = describe(model, example, task=name, recipes=True)
+    compiled = compile_step(model, F.cross_entropy, example, torch.tensor([0, 1]))
+    check_graphs(compiled, manifest)
     skeleton = make_skeleton(model, example, manifest)
-    return BuiltinTask(name, manifest.with_skeleton(skeleton), skeleton)
+    graphs: dict[GraphName, bytes] = {
+        "skeleton": skeleton,
+        "step": compiled.step,
+        "evaluation": compiled.evaluation,
+    }
+    return BuiltinTask(name, manifest.with_graphs(graphs), graphs)
 
 
 def write_builtin(folder: Path) -> list[Path]:
     """Write every built-in task into ``folder``; returns the files."""
     written = []
     for name in MODELS:
-        task = make_builtin(name)
-        for suffix, content in (
-            ("json", task.manifest.model_dump_json(indent=1).encode() + b"\n"),
-            ("onnx", task.skeleton),
-        ):
-            path = folder / f"{file_stem(name)}.{suffix}"
-            path.write_bytes(content)
-            written.append(path)
+        path = folder / file_name(name)
+        path.write_bytes(make_builtin(name).to_file())
+        written.append(path)
     return written
 
 

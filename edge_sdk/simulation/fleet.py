@@ -164,7 +164,7 @@ def run_fleet(
         raise BadArgument("give the coordinator's address, or its application")
     if app is not None and processes not in (None, 1):
         raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
-    accelerated = plan.compute.device.type != "cpu"
+    accelerated = plan.compute.device != "cpu"
     if accelerated and processes not in (None, 1):
         raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
     number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1

@@ -18,7 +18,8 @@ import httpx
 import torch
 
 from edge_sdk.budget.search import board_budget
-from edge_sdk.device.session import Known, Outcome, Session, check_model
+from edge_sdk.device.opening import check_model
+from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.device.transport import Traffic, Transport
@@ -87,9 +88,9 @@ class Plan:
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, info: FederationInfo) -> Task:
-        """Return the task of device ``index`` on its own data. Raises DataError."""
+        """Return the task of device ``index`` on its own data; ``seeded`` makes its model. Raises DataError."""
         if self.make_task is not None:
-            return self.make_task(index, info).seeded(info.settings.seed)
+            return self.make_task(index, info)
         return load_task(
             info.task,
             self.data_of(index),
@@ -149,7 +150,7 @@ class Host:
         self._meter = EnergyMeter()
         self._tasks: dict[int, Task] = {}
         self._chosen: dict[int, float] = {}
-        first = plan.task(0, known.info)
+        first = plan.task(0, known.info).seeded(known.info.settings.seed)
         check_model(first.model, known.manifest)
         check_task(first, known.manifest)
         first = first.on(plan.compute)

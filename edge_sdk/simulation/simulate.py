@@ -24,10 +24,11 @@ from edge_sdk.device.trainable import exit_unless_trainable
 if __name__ == "__main__":
     exit_unless_trainable("sparrow fleet")  # before what follows imports torch
 
+from edge_sdk.arguments import read_setting
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
-from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_setting, read_settings
+from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.cluster import run_on_ray
 from edge_sdk.simulation.fleet import Result, connect_to, run_fleet

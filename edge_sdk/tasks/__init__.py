@@ -1,4 +1,6 @@
-"""A task is a learning problem on one device: a model, a loss and the device's own data.
+"""A task is a learning problem on one device: its own data, and the model and loss that PyTorch trains with.
+
+Data are numpy arrays, and nothing here imports PyTorch before a model or a loss is asked for: a device may have none.
 
 Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; a user with a
 model of their own makes a ``Task`` directly. A task with several networks is named with the one meant: ``mnist:leaf``.
@@ -6,46 +8,88 @@ model of their own makes a ``Task`` directly. A task with several networks is na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
+import numpy as np
 
 from edge_sdk.errors import BadArgument, SdkError
+from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.compute import USUAL, Compute
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class Batches(Protocol):
-    """The interface of a task's data; a torch DataLoader has it."""
+    """The interface of a task's data; a list of batches has it, and so has a torch DataLoader.
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (inputs, targets), batch first, drawing any shuffling from torch's default generator."""
+    Data that are to come in another order in each pass have ``shuffled`` too: as ``__iter__``, in an order drawn from
+    the numpy Generator that it is given. What has not is taken as it comes.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield (inputs, targets), batch first: numpy arrays, or anything that ``as_arrays`` takes."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
+
+
+def as_arrays(batch: Iterable[Any]) -> tuple[Array, Array]:
+    """Return (inputs, targets) as C-contiguous arrays: of tensors on the processor too, nothing copied that is one."""
+    inputs, targets = batch
+    return np.ascontiguousarray(inputs), np.ascontiguousarray(targets)
+
+
+def passes(batches: Batches, seed: int) -> Iterator[Any]:
+    """Yield the batches of one pass after another, without end, each in another order where they can be ``shuffled``.
+
+    The order follows from ``seed`` alone, by numpy's PCG64. A DataLoader that shuffles by torch's default generator
+    finds that seeded. Raises ValueError where there is no batch.
+    """
+    if len(batches) == 0:
+        raise ValueError("the task's training data has no batches; give it at least one sample")
+    shuffled = getattr(batches, "shuffled", None)
+    if shuffled is None and (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        yield from batches if shuffled is None else shuffled(generator)
+
+
+def count_examples(batches: Batches) -> int:
+    """Return the number of samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
+    known = getattr(batches, "num_examples", None)
+    if isinstance(known, int):
+        return known
+    try:
+        return len(batches.dataset)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return sum(len(targets) for _, targets in batches)
 
 
 @dataclass(frozen=True)
 class Task:
     """A learning problem on one device.
 
-    model: with the weights that it holds, or ``Seeded``, with those of the federation's seed. loss: (outputs, targets)
-    -> mean over the batch. train: what local training sees. validation: held out, read by the early-stopping rule.
+    model: a torch.nn.Module with the weights that it holds, or ``Seeded``, which will have those of the federation's
+    seed. loss: (outputs, targets) -> mean over the batch, of tensors. A device that does not train with PyTorch needs
+    neither of the two: None. train: what local training sees. validation: held out, read by the early-stopping rule.
     test: held out, only for reports; where a user has none, ``validation`` serves for both, and accuracies are then a
     little optimistic. classification: targets are class indices and outputs are scores [batch, classes], so that
     accuracy means something. compute: how this device computes; ``on`` changes it.
     """
 
     name: str
-    model: nn.Module
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    model: Any
+    loss: Any
     train: Batches
     validation: Batches
     test: Batches | None = None
@@ -53,7 +97,7 @@ class Task:
     compute: Compute = USUAL
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
+        if not (self.model is None or isinstance(self.model, Seeded) or is_module(self.model)):
             what = getattr(self.model, "__name__", type(self.model).__name__)
             raise BadArgument(
                 f"model: {what} is not a torch.nn.Module; give a model, whose weights are kept, or Seeded({what}), "
@@ -67,7 +111,11 @@ class Task:
         return replace(self, model=build_seeded(self.model.build, seed))
 
     def on(self, compute: Compute) -> Task:
-        """Return the same task, computed so: moves its model there, and gives this process the threads."""
+        """Return the same task, computed so: moves a model that is made there, and gives PyTorch the threads."""
+        if not is_module(self.model):
+            return replace(self, compute=compute)
+        import torch
+
         if compute.threads is not None:
             torch.set_num_threads(compute.threads)
         return replace(self, model=self.model.to(compute.device), compute=compute)
@@ -78,20 +126,27 @@ class Task:
         return self.validation if self.test is None else self.test
 
 
-class Seeded(nn.Module):
+@dataclass(frozen=True)
+class Seeded:
     """A model that is yet to be made: ``build``, a class or function without arguments, makes it.
 
     ``publish`` and ``join`` call it under the federation's seed, so that the same seed gives the same first weights, on
-    all devices also those that are never sent.
+    all devices also those that are never sent. It is called where PyTorch trains, and nowhere else.
     """
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.build = build
+    build: Callable[[], nn.Module]
+
+
+def is_module(model: object) -> bool:
+    """Return whether this is a torch.nn.Module; there is none before torch is imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a model whose initial weights depend on ``seed`` alone; torch's generator stays as it was."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
@@ -119,15 +174,15 @@ class UnknownTask(SdkError):
 def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """Return the task registered as ``name``, or as ``name:model``, over this device's data.
 
-    Raises UnknownTask, which names what is installed.
+    ``Task.seeded`` makes its model. Raises UnknownTask, which names what is installed.
     """
     task, colon, model = name.partition(":")
     loader = _find_loader(task)
     if not colon:
-        return loader(data, device=device, seed=seed, batch_size=batch_size).seeded(seed)
+        return loader(data, device=device, seed=seed, batch_size=batch_size)
     if "model" not in signature(loader).parameters:
         raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
-    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model).seeded(seed)
+    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
 
 
 @cache

@@ -6,27 +6,26 @@ many threads as the process has, the format that ``layout`` takes for the model,
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-
-import torch
 
 from edge_sdk.errors import BadArgument
 
 ACCELERATORS = ("auto", "cpu", "cuda")
-PROCESSOR = torch.device("cpu")
+PROCESSOR = "cpu"
 
 
 @dataclass(frozen=True)
 class Compute:
     """The settings with which a task's model is trained and judged on this device.
 
-    threads: of the processor; None leaves the process's. channels_last: whether convolutions run in that memory format,
-    where the model takes it; None lets the model decide (``layout``). bfloat16: the forward pass in bfloat16 where
-    torch's autocast thinks it safe; weights and optimiser stay float32.
+    device: cpu or cuda. threads: of the processor; None leaves the process's. channels_last: whether convolutions run
+    in that memory format, where the model takes it; None lets the model decide (``layout``). bfloat16: the forward pass
+    in bfloat16 where torch's autocast thinks it safe; weights and optimiser stay float32.
     """
 
-    device: torch.device = PROCESSOR
+    device: str = PROCESSOR
     threads: int | None = None
     channels_last: bool | None = None
     bfloat16: bool = False
@@ -35,40 +34,53 @@ class Compute:
         """Entered around a forward pass and its loss."""
         if not self.bfloat16:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        import torch
+
+        return torch.autocast(self.device, dtype=torch.bfloat16)
 
     def wait(self) -> None:
         """Until the device has done what it was given, so that a clock can be read."""
-        if self.device.type == "cuda":
+        if self.device == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
 
     def __str__(self) -> str:
         format_ = {None: "the model's usual memory format", True: "channels last", False: "channels first"}
-        threads = self.threads or torch.get_num_threads()
+        torch = sys.modules.get("torch")
+        threads = self.threads or (torch.get_num_threads() if torch else 1)
         processor = f"cpu, {threads} thread{'s' * (threads > 1)}, {format_[self.channels_last]}"
-        where = processor if self.device.type == "cpu" else str(self.device)
+        where = processor if self.device == PROCESSOR else self.device
         return f"{where}, {'bfloat16 by autocast' if self.bfloat16 else 'float32'}"
 
 
 USUAL = Compute()
 
 
-def choose_device(accelerator: str, *, deterministic: bool = False) -> torch.device:
-    """Return the torch device that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where there is
-    one.
+def choose_device(accelerator: str, *, deterministic: bool = False) -> str:
+    """Return the device, cpu or cuda, that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where
+    there is one and PyTorch is installed, which alone computes on it.
 
     deterministic: results are to be the same bit for bit, which is promised on a processor only. Raises BadArgument
     where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.
     """
     if accelerator not in ACCELERATORS:
         raise BadArgument(f"accelerator={accelerator!r} is not known; give one of {', '.join(ACCELERATORS)}")
+    if accelerator == "cpu" or (accelerator == "auto" and deterministic):
+        return PROCESSOR
+    if deterministic:
+        raise BadArgument("the same bits are promised on a processor only; give --accelerator cpu")
+    try:
+        import torch
+    except ImportError:
+        if accelerator == "auto":
+            return PROCESSOR
+        raise BadArgument(
+            "--accelerator cuda needs PyTorch, which is not installed; install it, or give auto or cpu"
+        ) from None
+    if torch.cuda.is_available():
+        return "cuda"
     if accelerator == "cuda":
-        if deterministic:
-            raise BadArgument("the same bits are promised on a processor only; give --accelerator cpu")
-        if not torch.cuda.is_available():
-            built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
-            raise BadArgument(f"--accelerator cuda, but this PyTorch ({torch.__version__}) {built}; give auto or cpu")
-        return torch.device("cuda")
-    if accelerator == "auto" and not deterministic and torch.cuda.is_available():
-        return torch.device("cuda")
+        built = "finds no GPU" if torch.version.cuda else "is built without CUDA"
+        raise BadArgument(f"--accelerator cuda, but this PyTorch ({torch.__version__}) {built}; give auto or cpu")
     return PROCESSOR

@@ -72,7 +72,7 @@ def _decoded(
                 f"{folder}: the decoded images cannot be kept there ({error}); set XDG_CACHE_HOME to a folder with "
                 f"{count * int(np.prod(shape)) / 1e6:.0f} MB to spare"
             ) from None
-    # Copy on write, so that torch takes it for writable; as nobody writes, processes share the pages.
+    # Copy on write, so that it is writable, as torch wants arrays; as nobody writes, processes share the pages.
     return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
 
 

@@ -11,35 +11,17 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from edge_sdk.tasks import Task, build_seeded
+from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.dealing import deal, read_dealing
 from edge_sdk.tasks.loading import Arrays, classification
 
-
-class DigitsNet(nn.Module):
-    """Two convolutions with batch norm and two linear layers: [N,1,8,8] pixels in [0,1] -> [N,10] class scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, kernel_size=3, padding=1)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, padding=1)
-        self.bn2 = nn.BatchNorm2d(32)
-        self.fc1 = nn.Linear(32 * 2 * 2, 64)
-        self.out = nn.Linear(64, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Class scores, before softmax."""
-        maps = F.max_pool2d(F.relu(self.bn1(self.conv1(images))), 2)
-        maps = F.max_pool2d(F.relu(self.bn2(self.conv2(maps))), 2)
-        return self.out(F.relu(self.fc1(torch.flatten(maps, 1))))  # type: ignore[no-any-return]
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
@@ -51,11 +33,10 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """
     dataset = load_images()
     parts = deal(dataset, read_dealing(data, task="digits", seed=seed, needs_path=False), device=device)
-    inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     train, validation, test = (
-        Arrays(inputs[index], targets[index]) for index in (parts.train, parts.validation, parts.test)
+        Arrays(dataset.inputs[index], dataset.targets[index]) for index in (parts.train, parts.validation, parts.test)
     )
-    return classification("digits", build_seeded(DigitsNet, seed), train, validation, test, batch_size=batch_size)
+    return classification("digits", Seeded(_build), train, validation, test, batch_size=batch_size)
 
 
 @cache
@@ -65,3 +46,9 @@ def load_images() -> Dataset:
         pixels, labels = stored["pixels"], stored["labels"]
     images = (pixels[:, None] / np.float32(16)).astype(np.float32)
     return Dataset(images, labels.astype(np.int64), people=None, classes=10, published=len(labels))
+
+
+def _build() -> nn.Module:
+    from edge_sdk.tasks.models import DigitsNet
+
+    return DigitsNet()

@@ -1,4 +1,4 @@
-"""From arrays in memory to a ``Task``: batches, the usual classification task, seeded models.
+"""From arrays in memory to a ``Task``: batches, and the usual classification task.
 
 A ``DataLoader`` collates sample by sample in Python, which for small images costs several times the training step
 itself. Arrays that fit in memory are better indexed whole: one permutation per epoch, one gather per batch.
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
+from numpy.typing import NDArray
 
 from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Seeded, Task, as_arrays
 from sparrow.command_line.exits import Exit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 EVALUATION_BATCH = 256
 """Samples per batch where no gradient is kept: only memory limits it."""
@@ -50,38 +52,41 @@ def label_names(labels: Array) -> str:
     return f"label{'s' if len(found) > 1 else ''} {names}"
 
 
+Positions = slice | NDArray[np.intp]
+
+
 class Samples(Protocol):
     """Samples by position, 0 .. len - 1."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of the positions ``chosen``, in their order: a range or int64
-        [batch] on the CPU."""
+    def take(self, chosen: Positions) -> tuple[Array, Array]:
+        """Return inputs and targets of the positions ``chosen``, in their order: a range or integers [batch]."""
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Samples and their targets: inputs [N, ...], targets [N]."""
+    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors of torch are taken as arrays."""
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Array
+    targets: Array
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise DataError(f"{len(self.inputs)} inputs have {len(self.targets)} targets; give one target per input")
         if len(self.inputs) == 0:
             raise DataError("there are no samples; give at least one")
+        inputs, targets = as_arrays((self.inputs, self.targets))
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "targets", targets)
 
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self, chosen: Positions) -> tuple[Array, Array]:
         """Return the inputs and targets of ``chosen``."""
-        if isinstance(chosen, torch.Tensor):
-            chosen = chosen.to(self.inputs.device)
-        return self.inputs[chosen], self.targets[chosen]
+        return _take(self.inputs, chosen), _take(self.targets, chosen)
 
 
 @dataclass(frozen=True)
@@ -91,25 +96,26 @@ class Scale:
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
-    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+    def __call__(self, stored: Array) -> Array:
         """Return a scaled copy of ``stored`` [N, C, ...] of any type."""
         shape = (1, -1, *(1,) * (stored.ndim - 2))
-        mean, deviation = (
-            torch.tensor(numbers, device=stored.device).reshape(shape) for numbers in (self.mean, self.deviation)
-        )
-        return stored.to(torch.float32, copy=True).sub_(mean).div_(deviation)
+        mean, deviation = (np.array(numbers, np.float32).reshape(shape) for numbers in (self.mean, self.deviation))
+        values = stored.astype(np.float32, order="C")
+        values -= mean
+        values /= deviation
+        return values
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples ``index`` (int64 [n]) of a set that others use too, in this order, each batch ``scale``d.
+    """The samples ``index`` (integers [n]) of a set that others use too, in this order, each batch ``scale``d.
 
     ``inputs`` [N, ...] of any type and ``targets`` [N] are never copied whole; the index may name a sample twice.
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    index: torch.Tensor
+    inputs: Array
+    targets: Array
+    index: NDArray[np.intp]
     scale: Scale
 
     def __post_init__(self) -> None:
@@ -119,15 +125,20 @@ class Chosen:
     def __len__(self) -> int:
         return len(self.index)
 
-    def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self, chosen: Positions) -> tuple[Array, Array]:
         """Return the inputs, scaled, and targets of ``chosen``."""
-        rows = self.index[chosen].to(self.inputs.device)
-        return self.scale(self.inputs.index_select(0, rows)), self.targets.index_select(0, rows)
+        rows = self.index[chosen]
+        return self.scale(np.take(self.inputs, rows, axis=0)), np.take(self.targets, rows)
+
+
+def _take(array: Array, chosen: Positions) -> Array:
+    taken: Array = array[chosen] if isinstance(chosen, slice) else np.take(array, chosen, axis=0)
+    return taken
 
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Batches over samples in memory, ``shuffle``d by torch's default generator at the start of each pass.
+    """Batches over samples in memory: in their order, or ``shuffled``.
 
     No sample is left out: the last batch may be smaller. Only a rest of a single sample joins the batch before it,
     because batch norm cannot normalise one sample by itself (behind a linear layer it refuses to, and elsewhere its
@@ -136,7 +147,6 @@ class ArrayBatches:
 
     arrays: Samples
     batch_size: int
-    shuffle: bool
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -152,24 +162,43 @@ class ArrayBatches:
         whole, rest = divmod(self.num_examples, self.batch_size)
         return max(1, whole + (rest > 1))
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        order = torch.randperm(self.num_examples) if self.shuffle else None
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+        return (self.arrays.take(slice(start, stop)) for start, stop in self._bounds())
+
+    def shuffled(self, generator: np.random.Generator) -> Iterator[tuple[Array, Array]]:
+        """Yield one pass in an order drawn from ``generator``."""
+        order = generator.permutation(self.num_examples)
+        return (self.arrays.take(order[start:stop]) for start, stop in self._bounds())
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
         last = len(self) - 1
         for number in range(last + 1):
             start = number * self.batch_size
-            stop = self.num_examples if number == last else start + self.batch_size
-            yield self.arrays.take(slice(start, stop) if order is None else order[start:stop])
+            yield start, self.num_examples if number == last else start + self.batch_size
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of class scores [batch, classes] to class indices [batch], by PyTorch."""
+    from torch.nn import functional as F
+
+    return F.cross_entropy(outputs, targets)
 
 
 def classification(
-    name: str, model: nn.Module, train: Samples, validation: Samples, test: Samples | None, *, batch_size: int
+    name: str,
+    model: nn.Module | Seeded | None,
+    train: Samples,
+    validation: Samples,
+    test: Samples | None,
+    *,
+    batch_size: int,
 ) -> Task:
     """Return a task of cross-entropy over class indices, on arrays in memory."""
     return Task(
         name=name,
         model=model,
-        loss=F.cross_entropy,
-        train=ArrayBatches(train, batch_size, shuffle=True),
-        validation=ArrayBatches(validation, EVALUATION_BATCH, shuffle=False),
-        test=None if test is None else ArrayBatches(test, EVALUATION_BATCH, shuffle=False),
+        loss=cross_entropy,
+        train=ArrayBatches(train, batch_size),
+        validation=ArrayBatches(validation, EVALUATION_BATCH),
+        test=None if test is None else ArrayBatches(test, EVALUATION_BATCH),
     )

@@ -23,26 +23,26 @@ that has not met every class must therefore say how many there are: that is what
 
 from __future__ import annotations
 
-import math
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task, build_seeded
+from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, read_dealing
 from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
 from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SAME_CLASSES = (
     "every device's file must agree on the number of classes: add the entry 'classes' to it, their number or their "
@@ -50,13 +50,10 @@ SAME_CLASSES = (
 )
 """What to do where a file's model does not fit the federation's."""
 
-WIDTHS = (16, 32, 64)
-"""Channels of the first convolutions; further ones keep the last width."""
-
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """Return the task over the arrays of the file ``data``, or this device's part of them, the model made by
-    ``build_model``.
+    ``models.build_model``.
 
     Raises DataError.
     """
@@ -81,7 +78,7 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
                 f"x_{name}: samples have shape {_shape(pair)}, those of x_train {_shape(train)}; they must be alike"
             )
     pairs = {"y_train": train, "y_val": validation, "y_test": test}
-    classes = _classes(arrays, {key: pair.targets.numpy() for key, pair in pairs.items() if pair is not None})
+    classes = _classes(arrays, {key: pair.targets for key, pair in pairs.items() if pair is not None})
     shape = _shape(train)
     if validation is None:
         parts = split(len(train.inputs), seed)
@@ -90,7 +87,7 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
         else:  # reports have their own samples: those that the split would have held out are trained on
             parts = replace(parts, train=np.union1d(parts.train, parts.test))
         train, validation = _choose(train, parts.train), _choose(train, parts.validation)
-    model = build_seeded(lambda: build_model(shape, classes), seed)
+    model = Seeded(partial(_build, shape, classes))
     return classification("npz", model, train, validation, test, batch_size=batch_size)
 
 
@@ -102,11 +99,10 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
     dealing = read_dealing(data, task="npz", seed=seed, partition=usual)
     parts = deal(dataset, dealing, device=device)
     scale = _scale(dataset, dealing, device)
-    inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     train, validation, test = (
-        Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
+        Chosen(dataset.inputs, dataset.targets, index, scale) for index in (parts.train, parts.validation, parts.test)
     )
-    model = build_seeded(lambda: build_model(dataset.inputs.shape[1:], dataset.classes), seed)
+    model = Seeded(partial(_build, dataset.inputs.shape[1:], dataset.classes))
     return classification("npz", model, train, validation, test, batch_size=batch_size)
 
 
@@ -188,37 +184,10 @@ def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
     )
 
 
-def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
+def _build(shape: tuple[int, ...], classes: int) -> nn.Module:
+    from edge_sdk.tasks.models import build_model
 
-    [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
-    shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
-    running statistics suit no device when the devices' data differ.
-    """
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    features = math.prod(shape)
-    if len(shape) == 3 and min(shape[1:]) >= 8:
-        channels, height, width = shape
-        stage = 0
-        while min(height, width) >= 4:
-            wide = WIDTHS[min(stage, len(WIDTHS) - 1)]
-            stage += 1
-            layers[f"conv{stage}"] = nn.Conv2d(channels, wide, kernel_size=3, padding=1)
-            layers[f"norm{stage}"] = nn.GroupNorm(4, wide)
-            layers[f"relu{stage}"] = nn.ReLU()
-            layers[f"pool{stage}"] = nn.MaxPool2d(2)
-            channels, height, width = wide, height // 2, width // 2
-        features = channels * height * width
-        layers["flatten"] = nn.Flatten()
-    else:
-        layers["flatten"] = nn.Flatten()
-        layers["fc0"] = nn.Linear(features, 64)
-        layers["act0"] = nn.ReLU()
-        features = 64
-    layers["fc1"] = nn.Linear(features, 64)
-    layers["act1"] = nn.ReLU()
-    layers["out"] = nn.Linear(64, classes)
-    return nn.Sequential(layers)
+    return build_model(shape, classes)
 
 
 def _read(path: str) -> dict[str, Array]:
@@ -259,7 +228,7 @@ def _pair(arrays: Mapping[str, Array], name: str) -> Arrays:
     values = _inputs(inputs, f"x_{name}")
     if values.dtype == np.uint8:
         values = values.astype(np.float32) / 255
-    return Arrays(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))
+    return Arrays(values, labels.astype(np.int64))
 
 
 def _wanted(arrays: Mapping[str, Array], key: str) -> Array:
@@ -311,8 +280,7 @@ def _classes(arrays: Mapping[str, Array], labels: Mapping[str, Array], named: in
 
 
 def _choose(pair: Arrays, index: Array) -> Arrays:
-    chosen = torch.from_numpy(index)
-    return Arrays(pair.inputs[chosen], pair.targets[chosen])
+    return Arrays(pair.inputs[index], pair.targets[index])
 
 
 def _shape(pair: Arrays) -> tuple[int, ...]:

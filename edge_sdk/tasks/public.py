@@ -6,21 +6,23 @@ format of ``formats``. Nothing is downloaded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task, UnknownTask, build_seeded
+from edge_sdk.tasks import Seeded, Task, UnknownTask
 from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
 from edge_sdk.tasks.datasets import Dataset, read_dataset
 from edge_sdk.tasks.dealing import Dealing, deal, place, read_dealing
 from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import Chosen, Scale, classification
-from edge_sdk.tasks.models import MODELS, full_name
 from edge_sdk.tasks.partition import Index
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MNIST = SampleFormat(
     "mnist",
@@ -47,6 +49,67 @@ HAR = SampleFormat(
     described="that of Matey-Sanz, Casteleyn and Granell (phones and watches, Data in Brief 2023), in windows of 64 "
     "samples at 50 Hz, half overlapping",
 )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A network and its inputs: samples of ``shape``, of which each channel is scaled to (x - mean) / deviation.
+
+    ``mean`` and ``deviation`` have one entry per channel, in the units of the stored samples (grey levels 0..255, or
+    the sensor's own). ``parameters`` counts the trainable values, biases and norms included. network: the function of
+    ``models`` that makes it.
+    """
+
+    network: str
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    parameters: int
+
+    def build(self) -> nn.Module:
+        """Make the network, which needs PyTorch."""
+        from edge_sdk.tasks import models
+
+        made: nn.Module = getattr(models, self.network)()
+        return made
+
+
+def _grey_levels(*shares: float) -> tuple[float, ...]:
+    """Shares of full brightness, as papers give them, in grey levels."""
+    return tuple(255 * share for share in shares)
+
+
+_MNIST = ((1, 28, 28), _grey_levels(0.1307), _grey_levels(0.3081))
+_CIFAR = ((3, 32, 32), _grey_levels(0.4914, 0.4822, 0.4465), _grey_levels(0.2023, 0.1994, 0.2010))
+_CIFAR_HALF = ((3, 32, 32), _grey_levels(0.5, 0.5, 0.5), _grey_levels(0.5, 0.5, 0.5))
+
+# Over all 7,226 windows of the public set: m/s^2 along x, y, z (gravity included, hence the means), then rad/s.
+_HAR = (
+    (6, 64),
+    (-5.0153, -1.5459, 0.2286, -0.0026, 0.0153, 0.0223),
+    (5.2587, 6.4453, 4.0262, 1.3970, 1.2346, 1.0315),
+)
+
+MODELS: dict[str, dict[str, Choice]] = {
+    "mnist": {
+        "small": Choice("mnist_small", *_MNIST, parameters=21_840),
+        "fedsgc": Choice("mnist_fedsgc", *_MNIST, parameters=261_840),
+        "leaf": Choice("mnist_leaf", *_MNIST, parameters=2_171_786),
+    },
+    "cifar10": {
+        "fedspu": Choice("cifar10_fedspu", *_CIFAR_HALF, parameters=134_902),
+        "fedsgc": Choice("cifar10_fedsgc", *_CIFAR, parameters=232_970),
+        "dmpfl": Choice("cifar10_dmpfl", *_CIFAR, parameters=797_962),
+        "pfedgate": Choice("cifar10_pfedgate", *_CIFAR, parameters=256_830),
+    },
+    "har": {"small": Choice("har_small", *_HAR, parameters=57_125)},
+}
+"""Task -> name of the model -> the model; the first is the default, so that ``mnist`` means ``mnist:small``."""
+
+
+def full_name(task: str, model: str) -> str:
+    """Return the full name of a task: the default model is left out, as in ``mnist`` and ``mnist:leaf``."""
+    return task if model == next(iter(MODELS[task])) else f"{task}:{model}"
 
 
 def load_mnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
@@ -86,17 +149,16 @@ def _load(
     )
     dataset = read_dataset(dealing.path, wanted)
     parts = deal(dataset, dealing, device=device)
-    inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     scale = Scale(choice.mean, choice.deviation)
     train, validation, test = (
-        Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
+        Chosen(dataset.inputs, dataset.targets, index, scale) for index in (parts.train, parts.validation, parts.test)
     )
     if dealing.corruption is not None:
         images = _corrupted(dataset, dealing, parts.test, device=device)
-        test = Chosen(torch.from_numpy(images), targets[test.index], torch.arange(len(images)), scale)
+        test = Chosen(images, dataset.targets[parts.test], np.arange(len(images)), scale)
     return classification(
         full_name(wanted.task, model),
-        build_seeded(choice.build, seed),
+        Seeded(choice.build),
         train,
         validation,
         test,

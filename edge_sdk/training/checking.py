@@ -22,7 +22,7 @@ from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing.modes import buffers_kept, evaluating
 from edge_sdk.tasks import Task
-from edge_sdk.training.local import device_of
+from edge_sdk.training.local import as_tensor, device_of
 
 SAMPLES = 16
 """Of a batch, so many go through model and loss."""
@@ -32,7 +32,7 @@ LIKE_A_SUM = 0.05
 """A loss that doubles with its batch, to this share of it, is a sum."""
 NOT_NOTHING = 1e-6
 NAMED_LABELS = 5
-PAIR = "(inputs, targets), two tensors"
+PAIR = "(inputs, targets), two arrays or tensors"
 
 
 def check_task(task: Task, manifest: Manifest | None = None) -> None:
@@ -41,7 +41,9 @@ def check_task(task: Task, manifest: Manifest | None = None) -> None:
     manifest: the federation's, which says what shape a sample has; None before there is one.
     """
     if not isinstance(task.model, nn.Module):
-        raise BadArgument(f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module")
+        raise BadArgument(
+            f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module, which PyTorch trains"
+        )
     if not callable(task.loss):
         raise BadArgument(f"the task's loss is a {type(task.loss).__name__}; give a function of (outputs, targets)")
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
@@ -144,11 +146,11 @@ class _Check:
             of = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
             raise self._wrong(f"its batches are a {type(batch).__name__}{of}; give {PAIR}")
         for what, value in zip(("inputs", "targets"), batch, strict=True):
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) and not hasattr(value, "__array__"):
                 raise self._wrong(
-                    f"the {what} of a batch are a {type(value).__name__}; give {PAIR}: one tensor each, batch first"
+                    f"the {what} of a batch are a {type(value).__name__}; give {PAIR}: one each, batch first"
                 )
-        inputs, targets = batch
+        inputs, targets = map(as_tensor, batch)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets) or not len(inputs):
             raise self._wrong(
                 f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; give as many of both, batch first"

@@ -14,16 +14,18 @@ Which saves memory, too: an index of eight bytes for what exists is more than a 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.elements import Flags
 from edge_sdk.training.active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
 
 DENSEST_ROWS = 0.1
@@ -204,9 +206,6 @@ class Bits:
         gradient.view(_INTEGERS[gradient.element_size()]).bitwise_and_(self._bits)
 
 
-def flags_of(mask: ElementMask | None) -> dict[str, Tensor] | None:
-    """Return a mask as ``Freezing`` takes elements: name -> bool of the parameter's shape. None, where there is
-    none."""
-    if mask is None:
-        return None
-    return {name: torch.tensor(flags) for name, flags in mask.exists.items()}
+def tensors_of(flags: Mapping[str, Flags]) -> dict[str, Tensor]:
+    """Return flags as ``Freezing`` takes them: name -> bool of the parameter's shape."""
+    return {name: torch.from_numpy(np.array(each)) for name, each in flags.items()}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 
+from edge_sdk.engines.training import Batch
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Task
-
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def visit_gradients(
@@ -20,11 +20,15 @@ def visit_gradients(
     batches: Sequence[Batch],
     names: Collection[str],
     visit: Callable[[str, torch.Tensor], None],
-) -> None:
-    """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one.
+    *,
+    moves: bool = False,
+) -> float:
+    """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one;
+    return the loss.
 
     One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
-    (running statistics) are as before afterwards, and no gradient is left, whatever ``visit`` raises.
+    (running statistics) are as before afterwards unless they are to move, and no gradient is left, whatever ``visit``
+    raises.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     hooks = []
@@ -35,10 +39,11 @@ def visit_gradients(
     for parameter in unwanted:
         parameter.requires_grad_(False)
     try:
-        with buffers_kept(model):
+        with nullcontext() if moves else buffers_kept(model):
             with task.compute.precision():
                 loss = task.loss(model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
+        return float(loss.item())
     finally:
         for hook in hooks:
             hook.remove()

@@ -25,6 +25,9 @@ from edge_sdk.tasks import Task
 
 _SLOWER = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
+FEWEST_CHANNELS = 8
+"""Of the input of a convolution of 1 x 1 in steps, for channels last (``runs_safely``)."""
+
 _runs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Models that have been tried, and whether they run in channels last."""
 
@@ -59,6 +62,8 @@ class Layout:
         wanted = self._task.compute.channels_last
         if wanted is None:
             wanted = inputs.device.type == "cpu" and gains(self._model)
+        elif inputs.device.type == "cpu":
+            wanted = wanted and runs_safely(self._model)
         if not wanted:
             return False
         for parameter in self._model.parameters():
@@ -94,8 +99,22 @@ class Layout:
 def gains(model: nn.Module) -> bool:
     """Return whether ``model`` is run in channels last on a CPU where nobody says otherwise."""
     modules = list(model.modules())
-    return any(isinstance(module, nn.Conv2d) for module in modules) and not any(
-        isinstance(module, _SLOWER) for module in modules
+    gaining = any(isinstance(module, nn.Conv2d) for module in modules)
+    return gaining and runs_safely(model) and not any(isinstance(module, _SLOWER) for module in modules)
+
+
+def runs_safely(model: nn.Module) -> bool:
+    """Return whether ``model`` may be run in channels last on a CPU.
+
+    oneDNN, as PyTorch 2.13 has it, writes beyond its memory on processors without AVX-512 where a convolution of
+    1 x 1 in steps of more than 1 has fewer than eight input channels.
+    """
+    return not any(
+        isinstance(each, nn.Conv2d)
+        and each.kernel_size == (1, 1)
+        and max(each.stride) > 1
+        and each.in_channels // each.groups < FEWEST_CHANNELS
+        for each in model.modules()
     )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -18,58 +15,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.errors import SdkError
+from edge_sdk.engines.training import (
+    Adjustment,
+    Batch,
+    Divergence,
+    LocalResult,
+    check_loadable,
+    count_steps,
+    evaluation_of,
+)
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.publishing.modes import evaluating
-from edge_sdk.tasks import Batches, Task
+from edge_sdk.tasks import Batches, Task, count_examples, passes
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.gradients import Batch
 from edge_sdk.training.layout import Layout
-from edge_sdk.training.optimisation import Change, Optimisation
-
-
-class TrainingDiverged(SdkError):
-    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
-
-
-class UnsoundModel(TrainingDiverged):
-    """The model that was received gives no finite loss before any training: no fault of this device."""
-
-
-@dataclass(frozen=True)
-class LocalResult:
-    """The result of local training.
-
-    num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
-    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples
-    (FedSPU's method card, 4.6).
-    """
-
-    num_examples: int
-    samples: int
-    steps: int
-    train_loss: float
-
-
-class Adjustment(Protocol):
-    """Changes which elements of a model exist while it trains.
-
-    batches: how many of the last ones it is shown.
-    """
-
-    batches: int
-
-    @property
-    def steps(self) -> Collection[int]:
-        """The local steps, counted from 1, after which it does."""
-
-    def decide(self, step: int, batches: Sequence[Batch]) -> Change:
-        """Change the model's weights, and say what exists of them from now on.
-
-        batches: the last ones trained on, oldest first, (inputs, targets) as the model takes them.
-        """
+from edge_sdk.training.optimisation import Optimisation
 
 
 class Steps(Protocol):
@@ -162,30 +124,22 @@ def take_steps(
     learning_rate: for advice alone. layout: how the model lies in memory meanwhile. after: called with each step's
     number when it has been taken. Raises what ``train_locally`` does.
     """
-    if len(task.train) == 0:
-        raise ValueError("the task's training data has no batches; give it at least one sample")
-    device = device_of(model)
-    total = settings.local_steps or settings.local_epochs * len(task.train)
+    device, total = device_of(model), count_steps(settings, task.train)
+    diverged = Divergence(settings, learning_rate, total)
     num_examples = count_examples(task.train)
     seed_generators(device, seed)
     model.train()
     seen, loss_sum = 0, 0.0
     with optimisation, layout or nullcontext():
-        for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
+        for step, batch in enumerate(islice(passes(task.train, seed), total), start=1):
             optimisation.forget_gradients()
-            inputs, targets = inputs.to(device), targets.to(device)
+            inputs, targets = as_tensors(batch, device)
             with task.compute.precision():
                 loss = task.loss(forward(inputs, targets), targets)
             value = loss.item()
             if not math.isfinite(value):
-                if inputs.is_floating_point() and not torch.isfinite(inputs).all():
-                    raise TrainingDiverged(
-                        f"the inputs of training step {step} are NaN or infinite; replace or leave out such samples"
-                    )
-                raise TrainingDiverged(
-                    f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}"
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
+                raise diverged.of_loss(value, step, inputs_finite=bool(torch.isfinite(inputs).all()))
+            loss.backward()
             optimisation.step()
             after(step)
             seen += len(targets)
@@ -193,7 +147,7 @@ def take_steps(
             progress(step, total, loss_sum / seen)
     for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
         if not torch.isfinite(tensor).all():
-            raise TrainingDiverged(f"{name} is not finite after {total} steps; {_advice(settings, learning_rate)}")
+            raise diverged.of_tensor(name)
     return LocalResult(num_examples, seen, total, loss_sum / seen)
 
 
@@ -209,42 +163,27 @@ def evaluate(
     device = device_of(model)
     seen, loss_sum, correct = 0, 0.0, 0
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
-        for inputs, targets in batches:
-            inputs, targets = inputs.to(device), targets.to(device)
+        for batch in batches:
+            inputs, targets = as_tensors(batch, device)
             outputs = model(layout(inputs, targets)) if forward is None else forward(inputs)
             seen += len(targets)
             loss_sum += task.loss(outputs, targets).item() * len(targets)
             if task.classification:
                 correct += int((outputs.argmax(dim=1) == targets).sum())
-    if seen == 0:
-        raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
-    if not math.isfinite(loss_sum):
-        raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
-    accuracy = correct / seen if task.classification else None
-    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy)
+    return evaluation_of(seen, loss_sum, correct if task.classification else None)
 
 
-def evaluate_held_out(model: nn.Module, task: Task) -> tuple[Evaluation, Evaluation]:
-    """Run ``evaluate`` on test data and on validation data, once where they are the same. Raises what it does."""
-    validation = evaluate(model, task, task.validation)
-    return validation if task.test is None else evaluate(model, task, task.test), validation
+def as_tensors(batch: Iterable[Any], device: torch.device | str = "cpu") -> Batch:
+    """Return (inputs, targets) as tensors on ``device``; arrays are read where they lie, on the processor."""
+    inputs, targets = (as_tensor(each).to(device) for each in batch)
+    return inputs, targets
 
 
-def count_examples(batches: Batches) -> int:
-    """Return the number of samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
-    known = getattr(batches, "num_examples", None)
-    if isinstance(known, int):
-        return known
-    try:
-        return len(batches.dataset)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        return sum(len(targets) for _, targets in batches)
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
-    text = json.dumps([str(part) for part in parts])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+def as_tensor(values: Any) -> torch.Tensor:
+    """Return a tensor that shares memory with an array, or the tensor that it is given; copied where it must be."""
+    if isinstance(values, torch.Tensor):
+        return values
+    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
 def get_tensors(model: nn.Module, manifest: Manifest) -> Tensors:
@@ -268,12 +207,7 @@ def get_tensors(model: nn.Module, manifest: Manifest) -> Tensors:
 def set_tensors(model: nn.Module, tensors: Tensors) -> None:
     """Copy ``tensors`` into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
     state: dict[str, Any] = model.state_dict()
-    for name, tensor in tensors.items():
-        if name not in state or tuple(state[name].shape) != tensor.shape:
-            found = f"has shape {tuple(state[name].shape)}" if name in state else "does not exist"
-            raise ManifestError(
-                f"{name}: should have shape {tensor.shape}, in the model it {found}; publish and train the same model"
-            )
+    check_loadable(tensors, {name: tuple(tensor.shape) for name, tensor in state.items()})
     with torch.no_grad():
         for name, tensor in tensors.items():
             if state[name].device.type == "cpu":
@@ -299,8 +233,3 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
-
-
-def _advice(settings: FederationSettings, learning_rate: float) -> str:
-    clip = "set a clip, such as 1" if settings.clip is None else f"lower the clip of {settings.clip:g}"
-    return f"lower the learning rate of {learning_rate:g} or {clip}"

@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.engines.training import Batch
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Block, NeuronMask, merge_in_place, neuron_block, pack
-from edge_sdk.protocol.neurons import first_neurons, narrowed
+from edge_sdk.protocol.neurons import CannotNarrow, Narrowing, first_neurons
 from edge_sdk.publishing.modes import evaluating
-from edge_sdk.training.gradients import Batch
-from edge_sdk.training.local import device_of, get_tensors, set_tensors
+from edge_sdk.training.layout import runs_safely
+from edge_sdk.training.local import as_tensor, device_of, get_tensors, set_tensors
 
 _CLOSE = 1e-3
 """Answers may differ by this share of the largest: rounding. What the comparison is for differs by more."""
@@ -48,10 +48,6 @@ _compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionar
 """Models that have been compared with their narrow networks, and the widths of these."""
 
 
-class CannotNarrow(ManifestError):
-    """The model does not run with fewer neurons."""
-
-
 class Narrow:
     """The network of the active neurons of ``model``, whose dropped ones must be zero.
 
@@ -61,17 +57,16 @@ class Narrow:
     """
 
     def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, batches: Iterable[Batch] | None) -> None:
-        self._whole, self._blocks = model, {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors}
-        self.model, self.manifest = model, manifest
-        if all(len(mask.active[group]) == size for group, size in manifest.group_sizes.items()):
+        self._whole, self._narrowing = model, Narrowing.of(manifest, mask)
+        self.model, self.manifest = model, self._narrowing.manifest
+        if self.manifest is manifest:
             return
-        self.manifest = narrowed(manifest, mask)
         # The copy takes these in place of what they are cut from, which so is never copied.
         cut: dict[int, Any] = {}
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for spec, narrow in zip(manifest.tensors, self.manifest.tensors, strict=True):
             tensor = tensors[spec.name]
-            part = torch.from_numpy(self._take(spec.name, _array(tensor), narrow)).to(tensor.device)
+            part = torch.from_numpy(self._narrowing.take(narrow, _array(tensor))).to(tensor.device)
             cut[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
         self.model = copy.deepcopy(model, cut)
         specs = {spec.name: spec for spec in manifest.tensors}
@@ -82,7 +77,7 @@ class Narrow:
                 setattr(self.model.get_submodule(parent), child, made)
         widths = tuple(len(index) for index in mask.active.values())
         if batches is not None and widths not in _compared.setdefault(model, set()):
-            _compare(model, self.model, next(iter(batches))[0][:SAMPLES].to(device_of(model)))
+            _compare(model, self.model, as_tensor(next(iter(batches))[0])[:SAMPLES].to(device_of(model)))
             _compared[model].add(widths)
 
     def write_back(self) -> None:
@@ -91,19 +86,16 @@ class Narrow:
             return
         whole, narrow = self._whole.state_dict(), self.model.state_dict()
         with torch.no_grad():
-            for name, block in self._blocks.items():
+            for name, block in self._narrowing.blocks.items():
                 array = _array(whole[name])
                 block.put(array, _array(narrow[name]))
                 whole[name].copy_(torch.from_numpy(array))
-
-    def _take(self, name: str, array: Array, narrow: TensorSpec) -> Array:
-        return self._blocks[name].take(array).reshape(narrow.shape)
 
     def _kept(self, spec: TensorSpec) -> torch.Tensor | None:
         """Return the active positions of a vector."""
         if len(spec.shape) != 1:
             return None
-        return torch.from_numpy(self._blocks[spec.name].take(np.arange(spec.size)).reshape(-1))
+        return torch.from_numpy(self._narrowing.blocks[spec.name].take(np.arange(spec.size)).reshape(-1))
 
 
 class Inner:
@@ -117,6 +109,7 @@ class Inner:
     def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask) -> None:
         network = Narrow(model, manifest, mask, None)
         self.manifest, self._network = network.manifest, network.model.train()
+        self._any_layout = runs_safely(self._network)
         specs = {spec.name: spec for spec in manifest.tensors}
         shapes = {spec.name: spec.shape for spec in network.manifest.tensors}
         self._cuts = {
@@ -126,9 +119,10 @@ class Inner:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the network's outputs for a batch."""
-        return cast(
-            torch.Tensor, functional_call(self._network, {name: cut() for name, cut in self._cuts.items()}, (inputs,))
-        )
+        cuts = {name: cut() for name, cut in self._cuts.items()}
+        if not self._any_layout:
+            inputs, cuts = inputs.contiguous(), {name: cut.contiguous() for name, cut in cuts.items()}
+        return cast(torch.Tensor, functional_call(self._network, cuts, (inputs,)))
 
 
 def _cut(tensor: torch.Tensor, block: Block, shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,20 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from edge_sdk.engines.training import Change
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.training.elements import tensors_of
 from edge_sdk.training.freezing import Freezing
-
-
-@dataclass(frozen=True)
-class Change:
-    """The part of a model that exists from now on.
-
-    elements: name -> bool of the parameter's shape, as ``Freezing`` takes them. renewed: name -> bool, what is new or
-    was taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
-    """
-
-    elements: Mapping[str, torch.Tensor]
-    renewed: Mapping[str, torch.Tensor]
 
 
 class Optimisation:
@@ -102,10 +92,11 @@ class Optimisation:
         self.forget_gradients()
         before.__exit__(None, None, None)
         change = decide()
-        self._freezing = before.with_elements(change.elements)
-        self._begin(change.elements)
+        elements, renewed = tensors_of(change.elements), tensors_of(change.renewed)
+        self._freezing = before.with_elements(elements)
+        self._begin(elements)
         for name, leaf, slots in zip(before.names, self._parameters, memory, strict=True):
-            carry = _Carry(before, self._freezing, name, change.renewed.get(name))
+            carry = _Carry(before, self._freezing, name, renewed.get(name))
             if slots:
                 self._optimizer.state[leaf] = {slot: carry(value) for slot, value in slots.items()}
 

@@ -22,7 +22,7 @@ from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, train_locally
+from edge_sdk.training.local import as_tensors, evaluate, train_locally
 from edge_sdk.training.narrow import Narrow
 
 REPEATS = 3
@@ -59,7 +59,8 @@ class Rehearsal:
     @property
     def model(self) -> nn.Module:
         """Return the copy of the model."""
-        return self.task.model
+        model: nn.Module = self.task.model
+        return model
 
     @property
     def model_bytes(self) -> int:
@@ -159,7 +160,7 @@ class MaskedEffort:
 
 def _first(batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
     for batch in batches:
-        return batch
+        return as_tensors(batch)
     raise ValueError("the task's data has no batches; give it at least one sample")
 
 

@@ -66,6 +66,9 @@ class Wire:
     def manifest(self, name):
         return self.coordinator.federations.manifest(name)
 
+    def graph(self, name, which):
+        return self.coordinator.federations.graph(name, which)
+
     def enrol(self, federation, request):
         self._device_id = None
         return self.coordinator.devices.enrol(federation, request)
@@ -128,7 +131,7 @@ class CoordinatorWithDevices(LocalCoordinator):
         settings = FederationSettings(method=method, **{**usual, **settings})
         return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))
 
-    def open_device(self, name, budget=1.0, of=8):
+    def open_device(self, name, budget=1.0, of=8, engine="torch"):
         """The device of this name: its session, new or taken up again from its folder."""
         index = "abcdefgh".index(name)
         self.folders.append(StateFolder(self.folder / name))
@@ -138,6 +141,7 @@ class CoordinatorWithDevices(LocalCoordinator):
             federation="f",
             name=name,
             budget=budget,
+            engine=engine,
             make_task=lambda info: load(f"index={index},of={of},alpha=1", device=name, seed=0, batch_size=16),
         )
 

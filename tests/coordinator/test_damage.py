@@ -11,11 +11,13 @@ import hashlib
 import shutil
 from collections import defaultdict
 from contextlib import closing, suppress
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.manifest import GraphName
 from edge_sdk.protocol.messages import UpdateReport
 from edge_sdk.protocol.neurons import mask_digest
 from sparrow.coordinator.errors import Finished, NotFound, OperatorError, Unavailable
@@ -100,7 +102,8 @@ class Seen:
 
     def look(self, coordinator):
         """Download all there is."""
-        self.note("skeleton", lambda: coordinator.federations.skeleton("f"))
+        for graph in get_args(GraphName):
+            self.note(graph, lambda: coordinator.federations.graph("f", graph))  # noqa: B023
         self.note("manifest", lambda: coordinator.federations.manifest("f").model_dump_json().encode())
         with suppress(Unavailable):
             for version in [None, *(kept.version for kept in coordinator.federations.models("f"))]:
@@ -190,7 +193,7 @@ def stopped(tmp_path_factory):
     coordinator.store.close()
     names = [path.relative_to(folder) for path in files_of(folder)]
     kinds = {name.parts[2] for name in names if name.parts[0] == "blobs"}
-    assert kinds == {"models", "masks", "skeletons", "updates"}, "there is one of each kind"
+    assert kinds == {"models", "masks", "graphs", "updates"}, "there is one of each kind"
     assert {RECORDS_FILE, f"{RECORDS_FILE}.sha256"} <= {name.name for name in names}
     return folder, devices, names
 
@@ -243,7 +246,7 @@ def test_nor_in_object_storage_or_beside_postgresql(request, tmp_path, clock, un
         folder, settings = tmp_path / str(number), where(number)
         coordinator, devices = begin(folder, clock, **settings)
         blobs = coordinator.store.blobs
-        folders = [f"1/{each}" for each in ("masks", "models", "skeletons", "updates")]
+        folders = [f"1/{each}" for each in ("masks", "models", "graphs", "updates")]
         keys = [key for each in folders for key in blobs.keys(each)]
         key, others = keys[number], [each for each in keys if each != keys[number]]
         damaged = FAULTS[fault](blobs.get(key), blobs.get(others[number - 1]))

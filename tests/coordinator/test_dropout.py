@@ -20,8 +20,9 @@ from edge_sdk.protocol.masks import NeuronMask, block_of, count_values, same_mas
 from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
 from edge_sdk.protocol.neurons import CLASSES, active_count_up, first_neurons, first_neurons_up
 from edge_sdk.tasks import build_seeded
-from edge_sdk.tasks.digits import DigitsNet, load_images
+from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import Arrays, classification
+from edge_sdk.tasks.models import DigitsNet
 from sparrow.coordinator.errors import BadContent
 
 from .sessions import Wire
@@ -92,7 +93,7 @@ def test_what_crosses_the_wire_is_the_active_part_and_little_more(coordinator, m
     record = coordinator.records.rounds("f")[-1]
     assert (record.updates, record.handed_back) == (3, 0)
     assert (record.accuracy_personal is not None) == (method in PERSONAL)
-    assert record.accuracy_global > 0.15
+    assert record.accuracy_global > 0.1, "better than chance, after three rounds"
 
 
 @pytest.mark.parametrize("method", ["fjord", "heterofl"])
@@ -228,9 +229,13 @@ def test_other_precisions(coordinator, method, precision):
     assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3]
 
 
-@pytest.mark.parametrize("method", PERSONAL)
-def test_a_device_that_comes_after_the_end_adapts_narrow(coordinator, method):
-    create(coordinator, method, rounds=2)
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [*((method, {}) for method in PERSONAL), *ONCE.items()],
+    ids=[*PERSONAL, *(f"{method}, once" for method in ONCE)],
+)
+def test_a_device_that_comes_after_the_end_adapts_at_its_budget(coordinator, method, form):
+    coordinator.create(method, rounds=2, method_settings=form)
     coordinator.play(*open_all(coordinator))
     late = coordinator.open_device("d", budget=0.3)
     (worked,) = coordinator.play(late)

@@ -11,6 +11,7 @@ from edge_sdk.device.rounding import round_update
 from edge_sdk.device.session import FAILURES, Outcome
 from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import load_method
+from edge_sdk.methods.merging import sent_values
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
@@ -25,7 +26,6 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 from edge_sdk.protocol.quantization import row_lengths
-from edge_sdk.training.merging import sent_values
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
@@ -44,7 +44,7 @@ SOON = {"early_stopping": "validation", "min_participations": 1, "min_improvemen
 @pytest.fixture
 def any_loss_stops(monkeypatch):
     """Devices count as having begun to learn from the first round on."""
-    monkeypatch.setattr("edge_sdk.training.early_stopping.BEGUN", -1.0)
+    monkeypatch.setattr("edge_sdk.methods.early_stopping.BEGUN", -1.0)
 
 
 def same(one, other):
@@ -95,6 +95,50 @@ def test_a_mechanism_that_acts_is_counted(coordinator, method):
     assert {name: total.get(name, 0) > 0 for name in load_method(method).acts} == dict.fromkeys(
         load_method(method).acts, True
     )
+
+
+ON_BOTH = sorted(
+    entry.name
+    for entry in entry_points(group="sparrow.device_methods")
+    if entry.value.startswith("edge_sdk.methods.") and "onnx" in load_method(entry.name).engines
+)
+
+CLOSE = 0.03
+"""Relative L2 distance; that of two seeds is about 1."""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("method", ON_BOTH)
+def test_engines_train_the_same(coordinator, new_coordinator, method):
+    """Of two devices both train with PyTorch, or one with ONNX Runtime, or both: what is counted and the models that
+    come out are the same. But for rounding: now and then it decides on which side of zero a value lies that a whole
+    flat area of these images shares, after which the models are some thousandths apart."""
+    played = []
+    for engines in (("torch", "torch"), ("onnx", "torch"), ("onnx", "onnx")):
+        player = coordinator if not played else new_coordinator()
+        own = SO_THAT_IT_ACTS.get(method, {})
+        if method == "lgfedavg":
+            own = {"fedavg_share": 0.5}  # its own part begins as FedAvg's: each engine draws first values its own way
+        player.create(method, rounds=4, local_epochs=2, personal_model="last", method_settings=own)
+        budget = 1.0 if load_method(method).active is None else 0.6
+        devices = [player.open_device(name, budget, engine=each) for name, each in zip("ab", engines, strict=True)]
+        player.play(*devices)
+        played.append((counted(player), player, devices))
+    (counts, first, sessions), *others = played
+    for found, other, devices in others:
+        assert found == pytest.approx(counts, rel=1e-3)
+        if method in ("fedper", "fedrep"):
+            continue
+        for one, same in zip(sessions, devices, strict=True):
+            assert apart(same.best, one.best) < CLOSE
+        if method != "local":
+            assert apart(other.model().tensors, first.model().tensors) < CLOSE
+
+
+def apart(found, wanted):
+    """Relative L2 distance of two models."""
+    pairs = [(np.asarray(found[name], np.float64), np.asarray(wanted[name], np.float64)) for name in wanted]
+    return np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs))
 
 
 IDLE = [
@@ -281,7 +325,7 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(coordinator):
     published = initial_values(manifest, 0)
     extra = {
         "sparrow.manifest": np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8),
-        "sparrow.skeleton": np.frombuffer(task.skeleton, dtype=np.uint8),
+        **{f"sparrow.{name}": np.frombuffer(graph, dtype=np.uint8) for name, graph in task.graphs.items()},
     }
 
     def publish(method):

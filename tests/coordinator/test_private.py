@@ -134,8 +134,8 @@ def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(coordinator
     for name, _ in late.task.model.named_parameters():  # statistics are counted where its own part is trained
         if name in SHARED[method]:
             assert late.personal[name].tobytes() == coordinator.model().tensors[name].tobytes()
-    source = Source(late.manifest, coordinator.federations.skeleton("f"), late.personal)
-    exported = export_personal(tmp_path / "c.onnx", source, late.task)
+    source = Source(late.manifest, coordinator.federations.graph("f", "skeleton"), late.personal)
+    exported = export_personal(tmp_path / "c.onnx", source, late.engine, late.task.validation)
     graph = onnx.load(str(exported.path))
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
     assert filled["out.weight"].tobytes() == late.personal["out.weight"].tobytes()
@@ -257,7 +257,10 @@ def test_personal_models_stay_and_the_global_one_is_fedavgs(coordinator, new_coo
     other = new_coordinator()
     other.create("fedavg", rounds=3, min_devices=2)
     other.play(other.open_device("a"), other.open_device("b"))
-    assert coordinator.info().model_sha256 == other.info().model_sha256
+    if method == "ditto":
+        assert coordinator.info().model_sha256 == other.info().model_sha256
+    for name, tensor in other.model().tensors.items():
+        np.testing.assert_allclose(coordinator.model().tensors[name], tensor, rtol=1e-3, atol=1e-4, err_msg=name)
     record = coordinator.records.rounds("f")[-1]
     assert record.loss_personal is not None
     assert record.loss_global is not None

@@ -419,15 +419,3 @@ def test_other_precisions(coordinator, method, precision):
     coordinator.play(*open_all(coordinator))
     assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3, 3]
     assert total(coordinator, "neurons_pruned") > 0
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("method", ["hermes", "fedmp", "prunefl_neurons"])
-def test_a_device_that_comes_after_the_end_adapts_at_its_budget(coordinator, method):
-    coordinator.create(method, rounds=2)
-    coordinator.play(*open_all(coordinator))
-    late = coordinator.open_device("d", budget=0.3)
-    (worked,) = coordinator.play(late)
-    assert [each.kind.value for each in worked] == ["adapt"]
-    zeros = sum(int((tensor == 0).sum()) for tensor in late.personal.values())
-    assert zeros > DIGITS.shared_values * 0.8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparrow.benchmarks import claims
-from sparrow.benchmarks.claims import Figures, filled, rebuild, stray_figures, verdict
+from sparrow.benchmarks.claims import Figures, evaluated, filled, rebuild, stray_figures, verdict
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {DOCS / "choosing.md"} | {
@@ -68,6 +68,15 @@ def test_every_table_and_figure_of_a_paper_has_one_row(paper):
 def test_what_was_not_run_says_why(claim):
     assert claim.get("holds") or claim["missing"]
     assert "here" in claim or "holds" not in claim
+
+
+@pytest.mark.parametrize("claim", CLAIMS["claims"], ids=lambda claim: f"{claim['paper']} {claim['item']}")
+def test_what_does_not_hold_has_a_hypothesis_and_what_would_test_it(claim):
+    figures = Figures(DOCS / "results")
+    if not all(evaluated(each, figures) for each in claim.get("holds", ())):
+        words = claim.get("note", "").lower()
+        assert "hypothesis" in words
+        assert "test" in words.split("hypothesis", 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +165,7 @@ def test_costs_are_sums_over_devices(figures):
     assert (
         filled("{cost('tiny', 'B', 'bytes_up'):.0f}, {cost('tiny', 'B', 'bytes_up', at=1):.0f}", figures) == "200, 80"
     )
+    assert filled("{participations('tiny', 'B', 1.0):.1f}", figures) == "2.0"
     with pytest.raises(SystemExit, match="counts no dropped"):
         figures.cost("tiny", "B", "dropped")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import MODELS
 
 N = 6
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
+from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.adaptive import BaseEntropies, entropy, judge, prefers_personal, scores_of
-from edge_sdk.training.local import evaluate
+from edge_sdk.training.engine import TorchEngine
 
 BASE = BaseEntropies(personal=0.2, global_model=0.8)
 CARD = [
@@ -27,7 +29,7 @@ CARD = [
 
 @pytest.mark.parametrize(("personal", "shared", "h_c", "h_g", "alike", "prefers", "chosen"), CARD)
 def test_rows_of_the_card(personal, shared, h_c, h_g, alike, prefers, chosen):
-    one, other = torch.tensor([personal], dtype=torch.float32), torch.tensor([shared], dtype=torch.float32)
+    one, other = np.array([personal], np.float32), np.array([shared], np.float32)
     assert entropy(one).item() == pytest.approx(h_c, abs=1e-6)
     assert entropy(other).item() == pytest.approx(h_g, abs=1e-6)
     assert prefers_personal(one, other, BASE).tolist() == [prefers]
@@ -36,14 +38,14 @@ def test_rows_of_the_card(personal, shared, h_c, h_g, alike, prefers, chosen):
 
 
 def test_all_rows_in_one_batch():
-    personal, shared = (torch.tensor([row[column] for row in CARD], dtype=torch.float32) for column in (0, 1))
+    personal, shared = (np.array([row[column] for row in CARD], np.float32) for column in (0, 1))
     assert prefers_personal(personal, shared, BASE).tolist() == [row[5] for row in CARD]
 
 
 def test_probabilities_instead_of_logits():
     prefers, alike = slow([4, 0, 0], [0, 2, 0], BASE, "probabilities")
     assert (prefers, alike) == (False, pytest.approx(0.153295, abs=1e-6))
-    one, other = torch.tensor([[4.0, 0, 0]]), torch.tensor([[0, 2.0, 0]])
+    one, other = np.array([[4, 0, 0]], np.float32), np.array([[0, 2, 0]], np.float32)
     assert prefers_personal(one, other, BASE, "probabilities").tolist() == [False]
     left = entropy(one).item() - (1 - alike) * BASE.personal
     right = entropy(other).item() - (1 - alike) * BASE.global_model
@@ -80,9 +82,7 @@ def test_the_choice_is_that_of_a_rule_for_one_sample(data):
     personal, shared = data.draw(rows), data.draw(rows)
     base = BaseEntropies(*(data.draw(st.integers(0, 8)) / 4 + 0.013 * place for place in (1, 2)))
     similarity = data.draw(st.sampled_from(["logits", "probabilities"]))
-    found = prefers_personal(
-        torch.tensor(personal, dtype=torch.float64), torch.tensor(shared, dtype=torch.float64), base, similarity
-    ).tolist()
+    found = prefers_personal(np.array(personal, np.float64), np.array(shared, np.float64), base, similarity).tolist()
     for mine, theirs, chosen in zip(personal, shared, found, strict=True):
         prefers, alike = slow(mine, theirs, base, similarity)
         close = abs(1 - alike) < 1e-9  # nearly equal models, equal but for rounding
@@ -90,7 +90,7 @@ def test_the_choice_is_that_of_a_rule_for_one_sample(data):
 
 
 def test_certain_models_have_no_entropy_and_scores_may_be_large():
-    scores = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]])
+    scores = np.array([[1e4, 0, -1e4], [0, 0, 0]], np.float32)
     assert entropy(scores).tolist() == pytest.approx([0.0, math.log(3)])
 
 
@@ -101,12 +101,13 @@ def test_scores_are_those_of_evaluation_and_judged_like_it():
     task = classification("t", model, arrays, arrays, None, batch_size=8)
     model.train()
     model[0].eval()
-    scores, targets = scores_of(model, task, task.held_out)
+    engine = TorchEngine(task, describe_whole(model, torch.from_numpy(arrays.inputs), task="t"))
+    scores, targets = engine.scores(task.held_out)
     assert scores.shape == (21, 3)
     assert [module.training for module in (model, model[0], model[1])] == [True, False, True]
     model.eval()
-    torch.testing.assert_close(scores, model(arrays.inputs).detach())
-    found, wanted = judge(task, scores, targets), evaluate(model, task, task.held_out)
+    np.testing.assert_allclose(scores, model(torch.from_numpy(arrays.inputs)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    found, wanted = engine.judge(scores, targets), engine.evaluate(task.held_out)
     assert found.num_examples == wanted.num_examples == 21
     assert found.accuracy == pytest.approx(wanted.accuracy)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-5)

@@ -301,7 +301,7 @@ def publish_to(client, method, *, deadline=300.0, **method_settings):
 
 
 def task_of(index):
-    return load(f"index={index},of=5,partition=iid", device=f"device-{index}", seed=0, batch_size=16)
+    return load(f"index={index},of=5,partition=iid", device=f"device-{index}", seed=0, batch_size=16).seeded(0)
 
 
 def test_budgets_below_the_federations_smallest_are_none(settings):

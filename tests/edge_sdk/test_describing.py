@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.device.session import check_model
+from edge_sdk.device.opening import check_model
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.methods import load_method

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
 
-from edge_sdk.tasks.digits import DigitsNet, load
+from edge_sdk.tasks import passes
+from edge_sdk.tasks.digits import load
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, DataError
+from edge_sdk.tasks.models import DigitsNet
 
 
 def everything(task):
     batches = [task.train, task.validation, task.test]
-    return torch.cat([part.arrays.inputs for part in batches]), torch.cat([part.arrays.targets for part in batches])
+    return [np.concatenate([getattr(part.arrays, of) for part in batches]) for of in ("inputs", "targets")]
 
 
 def test_the_network_maps_images_to_scores():
@@ -20,18 +24,19 @@ def test_the_network_maps_images_to_scores():
 
 def test_parts_of_all_devices_are_the_whole_set():
     tasks = [load(f"index={index},of=4", device="any", seed=0, batch_size=16) for index in range(4)]
-    images = torch.cat([everything(task)[0] for task in tasks])
+    images = np.concatenate([everything(task)[0] for task in tasks])
     assert images.shape == (1797, 1, 8, 8)
-    assert images.dtype == torch.float32
+    assert images.dtype == np.float32
     assert (images.min(), images.max()) == (0, 1)
     whole = load("index=0,of=1", device="any", seed=0, batch_size=16)
-    assert images.sum() == everything(whole)[0].sum()
+    assert images.sum() == pytest.approx(everything(whole)[0].sum())
 
 
 def test_a_device_loads_the_same_part_again_and_the_same_initial_weights():
     one, two = (load("index=1,of=3", device="pi", seed=5, batch_size=16) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(everything(one), everything(two), strict=True))
-    for (name, a), b in zip(one.model.state_dict().items(), two.model.state_dict().values(), strict=True):
+    assert all(np.array_equal(a, b) for a, b in zip(everything(one), everything(two), strict=True))
+    one, two = (task.seeded(5).model.state_dict() for task in (one, two))
+    for (name, a), b in zip(one.items(), two.values(), strict=True):
         assert torch.equal(a, b), name
 
 
@@ -61,13 +66,17 @@ def test_the_task_is_registered_by_its_signature():
     task = load("index=0,of=5", device="pi", seed=0, batch_size=16)
     assert task.name == "digits"
     assert task.classification
-    outputs = task.model(next(iter(task.train))[0])
+    outputs = task.seeded(0).model(torch.from_numpy(next(iter(task.train))[0]))
     assert task.loss(outputs, torch.zeros(16, dtype=torch.int64)).ndim == 0
 
 
-def batches(count, size, shuffle=False):
+def batches(count, size):
     arrays = Arrays(torch.arange(count, dtype=torch.float32)[:, None], torch.arange(count))
-    return ArrayBatches(arrays, size, shuffle)
+    return ArrayBatches(arrays, size)
+
+
+def order(pass_):
+    return np.concatenate([targets for _, targets in pass_]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -75,26 +84,36 @@ def batches(count, size, shuffle=False):
     [(8, 4, [4, 4]), (10, 4, [4, 4, 2]), (9, 4, [4, 5]), (3, 4, [3]), (1, 4, [1]), (3, 1, [1, 1, 1]), (5, 4, [5])],
 )
 def test_batches_leave_nobody_out_and_nobody_alone(count, size, sizes):
-    made = batches(count, size, shuffle=True)
-    seen = [targets for _, targets in made]
-    assert [len(targets) for targets in seen] == sizes
+    made = batches(count, size)
     assert len(made) == len(sizes)
-    assert sorted(torch.cat(seen).tolist()) == list(range(count))
+    for seen in (list(made), list(made.shuffled(np.random.default_rng(0)))):
+        assert [len(targets) for _, targets in seen] == sizes
+        assert sorted(order(seen)) == list(range(count))
     assert made.num_examples == count
 
 
-def test_shuffling_follows_torchs_default_generator():
-    def order():
-        torch.manual_seed(3)
-        return torch.cat([targets for _, targets in batches(20, 6, shuffle=True)]).tolist()
+def test_each_pass_has_another_order_and_the_seed_decides_all():
+    def orders(seed):
+        endless = passes(batches(20, 6), seed)
+        return [order(islice(endless, 4)) for _ in range(3)]
 
-    assert order() == order() != list(range(20))
-    assert torch.cat([targets for _, targets in batches(20, 6)]).tolist() == list(range(20))
+    found = orders(3)
+    assert found == orders(3) != orders(4)
+    assert all(sorted(each) == list(range(20)) != each for each in found)
+    assert len(set(map(tuple, found))) == 3
+    assert order(batches(20, 6)) == list(range(20))
+
+
+def test_what_cannot_be_shuffled_is_taken_as_it_comes():
+    given = [(np.zeros(1), np.array([number])) for number in range(3)]
+    assert order(islice(passes(given, 0), 7)) == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(ValueError, match="no batches"):
+        next(passes([], 0))
 
 
 def test_inputs_and_targets_stay_together():
-    for inputs, targets in batches(20, 6, shuffle=True):
-        np.testing.assert_array_equal(inputs[:, 0].numpy(), targets.numpy())
+    for inputs, targets in batches(20, 6).shuffled(np.random.default_rng(0)):
+        np.testing.assert_array_equal(inputs[:, 0], targets)
 
 
 def test_batches_of_nothing_are_refused():

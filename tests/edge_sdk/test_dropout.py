@@ -22,10 +22,11 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_n
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.neurons import CLASSES, first_neurons, narrowed, with_classes
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks import Task, build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.local import get_tensors, set_tensors
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import as_tensors, get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow
 
 from .test_tracing import NETS
@@ -76,7 +77,16 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
         ),
         work=Work(key=f"{number:032x}", ratio=ratio),
     )
-    return Job(assignment, manifest, task, task.model, state or DeviceState(), received, federation="f", device="pi")
+    return Job(
+        assignment,
+        manifest,
+        task,
+        TorchEngine(task, manifest),
+        state or DeviceState(),
+        received,
+        federation="f",
+        device="pi",
+    )
 
 
 def expected_mask(manifest, method, trained, ratio=0.4):
@@ -255,7 +265,9 @@ def test_a_model_that_does_not_run_narrow_is_refused():
     task = dataclasses.replace(job.task, model=model)
     with pytest.raises(CannotNarrow, match="choose a method that trains the whole network, such as fedspu"):
         load_method("feddrop").train(
-            dataclasses.replace(job, manifest=manifest, model=model, task=task, received=received)
+            dataclasses.replace(
+                job, manifest=manifest, task=task, engine=TorchEngine(task, manifest), received=received
+            )
         )
 
 
@@ -303,8 +315,7 @@ def test_a_step_of_fjord_by_plain_torch(manifest, form, width):
     trained = load_method("fjord").train(job)
     whole = spread(manifest, job.received.values, None)
     parameters = {key: torch.from_numpy(t).requires_grad_() for key, t in whole.items() if "running" not in key}
-    torch.manual_seed(job.seed("train"))
-    inputs, labels = next(iter(job.task.train))
+    inputs, labels = as_tensors(next(passes(job.task.train, job.seed("train"))))
     means = []
     teacher = by_hand(parameters, inputs, 0.6, means)
     student = by_hand(parameters, inputs, width)
@@ -362,7 +373,7 @@ def test_a_step_at_a_narrow_width_moves_nothing_beyond_it(manifest):
 def test_a_task_without_classes_has_nothing_to_distil(manifest):
     job = job_of(manifest, 0.6, local_steps=6, targets=torch.rand(EXAMPLES, 10))
     task = dataclasses.replace(job.task, loss=F.mse_loss, classification=False)
-    counts = load_method("fjord").train(dataclasses.replace(job, task=task)).counts
+    counts = load_method("fjord").train(dataclasses.replace(job, task=task, engine=TorchEngine(task, manifest))).counts
     assert counts["distilled_steps"] == 0 < counts["narrow_steps"]
 
 
@@ -381,7 +392,12 @@ def mean_output(job, key):
     assignment = job.assignment.model_copy(update={"work": work})
     trained = load_method("feddrop").train(
         dataclasses.replace(
-            job, manifest=manifest, model=model, task=task, received=received, assignment=assignment
+            job,
+            manifest=manifest,
+            task=task,
+            engine=TorchEngine(task, manifest),
+            received=received,
+            assignment=assignment,
         ).with_settings(learning_rate=1e-9, local_steps=1)
     )
     return tuple(trained.update.mask.active["W1"].tolist()), trained.train_loss
@@ -437,7 +453,7 @@ def test_feddrop_and_fjord_train_every_kind_of_network(name):
     task = Task("net", model, lambda outputs, targets: outputs.square().mean(), batches, batches, classification=False)
     received = decode(encode(manifest, pack(manifest, get_tensors(model, manifest), None), None), manifest)
     job = job_of(manifest, 0.6, local_steps=6, learning_rate=0.001, received=received)
-    job = dataclasses.replace(job, model=model, task=task)
+    job = dataclasses.replace(job, task=task, engine=TorchEngine(task, manifest))
     assert load_method("feddrop").train(job).counts["activations_scaled"] > 0
     assert load_method("fjord").train(job).steps == 6
 
@@ -477,7 +493,9 @@ def choose(method, w1=W1, ratio=0.34, target=0.5):
     )
     received = decode(encode(manifest, pack(manifest, sent, None), None), manifest)
     set_tensors(model, {name: tensor + 100 for name, tensor in sent.items()})  # what is scored is what was received
-    job = Job(assignment, manifest, task, model, DeviceState(), received, federation="f", device="pi")
+    job = Job(
+        assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), received, federation="f", device="pi"
+    )
     return load_method(method).train(job).update.mask.active["W1"].tolist()
 
 
@@ -523,7 +541,7 @@ def test_layers_that_add_their_outputs_are_scored_together():
     task = Task("added", model, F.mse_loss, batches, batches, classification=False)
     received = decode(encode(manifest, pack(manifest, get_tensors(model, manifest), None), None), manifest)
     job = job_of(describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits"), 0.5)
-    job = dataclasses.replace(job, manifest=manifest, model=model, task=task, received=received)
+    job = dataclasses.replace(job, manifest=manifest, task=task, engine=TorchEngine(task, manifest), received=received)
     assert [index.tolist() for index in load_method("hermes").train(job).update.mask.active.values()] == [[1]]
 
 
@@ -543,12 +561,12 @@ def test_what_was_chosen_is_kept_while_the_budget_stays(manifest, method):
 @pytest.mark.parametrize("method", CHOOSING)
 def test_choosing_leaves_running_statistics_and_gradients_alone(manifest, method):
     job = job_of(manifest, 1.0, learning_rate=1e-12, local_steps=1)
-    set_tensors(job.model, get_tensors(build_seeded(DigitsNet, 7), manifest))
+    set_tensors(job.engine.model, get_tensors(build_seeded(DigitsNet, 7), manifest))
     choosing.measure(job, import_module(f"edge_sdk.methods.{method}").score)
-    after = get_tensors(job.model, manifest)
+    after = get_tensors(job.engine.model, manifest)
     for name, tensor in get_tensors(build_seeded(DigitsNet, 7), manifest).items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
 # --- HeteroFL --------------------------------------------------------------------------------------------------------
@@ -580,8 +598,7 @@ def test_heterofl_by_plain_torch(manifest):
         x = F.relu(F.linear(x.flatten(1), parameters["fc1.weight"], parameters["fc1.bias"]) / scale)
         return F.linear(x, parameters["out.weight"], parameters["out.bias"])
 
-    torch.manual_seed(job.seed("train"))
-    inputs, labels = next(iter(job.task.train))
+    inputs, labels = as_tensors(next(passes(job.task.train, job.seed("train"))))
     scores = forward(inputs)
     absent = torch.ones(10, dtype=torch.bool)
     absent[4:7] = False
@@ -603,11 +620,15 @@ def test_heterofls_statistics_are_means_over_the_training_data(manifest):
     job = job_of(manifest, 0.4, learning_rate=1e-12, local_steps=1)
     trained = load_method("heterofl").train(job)
     sent = spread(narrowed(manifest, trained.update.mask), trained.update.values, None)
-    torch.manual_seed(job.seed("train"))
-    passes = [list(job.task.train), list(job.task.train)][1]
     outputs = [
-        F.conv2d(inputs, torch.from_numpy(sent["conv1.weight"]), torch.from_numpy(sent["conv1.bias"]), padding=1) / 0.4
-        for inputs, _ in passes
+        F.conv2d(
+            torch.from_numpy(inputs),
+            torch.from_numpy(sent["conv1.weight"]),
+            torch.from_numpy(sent["conv1.bias"]),
+            padding=1,
+        )
+        / 0.4
+        for inputs, _ in job.task.train
     ]
     mean = torch.stack([output.mean((0, 2, 3)) for output in outputs]).mean(0)
     var = torch.stack([output.var((0, 2, 3)) for output in outputs]).mean(0)
@@ -642,5 +663,5 @@ def test_heterofl_scales_hidden_layers_alone_whether_rows_are_left_out_or_not(ma
 def test_heterofl_at_full_width_scales_nothing_and_leaves_no_hook(manifest):
     job = job_of(manifest, 1.0)
     load_method("heterofl").train(job)
-    assert all(not module._forward_hooks for module in job.model.modules())
-    assert {module.momentum for module in job.model.modules() if isinstance(module, nn.BatchNorm2d)} == {0.1}
+    assert all(not module._forward_hooks for module in job.engine.model.modules())
+    assert {module.momentum for module in job.engine.model.modules() if isinstance(module, nn.BatchNorm2d)} == {0.1}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
+from edge_sdk.methods.early_stopping import Rises, Smoothed, is_better, judge_round, stop_loss
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
-from edge_sdk.tasks import Task
-from edge_sdk.training.early_stopping import Rises, Smoothed, is_better, judge_round, stop_loss
 
 
 def play(pairs, patience=1):
@@ -62,17 +59,11 @@ def participations(losses, **settings):
     settings = FederationSettings(**settings)
     memory = {}
     for number, loss in enumerate(losses, start=1):
-        judged = judge_round(nn.Linear(1, 1), constant(loss), settings, memory, 0.0)
-        memory = judged.memory
-        if judged.stopped:
+        found = judge_round(partial(judged, loss), settings, memory, 0.0)
+        memory = found.memory
+        if found.stopped:
             return number
     return None
-
-
-def constant(loss):
-    """A task whose validation loss is what it is."""
-    data = [(torch.zeros(1, 1), torch.zeros(1, 1))]
-    return Task("t", nn.Linear(1, 1), lambda outputs, targets: torch.tensor(loss), data, data, classification=False)
 
 
 def test_one_rise_stops_nobody_by_default():
@@ -101,23 +92,19 @@ def test_a_device_that_has_not_begun_to_learn_goes_on():
 
 
 def test_a_round_is_judged_on_validation_data_where_the_federation_asks_for_it():
-    """Losses: 1 in training, (2 - 0)² = 4 in validation."""
-    model = nn.Linear(1, 1)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    validation = [(torch.ones(1, 1), torch.full((1, 1), 2.0))]
-    task = Task("t", model, F.mse_loss, [], validation, classification=False)
+    """Losses: 1 in training, 4 in validation."""
+    measure = partial(judged, 4.0)
     memory = {"last_loss": 1.8, "increases": 1, "theirs": [1]}
     settings = FederationSettings(early_stopping="paper", stop_weight=0.7, patience=2)
-    found = judge_round(model, task, settings, memory, 1.0)
+    found = judge_round(measure, settings, memory, 1.0)
     assert (found.validation.loss, found.stop_loss) == (4.0, pytest.approx(0.7 + 0.3 * 4))
     assert found.stopped
     assert found.memory == {"last_loss": found.stop_loss, "increases": 2, "theirs": [1]}
-    assert not judge_round(model, task, settings, {}, 1.0).stopped, "the first participation never stops"
+    assert not judge_round(measure, settings, {}, 1.0).stopped, "the first participation never stops"
     off = FederationSettings(early_stopping="off")
-    found = judge_round(model, task, off, memory, 1.0)
+    found = judge_round(measure, off, memory, 1.0)
     assert (found.memory, found.validation, found.stop_loss, found.stopped) == (memory, None, None, False)
-    assert judge_round(model, task, off, memory, 1.0, validate=True).validation.loss == 4.0
+    assert judge_round(measure, off, memory, 1.0, validate=True).validation.loss == 4.0
 
 
 def judged(loss, accuracy=None):

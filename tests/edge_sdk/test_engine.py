@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.engines.onnx import Network, Training
+from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Optimiser, Rule
-from edge_sdk.engines.parts import Part, leaves_of, products_of
+from edge_sdk.engines.parts import leaves_of, products_of
+from edge_sdk.engines.training import Part, Pull
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.coupling import describe
@@ -55,7 +56,7 @@ def opened(name, part):
     state = {each: model.state_dict()[each].numpy() for each in (spec.name for spec in manifest.kept)}
     for each, flags in (part.elements or {}).items():
         state[each] *= flags
-    network = Network(manifest, graphs)
+    network = Network(manifest, Sessions(graphs))
     network.load(state)
     return kind, model, network
 
@@ -86,7 +87,7 @@ def test_steps_are_those_of_pytorch(name, what, how):
     part = PARTS[what](manifest)
     kind, model, network = opened(name, part)
     before = network.read()
-    training = Training(network, rule_of(RULES[how]), part, proximal_weight=0.1)
+    training = Training(network, rule_of(RULES[how]), part, Pull(0.1))
     elements, trained = (
         None if each is None else {key: torch.from_numpy(flags) for key, flags in each.items()}
         for each in (part.elements, part.trained)

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +9,8 @@ from edge_sdk.device.exporting import export_personal
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
 from sparrow.export import compact as compacting
 from sparrow.export.errors import ExportError, NotTheSame
 from sparrow.export.source import Source
@@ -25,9 +24,13 @@ def task(model: nn.Module) -> Task:
     return Task("digits", model, nn.CrossEntropyLoss(), train=data, validation=data)
 
 
+def engine(model):
+    return TorchEngine(task(model), DIGITS.manifest)
+
+
 def export(path, model, tensors=None):
-    tensors = tensors or initial_values(DIGITS.manifest, 3)
-    return export_personal(path, Source(DIGITS.manifest, DIGITS.skeleton, tensors), task(model))
+    source = Source(DIGITS.manifest, DIGITS.skeleton, tensors or initial_values(DIGITS.manifest, 3))
+    return export_personal(path, source, engine(model), task(model).validation)
 
 
 def sparse():
@@ -78,7 +81,7 @@ def test_a_comparison_ends_after_some_samples_or_seconds(tmp_path, monkeypatch):
     batches = task(DigitsNet()).validation * 3
     monkeypatch.setattr(exporting, "SAMPLES", 1000)
     monkeypatch.setattr(exporting, "SECONDS", 0.0)
-    assert len(exporting.reference_of(replace(task(DigitsNet()), validation=batches)).inputs) == 7
+    assert len(exporting.reference_of(engine(DigitsNet()), batches).inputs) == 7
 
 
 class Shifted(DigitsNet):

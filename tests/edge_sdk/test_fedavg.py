@@ -15,6 +15,7 @@ from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedprox import FEDPROX
 from edge_sdk.methods.fedspu import FEDSPU
 from edge_sdk.methods.local import LOCAL
+from edge_sdk.methods.merging import whole_model
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError, ProtocolError
 from edge_sdk.protocol.flops import training_flops
@@ -24,10 +25,10 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.local import evaluate, get_tensors, set_tensors
-from edge_sdk.training.merging import whole_model
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import as_tensor, evaluate, get_tensors, set_tensors
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,16 @@ def job_of(manifest, *, kind="train", state=None, number=1, whole=True, work=Non
     )
     values = pack(manifest, get_tensors(build_seeded(DigitsNet, 7), manifest), mask)
     received = decode(encode(manifest, values, mask), manifest) if whole else None
-    return Job(assignment, manifest, task, model, state or DeviceState(), received, federation="f", device="pi")
+    return Job(
+        assignment,
+        manifest,
+        task,
+        TorchEngine(task, manifest),
+        state or DeviceState(),
+        received,
+        federation="f",
+        device="pi",
+    )
 
 
 def received_by(job):
@@ -124,10 +134,10 @@ def test_a_payload_that_is_not_the_whole_model_is_refused(manifest, received):
 def test_evaluation_judges_the_global_model_alone_unless_it_is_fine_tuned(manifest):
     job = job_of(manifest, kind="evaluate")
     found = FEDAVG.evaluate(job)
-    set_tensors(job.model, received_by(job))
+    set_tensors(job.engine.model, received_by(job))
     assert found.personal is None
-    assert found.global_model == evaluate(job.model, job.task, job.task.test)
-    assert found.validation == evaluate(job.model, job.task, job.task.validation)
+    assert found.global_model == evaluate(job.engine.model, job.task, job.task.test)
+    assert found.validation == evaluate(job.engine.model, job.task, job.task.validation)
     assert found.validation.num_examples != found.global_model.num_examples
 
 
@@ -144,16 +154,16 @@ def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
     assert FEDAVG.evaluate(job_of(manifest, kind="evaluate")).flops == 0, "nothing was trained"
     assert FEDAVG.evaluate(job) == found
     adapted = FEDAVG.adapt(job_of(manifest, kind="adapt", number=4, **settings))
-    set_tensors(job.model, adapted.personal)
-    assert evaluate(job.model, job.task, job.task.test) == found.personal
-    assert evaluate(job.model, job.task, job.task.validation) == found.validation
+    set_tensors(job.engine.model, adapted.personal)
+    assert evaluate(job.engine.model, job.task, job.task.test) == found.personal
+    assert evaluate(job.engine.model, job.task, job.task.validation) == found.validation
 
 
 def test_fine_tuning_has_a_learning_rate_of_its_own(manifest):
     def moved(**settings):
         job = job_of(manifest, kind="adapt", number=4, finetune_epochs=2, **settings)
         received, personal = received_by(job), FEDAVG.adapt(job).personal
-        return max(np.abs(personal[name] - received[name]).max() for name, _ in job.model.named_parameters())
+        return max(np.abs(personal[name] - received[name]).max() for name, _ in job.engine.model.named_parameters())
 
     assert moved(learning_rate=0.1, finetune_learning_rate=1e-9) < 1e-6
     own = moved(learning_rate=0.1, learning_rate_decay=0.5, finetune_learning_rate=0.2)
@@ -172,16 +182,18 @@ def test_a_fine_tuned_copy_and_the_global_model_are_chosen_between_sample_by_sam
     adapted = method.adapt(job_of(manifest, kind="adapt", mask=mask, **settings)).personal
     scores, bases = [], []
     for tensors in (adapted, whole_model(manifest, job.received)):
-        set_tensors(job.model, tensors)
-        job.model.eval()
+        set_tensors(job.engine.model, tensors)
+        job.engine.model.eval()
         with torch.no_grad():
-            scores.append(torch.cat([job.model(inputs) for inputs, _ in job.task.test]))
-            bases.append(torch.cat([_entropy(job.model(inputs)) for inputs, _ in job.task.train]).mean())
+            scores.append(torch.cat([job.engine.model(as_tensor(inputs)) for inputs, _ in job.task.test]))
+            bases.append(
+                torch.cat([_entropy(job.engine.model(as_tensor(inputs))) for inputs, _ in job.task.train]).mean()
+            )
     doubt = 1 - F.cosine_similarity(*scores)
     personal, whole = (_entropy(each) - doubt * base for each, base in zip(scores, bases, strict=True))
     assert 0 < int((personal < whole).sum()) <= 30
     chosen = torch.where((personal < whole)[:, None], *scores)
-    right = int((chosen.argmax(1) == torch.cat([targets for _, targets in job.task.test])).sum())
+    right = int((chosen.argmax(1) == torch.cat([as_tensor(targets) for _, targets in job.task.test])).sum())
     assert found.others.keys() == {"adaptive"}
     assert found.others["adaptive"].accuracy == right / 30
     if sparse:
@@ -251,7 +263,7 @@ def test_two_steps_by_hand():
     )
     assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9, settings=settings)
     received = decode(encode(WEIGHT, np.ones(1, dtype=np.float32), None), WEIGHT)
-    trained = FEDPROX.train(Job(assignment, WEIGHT, task, model, DeviceState(), received))
+    trained = FEDPROX.train(Job(assignment, WEIGHT, task, TorchEngine(task, WEIGHT), DeviceState(), received))
     np.testing.assert_allclose(trained.update.values, [1.37], rtol=1e-6)
     assert trained.train_loss == pytest.approx((2.0 + 0.5 * 1.8**2) / 2), "the loss is F's, without the pull"
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.feddst import FEDDST
@@ -27,7 +28,8 @@ from edge_sdk.protocol.sparsity import layer_counts, over_pruning, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.local import TrainingDiverged, get_tensors
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import get_tensors
 
 from .networks import convolutions, perceptron
 
@@ -82,7 +84,16 @@ def job_of(
         plan={"expected_epochs": expected} if expected else {},
     )
     state = DeviceState(None, {"epochs": epochs_before} if epochs_before else {})
-    return Job(assignment, manifest, task, model, state, decode(body, manifest), federation="f", device="pi")
+    return Job(
+        assignment,
+        manifest,
+        task,
+        TorchEngine(task, manifest),
+        state,
+        decode(body, manifest),
+        federation="f",
+        device="pi",
+    )
 
 
 MLP = lambda: perceptron(12, 20, 16, 4)  # noqa: E731
@@ -133,7 +144,7 @@ def one_layer(vector, share, directions, *, density):
         settings=FederationSettings(local_epochs=1, method_settings=own),
         plan={"expected_epochs": 2},
     )
-    job = Job(assignment, manifest, task, model, DeviceState(), decode(body, manifest))
+    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), decode(body, manifest))
     return replacing(job), job, batch
 
 
@@ -143,10 +154,10 @@ def test_ten_weights_of_the_card():
     change = replacing.decide(1, [batch])
     after = [1, 0, 0, 1, 1, 0, 1, 1, 1, 0]
     assert replacing.mask.exists["0.weight"].astype(int).tolist() == [after]
-    assert change.elements["0.weight"].int().tolist() == [after]
-    weights = job.model[0].weight.detach()
+    assert change.elements["0.weight"].astype(int).tolist() == [after]
+    weights = job.engine.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0, -0.40, 0.06, 0, 0, 0, 0, 0]]))
-    assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
+    assert change.renewed["0.weight"].astype(int).tolist() == [[0, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
     assert replacing.counts == {"dropped": 3, "dropped_guided": 2, "grown_guided": 1, "replaced": 3, "adjusted": 1}
     assert replacing.flops == growth_flops(job.manifest, 1, replacing.mask)
 
@@ -155,8 +166,8 @@ def test_ten_weights_of_the_card():
 def test_ten_weights_without_guidance(share, directions):
     replacing, job, batch = ten_weights(share, directions)
     change = replacing.decide(1, [batch])
-    assert change.elements["0.weight"].int().tolist() == [[1, 0, 1, 1, 0, 0, 1, 0, 1, 1]]
-    weights = job.model[0].weight.detach()
+    assert change.elements["0.weight"].astype(int).tolist() == [[1, 0, 1, 1, 0, 0, 1, 0, 1, 1]]
+    weights = job.engine.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0.30, -0.40, 0, 0, 0, 0, 0, 0]]))
     assert (replacing.counts["dropped_guided"], replacing.counts["grown_guided"]) == (0, 0)
 
@@ -168,10 +179,10 @@ def test_directions_of_weights_that_exist_alone_protect_small_ones_that_agree():
     """
     replacing, job, batch = ten_weights(0.4, VECTOR["d"][:6])
     change = replacing.decide(1, [batch])
-    assert change.elements["0.weight"].int().tolist() == [[1, 0, 0, 1, 1, 1, 1, 0, 1, 0]]
-    weights = job.model[0].weight.detach()
+    assert change.elements["0.weight"].astype(int).tolist() == [[1, 0, 0, 1, 1, 1, 1, 0, 1, 0]]
+    weights = job.engine.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0, -0.40, 0.06, 0.05, 0, 0, 0, 0]]))
-    assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]], "but without its memory"
+    assert change.renewed["0.weight"].astype(int).tolist() == [[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]], "but without its memory"
     assert replacing.counts == {"dropped": 3, "dropped_guided": 2, "grown_guided": 1, "replaced": 2, "adjusted": 1}
 
 
@@ -181,9 +192,9 @@ def test_what_was_dropped_against_its_direction_begins_at_zero_where_nothing_els
     replacing, job, batch = one_layer(vector, 1.0, [0, 1, 1, 0], density=0.75)
     change = replacing.decide(1, [batch])
     assert replacing.counts["dropped_guided"] == 2
-    assert change.elements["0.weight"].int().tolist() == [[1, 1, 0, 1]]
-    assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 1]]
-    torch.testing.assert_close(job.model[0].weight.detach(), torch.tensor([[0.3, 0, 0, 0]]))
+    assert change.elements["0.weight"].astype(int).tolist() == [[1, 1, 0, 1]]
+    assert change.renewed["0.weight"].astype(int).tolist() == [[0, 1, 1, 1]]
+    torch.testing.assert_close(job.engine.model[0].weight.detach(), torch.tensor([[0.3, 0, 0, 0]]))
 
 
 @pytest.mark.parametrize("count", [0, 5, 7, 11])
@@ -319,10 +330,12 @@ def test_the_batch_that_decides_is_not_counted_in_running_statistics():
     plain, replaced = job_of(CNN, expected=0), job_of(CNN, adjust_at="end", device_interval=2)
     one, other = FEDSGC.train(plain), FEDSGC.train(replaced)
     assert other.counts["replaced"] > 0
-    for name, tensor in get_tensors(plain.model, plain.manifest).items():
+    for name, tensor in get_tensors(plain.engine.model, plain.manifest).items():
         if name not in plain.received.mask.exists:
-            np.testing.assert_array_equal(get_tensors(replaced.model, plain.manifest)[name], tensor, err_msg=name)
-    assert int(replaced.model[1].num_batches_tracked) == one.steps == other.steps
+            np.testing.assert_array_equal(
+                get_tensors(replaced.engine.model, plain.manifest)[name], tensor, err_msg=name
+            )
+    assert int(replaced.engine.model[1].num_batches_tracked) == one.steps == other.steps
 
 
 def test_a_dense_model_has_nothing_to_replace():
@@ -349,10 +362,11 @@ def test_a_round_that_diverges_where_weights_are_replaced_has_failed():
     with pytest.raises(
         TrainingDiverged, match=r"weight or its gradient is not finite after step 1; lower the learning"
     ):
-        FEDSGC.train(dataclasses.replace(job, task=huge))
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in job.model.parameters())
+        FEDSGC.train(dataclasses.replace(job, task=huge, engine=TorchEngine(huge, job.manifest)))
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in job.engine.model.parameters())
     calm = job_of(MLP, local_epochs=1)
-    again = dataclasses.replace(calm, model=job.model, task=dataclasses.replace(calm.task, model=job.model))
+    task = dataclasses.replace(calm.task, model=job.engine.model)
+    again = dataclasses.replace(calm, task=task, engine=TorchEngine(task, calm.manifest))
     same_update(FEDSGC.train(again), FEDSGC.train(job_of(MLP, local_epochs=1)))
 
 
@@ -429,9 +443,9 @@ def test_after_every_round_each_layer_has_exactly_its_weights_and_nothing_else_e
         assert np.isfinite(values).all()
         held = {spec.name: np.zeros(spec.shape, np.float32) for spec in job.manifest.shared}
         merge_in_place(job.manifest, held, values, mask)
-        for name, tensor in get_tensors(job.model, job.manifest).items():
+        for name, tensor in get_tensors(job.engine.model, job.manifest).items():
             np.testing.assert_array_equal(tensor, held[name], err_msg=f"{name}: something exists outside of the mask")
-        assert all(parameter.grad is None and parameter.requires_grad for parameter in job.model.parameters())
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in job.engine.model.parameters())
         assert trained.state.memory["epochs"] == number * job.assignment.settings.local_epochs
         received = decode(encode(job.manifest, values, mask), job.manifest)
         job = dataclasses.replace(job, received=received, state=trained.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedspu import FEDSPU
 from edge_sdk.protocol.bundle import Bundle, decode, encode
@@ -18,10 +20,11 @@ from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpe
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks import Task, build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.local import derive_seed, get_tensors, set_tensors
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import as_tensors, get_tensors, set_tensors
 
 
 def hidden(name):
@@ -85,7 +88,7 @@ def v6_job(received, *, personal=PERSONAL, **settings):
         settings=settings,
         work=Work(key=f"{number:032x}", ratio=0.5),
     )
-    return Job(assignment, TWO_LAYERS, task, model, DeviceState(personal), received)
+    return Job(assignment, TWO_LAYERS, task, TorchEngine(task, TWO_LAYERS), DeviceState(personal), received)
 
 
 @pytest.mark.parametrize("mask", [SECOND, None], ids=["partial payload", "whole payload sent again"])
@@ -162,7 +165,14 @@ def digits_job(manifest, ratio=0.4, *, kind="train", state=None, received=None, 
     )
     whole = payload(manifest, get_tensors(model, manifest))
     return Job(
-        assignment, manifest, task, model, state or DeviceState(), received or whole, federation="f", device="pi"
+        assignment,
+        manifest,
+        task,
+        TorchEngine(task, manifest),
+        state or DeviceState(),
+        received or whole,
+        federation="f",
+        device="pi",
     )
 
 
@@ -183,12 +193,11 @@ def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
     trained = FEDSPU.train(job)
     plain = build_seeded(DigitsNet, 0).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
-    torch.manual_seed(derive_seed("f:0", "pi", 1, "train"))
-    for _ in range(2):
-        for inputs, targets in job.task.train:
-            optimizer.zero_grad()
-            F.cross_entropy(plain(inputs), targets).backward()
-            optimizer.step()
+    batches = passes(job.task.train, derive_seed("f:0", "pi", 1, "train"))
+    for inputs, targets in map(as_tensors, islice(batches, 2 * len(job.task.train))):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
     for name, tensor in get_tensors(plain, digits_manifest).items():
         np.testing.assert_array_equal(trained.state.personal[name], tensor, err_msg=name)
     np.testing.assert_array_equal(trained.update.values, pack(digits_manifest, trained.state.personal, None))
@@ -265,15 +274,17 @@ def test_personal_and_global_model_are_judged_apart(digits_manifest):
 def test_evaluation_needs_the_whole_global_model(digits_manifest):
     mask = draw_neurons(digits_manifest, NeuronDraw(f"{1:032x}", 0.4))
     job = digits_job(digits_manifest, kind="evaluate")
-    partial = Bundle(pack(digits_manifest, get_tensors(job.model, digits_manifest), mask), mask, None, "fp32", "")
+    partial = Bundle(
+        pack(digits_manifest, get_tensors(job.engine.model, digits_manifest), mask), mask, None, "fp32", ""
+    )
     with pytest.raises(BundleError, match="sends the whole model"):
         FEDSPU.evaluate(dataclasses.replace(job, received=partial))
 
 
 def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
     job = digits_job(digits_manifest, kind="adapt", number=9)
-    start = get_tensors(job.model, digits_manifest)
-    set_tensors(job.model, {name: np.zeros_like(tensor) for name, tensor in start.items()})
+    start = get_tensors(job.engine.model, digits_manifest)
+    set_tensors(job.engine.model, {name: np.zeros_like(tensor) for name, tensor in start.items()})
     state = FEDSPU.adapt(job)
     mask = draw_neurons(digits_manifest, NeuronDraw(f"{9:032x}", 0.4))
     spec = next(spec for spec in digits_manifest.shared if spec.name == "conv2.weight")

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from edge_sdk.engines.training import Part
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.rounds import fine_tune
 from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded
-from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.freezing import Freezing
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 
 OPTIMISERS = [
@@ -45,11 +46,13 @@ def digits():
 
 def tune(digits, *, epochs=2, mask=None, keep_zeros=False, **settings):
     model, manifest, task = digits
-    elements = {name: each.detach() != 0 for name, each in model.named_parameters() if each.dim() > 1 and keep_zeros}
+    elements = {
+        name: each.detach().numpy() != 0 for name, each in model.named_parameters() if each.dim() > 1 and keep_zeros
+    }
     settings = FederationSettings(finetune_epochs=epochs, learning_rate=0.05, **settings)
     assignment = Assignment(assignment_id="a", kind="adapt", round=1, deadline_seconds=60, settings=settings)
-    job = Job(assignment, manifest, task, model, DeviceState(), None)
-    return fine_tune(job, Freezing(model, manifest, mask, elements))
+    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), None)
+    return fine_tune(job, Part(mask, elements))
 
 
 def bits(tensor):

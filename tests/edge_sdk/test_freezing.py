@@ -14,10 +14,10 @@ from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpe
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
+from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, train_locally
+from edge_sdk.training.local import as_tensor, get_tensors, train_locally
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_training_some_elements_is_training_all_with_masked_gradients():
     settings = FederationSettings(local_steps=1)
     freezing = Freezing(model, manifest, None, None, {"0.weight": moving})
     train_locally(model, task, settings, learning_rate=0.1, freezing=freezing, seed=1)
-    nn.functional.cross_entropy(twin(arrays.inputs), arrays.targets).backward()
+    nn.functional.cross_entropy(twin(as_tensor(arrays.inputs)), as_tensor(arrays.targets)).backward()
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter -= 0.1 * parameter.grad * (moving if name == "0.weight" else 1.0)

@@ -12,7 +12,7 @@ from torch import nn
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.modes import evaluating
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,

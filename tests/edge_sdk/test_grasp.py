@@ -13,9 +13,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, UnknownWork, load_method
 from edge_sdk.methods.fedavg import FEDAVG
-from edge_sdk.methods.grasp import GRASP, Scoring
+from edge_sdk.methods.grasp import GRASP
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
@@ -23,7 +24,9 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.training.local import TrainingDiverged, get_tensors
+from edge_sdk.training.curvature import Scoring
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import get_tensors
 
 OWN = {"density": 0.3, "temperature": 200.0, "score_batches": 0, "proximal_weight": 0.0}
 
@@ -73,7 +76,9 @@ def job_of(*, kind="prepare", loss=F.cross_entropy, model=None, batches=None, ma
     assignment = Assignment(assignment_id="a", kind=kind, round=number, deadline_seconds=60, settings=settings)
     values = pack(MANIFEST, get_tensors(build_seeded(Small, 7), MANIFEST), mask)
     received = decode(encode(MANIFEST, values, mask), MANIFEST)
-    return Job(assignment, MANIFEST, task, model, DeviceState(), received, federation="f", device="pi")
+    return Job(
+        assignment, MANIFEST, task, TorchEngine(task, MANIFEST), DeviceState(), received, federation="f", device="pi"
+    )
 
 
 def explicit_scores(temperature, batches):
@@ -102,8 +107,14 @@ def flat(arrays):
     return np.concatenate([array.reshape(-1) for array in arrays.values()])
 
 
+def scored_by(job):
+    own = job.assignment.settings.method_settings
+    batches, count, temperature = job.task.train, own["score_batches"], own["temperature"]
+    return Scoring(job.engine, batches, count, temperature, job.seed("score"), job.progress).scores()
+
+
 def load(job):
-    job.model.load_state_dict(build_seeded(Small, 7).state_dict())
+    job.engine.model.load_state_dict(build_seeded(Small, 7).state_dict())
     return job
 
 
@@ -112,7 +123,7 @@ def test_scores_are_those_of_an_explicit_hessian(temperature):
     batches = Batches()
     batches.shuffles = False
     wanted = explicit_scores(temperature, list(batches))
-    scored = Scoring(load(job_of(batches=batches, temperature=temperature))).scores()
+    scored = scored_by(load(job_of(batches=batches, temperature=temperature)))
     assert list(scored.scores) == [spec.name for spec in MANIFEST.maskable]
     np.testing.assert_allclose(flat(scored.scores), wanted, rtol=2e-3, atol=1e-5 * np.abs(wanted).max())
     assert scored.samples == 8
@@ -125,15 +136,15 @@ def test_some_batches_are_enough():
     batches, first = Batches(), Batches()
     batches.shuffles = first.shuffles = False
     wanted = explicit_scores(200.0, list(first)[:1])
-    scored = Scoring(load(job_of(batches=batches, score_batches=1))).scores()
+    scored = scored_by(load(job_of(batches=batches, score_batches=1)))
     np.testing.assert_allclose(flat(scored.scores), wanted, rtol=2e-3, atol=1e-5 * np.abs(wanted).max())
     assert scored.samples == 5
-    assert Scoring(load(job_of(score_batches=99))).scores().samples == 8
+    assert scored_by(load(job_of(score_batches=99))).samples == 8
 
 
 def test_both_passes_see_the_same_batches_and_other_devices_others():
     def given(job):
-        Scoring(job).scores()
+        scored_by(job)
         return job.task.train.given
 
     first, second = given(job_of())
@@ -149,7 +160,7 @@ def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
     trained = GRASP.prepare(job)
     update = trained.update
     assert update.mask.count == 18, "0.3 * 63 = 18.9"
-    scores = Scoring(load(job_of())).scores().scores
+    scores = scored_by(load(job_of())).scores
     best = {(name, int(score.argmax())) for name, score in scores.items()}
     others = [(name, i) for name, score in scores.items() for i in range(score.size) if (name, i) not in best]
     others.sort(key=lambda at: -scores[at[0]].reshape(-1)[at[1]])
@@ -158,11 +169,11 @@ def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
     received = get_tensors(build_seeded(Small, 7), MANIFEST)
     np.testing.assert_array_equal(update.values, pack(MANIFEST, received, update.mask))
     assert (trained.num_examples, trained.steps, trained.stopped) == (8, 0, False)
-    assert trained.train_loss == Scoring(load(job_of())).scores().loss
+    assert trained.train_loss == scored_by(load(job_of())).loss
     assert trained.flops == 4 * training_flops(MANIFEST, 8)
-    assert int(job.model.norm.num_batches_tracked) == int(before["norm.num_batches_tracked"])
-    np.testing.assert_array_equal(job.model.norm.running_mean, build_seeded(Small, 7).norm.running_mean)
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert int(job.engine.model.norm.num_batches_tracked) == int(before["norm.num_batches_tracked"])
+    np.testing.assert_array_equal(job.engine.model.norm.running_mean, build_seeded(Small, 7).norm.running_mean)
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
 def test_a_tiny_density_leaves_a_weight_in_every_layer():

@@ -12,7 +12,11 @@ from edge_sdk.budget.search import Choice
 from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
 from edge_sdk.device.state import StateFolder, Totals, default_root
 from edge_sdk.device.transport import Transport
+from edge_sdk.engines import Graphs
 from edge_sdk.errors import FederationDeleted, NotAuthenticated
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.errors import GraphError
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.digits import load
@@ -222,6 +226,47 @@ def session(spoiling, tmp_path):
             name="pi",
             make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
         )
+
+
+def fetched(spoiling):
+    """The graphs that were downloaded, in turn."""
+    return [call[1].rpartition("/")[2] for call in spoiling.calls if call[1].endswith(".onnx")]
+
+
+def test_the_training_step_is_downloaded_once_and_again_where_it_was_damaged(spoiling, session):
+    assert not fetched(spoiling), "where nothing asks for it, none"
+    digits = load_builtin("digits").graphs
+    assert session.graphs == session.graphs == Graphs(digits["step"], digits["evaluation"])
+    assert fetched(spoiling) == ["step.onnx", "evaluation.onnx"]
+    del session.graphs  # as after a restart
+    (session.folder.path / "step.onnx").write_bytes(digits["evaluation"])
+    assert session.graphs.step == digits["step"]
+    assert fetched(spoiling)[2:] == ["step.onnx"]
+
+
+def test_a_training_step_that_is_not_the_manifests_is_neither_used_nor_kept(spoiling, session):
+    spoiling.end, spoiling.times = "step.onnx", 1
+    spoiling.spoil = lambda answer: httpx.Response(200, content=load_builtin("mnist").graphs["step"])
+    with pytest.raises(GraphError, match="the step that came has the SHA-256 "):
+        session.graphs  # noqa: B018
+    assert session.folder.cached("step.onnx") is None
+    assert session.graphs is not None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_training_step_that_was_not_published_or_must_not_be_run(spoiling, session, named):
+    """A coordinator whose manifest names the two graphs the wrong way round."""
+    graphs = session.manifest.graphs
+    swapped = {"step_sha256": graphs["evaluation"], "evaluation_sha256": graphs["step"]}
+    gone = {"step_sha256": None, "evaluation_sha256": None}
+    session.manifest = Manifest.model_validate({**session.manifest.model_dump(), **(swapped if named else gone)})
+    if not named:
+        assert session.graphs is None
+        return
+    for name, other in (("step", "evaluation"), ("evaluation", "step")):
+        session.folder.cache(f"{name}.onnx", load_builtin("digits").graphs[other])
+    with pytest.raises(GraphError, match="the evaluation's graph is refused: the output 'grad:"):
+        session.graphs  # noqa: B018
 
 
 WRONG = {

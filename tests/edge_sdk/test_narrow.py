@@ -16,8 +16,8 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow, Inner, Narrow
 

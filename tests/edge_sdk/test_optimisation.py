@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.engines.training import Change
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.active import ActiveBlock
-from edge_sdk.training.elements import Elements, SparseRows, flags_of, run_of
+from edge_sdk.training.elements import Elements, SparseRows, run_of, tensors_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
-from edge_sdk.training.optimisation import Change, Optimisation
+from edge_sdk.training.optimisation import Optimisation, Pull
 
 
 class Net(nn.Module):
@@ -62,6 +62,10 @@ SETTINGS = {
     "adamw": {"optimizer": "adamw"},
 }
 MASKED = ("conv.weight", "fc.weight")
+
+
+def change(elements, renewed=None):
+    return Change(*({name: flags.numpy() for name, flags in each.items()} for each in (elements, renewed or {})))
 
 
 def made(pattern, seed=0):
@@ -114,7 +118,7 @@ def test_a_change_that_changes_nothing_changes_no_bit(pattern, settings):
             freezing=Freezing(model, manifest, None, elements),
             seed=3,
             proximal_weight=0.5 if "momentum" in settings else 0.0,
-            adjustment=At(steps, lambda step, batches: Change(elements, {})),
+            adjustment=At(steps, lambda step, batches: change(elements)),
         )
         return model.state_dict(), result
 
@@ -196,7 +200,7 @@ def test_training_with_changes_is_masked_dense_training(pattern, settings, proxi
         with torch.no_grad():
             for name, exists in new.items():
                 model.get_parameter(name).mul_(exists)
-        return Change(new, renewed)
+        return change(new, renewed)
 
     exists = elements
     freezing = Freezing(model, manifest, None, elements)
@@ -241,7 +245,7 @@ def test_memory_follows_from_one_way_to_run_a_weight_to_another(before, after):
         with torch.no_grad():
             for name, exists in new.items():
                 model.get_parameter(name).mul_(exists)
-        return Change(*changes[2])
+        return change(*changes[2])
 
     freezing = Freezing(model, manifest, None, elements)
     settings = FederationSettings(optimizer="adam")
@@ -269,7 +273,7 @@ def test_the_pull_is_to_what_was_received_and_for_what_is_new_that_is_zero(patte
                 weight = model.get_parameter(name)
                 weight.mul_(exists)
                 weight[renewed[name] & exists] = 1.0
-        return Change(new, renewed)
+        return change(new, renewed)
 
     freezing = Freezing(model, manifest, None, elements)
     with Optimisation(freezing, FederationSettings(), learning_rate=0.1, proximal_weight=1.0) as optimisation:
@@ -300,7 +304,7 @@ def test_what_is_new_has_no_memory_and_what_stays_has_its_own():
     def decide():
         with torch.no_grad():
             model[0].weight.mul_(after)
-        return Change({"0.weight": after}, {"0.weight": renewed})
+        return change({"0.weight": after}, {"0.weight": renewed})
 
     freezing = Freezing(model, manifest, None, {"0.weight": before})
     settings = FederationSettings(momentum=0.5)
@@ -326,7 +330,7 @@ def fails():
 def test_a_change_that_fails_says_why_and_leaves_a_model_that_can_be_used(pattern, how):
     model, manifest, elements = made(pattern)
     inputs = torch.randn(2, 12, 9, 9)
-    wrong = Change({name: torch.zeros_like(exists) for name, exists in elements.items()}, {})
+    wrong = change({name: torch.zeros_like(exists) for name, exists in elements.items()}, {})
     error, said = (ArithmeticError, "no idea") if how == "decide raises" else (ValueError, "are not zero; multiply")
     freezing = Freezing(model, manifest, None, elements)
     optimisation = Optimisation(freezing, FederationSettings(), learning_rate=0.05, proximal_weight=0.1)
@@ -362,7 +366,7 @@ def test_an_adjustment_sees_the_last_batches_trained_on_oldest_first(count):
     def decide(step, batches):
         seen.append((step, [targets.tolist() for _, targets in batches]))
         assert all(inputs.is_contiguous(memory_format=torch.channels_last) for inputs, _ in batches)
-        return Change(elements, {})
+        return change(elements)
 
     task = task_of(model)
     loss = task.loss
@@ -384,10 +388,30 @@ def test_an_adjustment_sees_the_last_batches_trained_on_oldest_first(count):
     assert seen == [(1, trained[:1]), (5, trained[max(0, 5 - count) : 5])]
 
 
-def test_flags_are_copies_of_a_mask_and_none_without_one():
+def test_flags_are_copies():
     exists = np.array([[True, False]])
-    flags = flags_of(ElementMask({"w": exists}))
+    flags = tensors_of({"w": exists})
     assert flags["w"].dtype == torch.bool
     flags["w"][0, 0] = False
     assert exists.tolist() == [[True, False]]
-    assert flags_of(None) is None
+
+
+# --- the pull to where training begins ------------------------------------------------------------------------------
+
+
+def test_the_pull_adds_its_weight_times_the_distance():
+    model = nn.Linear(2, 1)
+    start = model.weight.detach().clone()
+    pull = Pull([model.weight], [start], 0.5)
+    with torch.no_grad():
+        model.weight.add_(torch.tensor([[1.0, -2.0]]))
+    model.weight.grad = torch.ones(1, 2)
+    pull.add_to_gradients()
+    torch.testing.assert_close(model.weight.grad, 1 + 0.5 * (model.weight.detach() - start))
+    assert model.bias.grad is None
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    model = nn.Linear(2, 1)
+    Pull([model.weight], [model.weight.detach().clone()], 0.5).add_to_gradients()
+    assert model.weight.grad is None

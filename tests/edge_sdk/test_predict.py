@@ -1,9 +1,12 @@
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,7 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk import predict
 from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
 from sparrow.command_line.exits import Exit
+from sparrow.export.skeleton import fill
 
 WEIGHT = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=np.float32)
 SAMPLES = np.array([[3, 1, 0], [0, 0, 2]], dtype=np.float32)
@@ -269,3 +275,53 @@ def test_the_command_says_what_is_wrong(model, samples, tmp_path, capsys):
 def test_wrong_usage_has_its_own_status(model, samples, capsys):
     assert main([str(model), "--input", str(samples), "--top", "0"]) == Exit.USAGE
     assert "at least 1 class" in capsys.readouterr().err
+
+
+# --- with the extra and nothing else, as on a board: an environment built here, with what the registry has ------------
+
+ROOT = Path(__file__).parents[2]
+
+PROBE = """
+import importlib.util, json, sys
+import numpy as np
+from edge_sdk.predict import Predictor, Watched
+found = [name for name in ("torch", "onnx", "fastapi") if importlib.util.find_spec(name)]
+outputs = Watched(sys.argv[1], threads=1)(np.load(sys.argv[2]))
+json.dump({"found": found, "outputs": outputs.tolist()}, sys.stdout)
+"""
+
+
+def run_alone(*command):
+    # with PYTHONPATH, pip would think that this checkout is installed there
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_predict_runs_with_its_extra_alone(tmp_path):
+    sources = tmp_path / "sources"  # building leaves folders behind
+    for package in ("sparrow", "command_line", "edge_sdk", "coordinator", "export", "devices"):
+        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    run_alone(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sources)
+    (wheel,) = tmp_path.glob("*.whl")
+    run_alone(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    run_alone(python, "-m", "pip", "install", "--quiet", f"{wheel}[predict]")
+
+    digits = load_builtin("digits")
+    model, samples = tmp_path / "model.onnx", tmp_path / "samples.npy"
+    model.write_bytes(fill(digits.skeleton, digits.manifest, initial_values(digits.manifest, 0)))
+    np.save(samples, np.random.default_rng(0).random((3, 1, 8, 8), dtype=np.float32))
+
+    # from elsewhere and isolated: nothing of this checkout may help
+    answer = json.loads(run_alone(python, "-I", "-c", PROBE, model, samples))
+    assert answer["found"] == []
+    assert np.shape(answer["outputs"]) == (3, 10)
+    output = run_alone(python, "-I", "-m", "edge_sdk.predict", model, "--input", samples, "--top", "2")
+    assert output.startswith("sample 0: class ")
+    assert "energy" in output

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.prunefl import PRUNEFL, squared_gradients
@@ -22,8 +23,9 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import readjust, weight_budget
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import TrainingDiverged, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import get_tensors, set_tensors, train_locally
 
 OWN = {
     "density": 0.5,
@@ -80,7 +82,9 @@ def job_of(
     )
     values = pack(MANIFEST, get_tensors(build_seeded(Small, 7), MANIFEST), mask)
     received = decode(encode(MANIFEST, values, mask), MANIFEST)
-    return Job(assignment, MANIFEST, task, model, DeviceState(), received, federation="f", device="pi")
+    return Job(
+        assignment, MANIFEST, task, TorchEngine(task, MANIFEST), DeviceState(), received, federation="f", device="pi"
+    )
 
 
 def flat(arrays):
@@ -148,17 +152,19 @@ def test_a_fixed_cost_is_a_share_of_the_dense_networks():
 def test_squared_gradients_are_those_of_each_batch_whether_a_weight_exists_or_not():
     mask = sparse_mask()
     job = job_of(kind="train", mask=mask)
-    set_tensors(job.model, {name: array * mask.exists[name] for name, array in received(7).items() if name in SIZES})
-    set_tensors(job.model, {name: array for name, array in received(7).items() if name not in SIZES})
-    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    set_tensors(
+        job.engine.model, {name: array * mask.exists[name] for name, array in received(7).items() if name in SIZES}
+    )
+    set_tensors(job.engine.model, {name: array for name, array in received(7).items() if name not in SIZES})
+    before = {name: tensor.clone() for name, tensor in job.engine.model.state_dict().items()}
     squares, samples = squared_gradients(job, "gradients")
     assert list(squares) == list(SIZES)
     np.testing.assert_allclose(flat(squares), slow_squares(mask, job.task.train), rtol=1e-3, atol=1e-9)
     assert samples == 10
     missing = ~flat(mask.exists)
     assert np.count_nonzero(flat(squares)[missing]) > missing.sum() / 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in job.engine.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
 def received(seed):
@@ -215,7 +221,7 @@ def test_a_proximal_weight_pulls():
 
 def outside(job, mask):
     """The model's weights where nothing exists."""
-    parameters = dict(job.model.named_parameters())
+    parameters = dict(job.engine.model.named_parameters())
     return flat({name: parameters[name].detach().numpy()[~exists] for name, exists in mask.exists.items()})
 
 
@@ -223,17 +229,17 @@ def test_the_first_choice_is_made_of_the_dense_model_that_was_trained():
     """Two rounds by hand: local training twice, the squared gradients, the rule."""
     trained = PRUNEFL.prepare(job_of(prepare_rounds=2, adjust_interval=50))
     other = job_of()
-    set_tensors(other.model, received(7))
+    set_tensors(other.engine.model, received(7))
     for number in (1, 2):
         result = train_locally(
-            other.model,
+            other.engine.model,
             other.task,
             other.assignment.settings,
             learning_rate=0.1,
-            freezing=Freezing(other.model, MANIFEST, None),
+            freezing=Freezing(other.engine.model, MANIFEST, None),
             seed=other.seed(f"prepare {number}"),
         )
-    dense = get_tensors(other.model, MANIFEST)
+    dense = get_tensors(other.engine.model, MANIFEST)
     squares, _ = squared_gradients(other, "gradients 2")
     mask = readjust(MANIFEST, dense, squares, everything(MANIFEST), density=0.5, share=0.3, fixed_cost=0.05)
     assert trained.update.mask.digest == mask.digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pa
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, narrowed, norm_scores
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.tasks import build_seeded
-from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks import build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.training.local import get_tensors
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
+from edge_sdk.training.local import as_tensors, get_tensors
 from edge_sdk.training.rehearsal import Rehearsal
 
 MANIFEST = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
@@ -68,7 +70,16 @@ def job_of(own, ratio=0.3, *, state=None, mask=None, wrong=0, seed=7, number=1, 
         work=Work(key=f"{number:032x}", ratio=ratio),
     )
     received = decode(encode(MANIFEST, values, mask), MANIFEST)
-    return Job(assignment, MANIFEST, task, task.model, state or DeviceState(), received, federation="f", device="pi")
+    return Job(
+        assignment,
+        MANIFEST,
+        task,
+        TorchEngine(task, MANIFEST),
+        state or DeviceState(),
+        received,
+        federation="f",
+        device="pi",
+    )
 
 
 def sizes(mask):
@@ -217,9 +228,8 @@ def squares(job):
     """Mean over mini-batches of the squared gradients of each neuron's weights, by plain torch."""
     model = model_of(7)
     found = {group: torch.zeros(size, dtype=torch.float64) for group, size in SIZES.items()}
-    torch.manual_seed(job.seed("score"))
-    batches = list(job.task.train)
-    for inputs, targets in batches:
+    batches = list(islice(passes(job.task.train, job.seed("score")), len(job.task.train)))
+    for inputs, targets in map(as_tensors, batches):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model.train()(inputs), targets).backward()
         for group in found:

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.checking import check_graphs
 from edge_sdk.errors import BadArgument, Refused
 from edge_sdk.join import join
 from edge_sdk.methods import UnknownMethod
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
@@ -59,6 +62,55 @@ def test_blocks_that_do_not_add_up_are_refused(client, two_layers, blocks, messa
 def test_a_built_in_task_is_cut_by_the_method(client):
     with pytest.raises(BadArgument, match="publish a Task of your own"):
         publish(inprocess.ADDRESS, "cut", "digits", client=client, blocks={"fc1.weight": (1,)})
+
+
+# --- the training step -----------------------------------------------------------------------------------------------
+
+
+def said_by_publish(caplog):
+    return [record.message for record in caplog.records if record.name == "edge_sdk.publish"]
+
+
+def test_the_training_step_is_compiled_and_published(client, two_layers, compiling, caplog):
+    before = torch.random.get_rng_state()
+    publish(inprocess.ADDRESS, "own", two_layers, client=client)
+    assert torch.equal(torch.random.get_rng_state(), before), "what a script draws afterwards is as without"
+    assert not said_by_publish(caplog)
+    manifest = Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content)
+    served = {graph: client.get(f"/v1/federations/own/{graph}.onnx").content for graph in manifest.graphs}
+    assert manifest.with_graphs(served) == manifest
+    check_graphs(Graphs(served["step"], served["evaluation"]), manifest)
+
+
+def nothing_like_it(model, loss, inputs, targets):
+    return Graphs(b"another", b"another")
+
+
+def out_of_its_depth(model, loss, inputs, targets):
+    raise RuntimeError("aten.frobnicate has no translation\nhere is where")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "reason"),
+    [
+        (None, "0: running statistics without a momentum"),
+        (nothing_like_it, "the step's graph is refused"),
+        (out_of_its_depth, "PyTorch: aten.frobnicate has no translation"),
+    ],
+)
+def test_a_step_that_cannot_be_compiled_is_left_out_and_why_is_said(
+    client, compiling, caplog, monkeypatch, compiled, reason
+):
+    if compiled is not None:
+        monkeypatch.setattr("edge_sdk.publishing.step.compile_step", compiled)
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
+    data = [(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))]
+    publish(inprocess.ADDRESS, "own", Task("mine", model, F.cross_entropy, data, data), client=client)
+    (line,) = said_by_publish(caplog)
+    assert "mine is published without its training step, so that devices need PyTorch: " in line
+    assert reason in line
+    assert "\n" not in line
+    assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]
 
 
 # --- again, and by whom ----------------------------------------------------------------------------------------------

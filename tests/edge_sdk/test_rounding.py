@@ -16,6 +16,7 @@ from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pa
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.quantization import row_lengths
 from edge_sdk.tasks import Task
+from edge_sdk.training.engine import TorchEngine
 
 NEURONS = NeuronMask({"conv": np.array([0, 2]), "fc": np.array([1, 2, 5])})
 
@@ -34,7 +35,7 @@ def job_of(small, *, number=1, mask=None, received=True):
     task = Task("small", model, lambda outputs, targets: outputs.sum(), [], [])
     tensors = initial_values(small, 7)
     payload = decode(encode(small, pack(small, tensors, mask), mask), small) if received else None
-    return Job(assignment, small, task, model, DeviceState(), payload, federation="f", device="pi")
+    return Job(assignment, small, task, TorchEngine(task, small), DeviceState(), payload, federation="f", device="pi")
 
 
 def change(count, seed=0, scale=0.01):

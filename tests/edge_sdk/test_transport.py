@@ -43,7 +43,7 @@ from edge_sdk.errors import (
     Unreachable,
     WrongState,
 )
-from edge_sdk.protocol.manifest import MAX_MANIFEST, MAX_SKELETON
+from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST
 from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
 
 BODY = bytes(range(256)) * 40
@@ -466,7 +466,7 @@ def peak_of(call):
 CALLS = {
     "message": (lambda transport: transport.federation("f"), LARGEST_ANSWER),
     "manifest": (lambda transport: transport.manifest("f"), MAX_MANIFEST),
-    "skeleton": (lambda transport: transport.skeleton("f"), MAX_SKELETON),
+    "graph": (lambda transport: transport.graph("f", "step"), MAX_GRAPH),
     "list": (lambda transport: transport.devices("f"), LARGEST_LIST),
     "work": (lambda transport: transport.assignment("f", 0, None), LARGEST_ANSWER),
     "heartbeat": (lambda transport: transport.heartbeat("a"), LARGEST_ANSWER),
@@ -505,7 +505,7 @@ def test_an_encoded_answer_is_not_asked_for_and_not_decoded(hostile):
 
             def call(transport=transport):
                 with pytest.raises(NoCoordinator, match="its answer is encoded"):
-                    transport.skeleton("f")
+                    transport.graph("f", "skeleton")
                 with pytest.raises((NoCoordinator, Unreachable)):
                     transport.payload("a", PAYLOAD)
 
@@ -539,7 +539,9 @@ def test_a_pause_that_is_asked_for_has_an_end():
         assert network.transport.assignment("f", 0, None) == (None, LONGEST_PAUSE)
 
 
-@pytest.mark.parametrize("call", [lambda transport: transport.skeleton("f"), lambda t: t.payload("a", PAYLOAD)])
+@pytest.mark.parametrize(
+    "call", [lambda transport: transport.graph("f", "skeleton"), lambda t: t.payload("a", PAYLOAD)]
+)
 def test_a_body_that_drips_counts_as_broken(call):
     now = [0.0]
 

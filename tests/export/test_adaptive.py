@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from edge_sdk.methods import DeviceState, Job
+from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
 from edge_sdk.methods.dmpfl import DMPFL
+from edge_sdk.methods.dual import Dual
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask
@@ -20,10 +22,9 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.models import MODELS
-from edge_sdk.training.adaptive import BaseEntropies, entropy, prefers_personal
-from edge_sdk.training.dual import Dual
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import MODELS
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors, set_tensors
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.export.adaptive import MARGIN, PERSONAL, adaptive_model
@@ -87,7 +88,16 @@ class Device:
             )
             received = decode(encode(self.manifest, pack(self.manifest, tensors, mask), mask), self.manifest)
             data = everybody if stage == "global" else few
-            job = Job(assignment, self.manifest, data, self.model, self.state, received, federation="f", device="pi")
+            job = Job(
+                assignment,
+                self.manifest,
+                data,
+                TorchEngine(data, self.manifest),
+                self.state,
+                received,
+                federation="f",
+                device="pi",
+            )
             if stage == "global":  # what all devices have made together
                 DMPFL.train(job)
                 tensors = {name: get_tensors(self.model, self.manifest)[name] for name in tensors}
@@ -149,10 +159,10 @@ def compare(device, model, similarity="logits"):
     shown.CopyFrom(model)
     shown.graph.output.append(onnx.helper.make_empty_tensor_value_info(PERSONAL))
     found, chosen = session(shown).run(None, {"input": device.inputs.numpy()})
-    own, shared = device.scores()
+    own, shared = (each.numpy() for each in device.scores())
     memory = device.state.memory
     base = BaseEntropies(memory["entropy_personal"], memory["entropy_global"])
-    wanted = prefers_personal(own, shared, base, similarity).numpy()
+    wanted = prefers_personal(own, shared, base, similarity)
     flipped = wanted != chosen
     scores = np.where(chosen[:, None], own, shared)
     np.testing.assert_allclose(found, scores, atol=LARGEST * max(1, np.abs(scores).max()))
@@ -166,9 +176,10 @@ def compare(device, model, similarity="logits"):
 
 def gap(own, shared, base, similarity):
     """By how much the rule decides, nats."""
-    one, other = (own, shared) if similarity == "logits" else (own.softmax(1), shared.softmax(1))
-    doubt = 1 - torch.cosine_similarity(one, other)
-    return (entropy(own) - doubt * base.personal - entropy(shared) + doubt * base.global_model).numpy()
+    one, other = (torch.from_numpy(each) for each in (own, shared))
+    one, other = (one, other) if similarity == "logits" else (one.softmax(1), other.softmax(1))
+    doubt = 1 - torch.cosine_similarity(one, other).numpy()
+    return entropy(own) - doubt * base.personal - entropy(shared) + doubt * base.global_model
 
 
 @pytest.mark.parametrize("name", SIZES)

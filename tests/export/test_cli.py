@@ -11,6 +11,7 @@ from torch import nn
 
 from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
+from edge_sdk.methods.dual import Dual
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.builtin import load_builtin
@@ -20,8 +21,8 @@ from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, FederationSettings
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.training.dual import Dual
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.fleet.federations import completed
@@ -70,7 +71,7 @@ def save_state(path, tensors, *, method="fedspu", reference=None, manifest=DIGIT
     """A state folder as a device leaves it after round 3."""
     folder = StateFolder(path, durable=False, reference=reference)
     folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
-    folder.cache(personal.SKELETON, DIGITS.skeleton)
+    folder.cache(personal.graph_file("skeleton"), DIGITS.skeleton)
     settings = completed(FederationSettings(method=method))
     member = personal.Membership(device="pi", budget=0.5, federation=info(settings))
     folder.cache(personal.MEMBERSHIP, member.model_dump_json().encode())
@@ -384,7 +385,7 @@ def test_the_gate_of_a_device_of_pfedgate_goes_into_the_file(data, tmp_path, cap
     task = Task("digits", model, nn.functional.cross_entropy, batch, batch)
     received = Bundle(np.asarray(pack(manifest, get_tensors(model, manifest), None)), None, None, "fp32", "")
     assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
-    job = Job(assignment, manifest, task, model, DeviceState(), received, budget=0.5)
+    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), received, budget=0.5)
     trained = load_method("pfedgate").train(job).state
     state = save_state(tmp_path / "state", trained.personal, method="pfedgate", manifest=manifest, own=trained.own)
     output = tmp_path / "m.onnx"

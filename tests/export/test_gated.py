@@ -21,8 +21,9 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import MODELS
+from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.fleet.federations import completed
@@ -144,7 +145,9 @@ class Device:
         values = pack(self.manifest, get_tensors(self.model, self.manifest), None)
         assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
         received = Bundle(np.asarray(values), None, None, "fp32", "")
-        job = Job(assignment, self.manifest, task, self.model, DeviceState(), received, budget=budget)
+        job = Job(
+            assignment, self.manifest, task, TorchEngine(task, self.manifest), DeviceState(), received, budget=budget
+        )
         self.job, self.state = job, load_method("pfedgate").train(job).state
         self.inputs = draw(network, INPUTS, *shape)
 

@@ -384,7 +384,7 @@ def test_a_small_file_that_asks_for_much_memory_is_refused(proto, manifest, case
 )
 def test_a_file_of_countless_fields_is_refused_before_it_is_parsed(manifest, monkeypatch, data, message):
     parsed = []
-    monkeypatch.setattr(export_skeleton, "_parse", parsed.append)
+    monkeypatch.setattr(export_skeleton, "parse", parsed.append)
     monkeypatch.setattr(bounds, "MOST_FIELDS", 5000)
     with pytest.raises(SkeletonError, match=message):
         check_skeleton(data, manifest)
@@ -459,7 +459,7 @@ def test_every_prefix_of_a_skeleton_is_refused(proto, manifest):
 
 
 def test_a_skeleton_that_is_too_large_is_refused_unread(manifest, monkeypatch):
-    monkeypatch.setattr(export_skeleton, "MAX_SKELETON", 10)
+    monkeypatch.setattr(export_skeleton, "MAX_GRAPH", 10)
     with pytest.raises(SkeletonError, match="11 bytes, at most 10"):
         check_skeleton(b"x" * 11, manifest)
 

@@ -371,14 +371,22 @@ class Devices:
         arguments, log = self._arguments(server, federation, name, more), self._log(name)
         return self._known(self._nursery().start(name, arguments, log, resumed=resumed))
 
-    def command(self, server: str, federation: str, name: str, *more: str) -> Device:
-        """Run ``python -m edge_sdk.join``."""
+    def without_torch(self, server: str, federation: str, name: str, *more: str) -> Device:
+        """Run ``python -m edge_sdk.join --engine onnx`` where PyTorch cannot be imported."""
+        hidden = self.folder / "no-torch"
+        hidden.mkdir(exist_ok=True)
+        (hidden / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+        path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return self.command(server, federation, name, "--engine", "onnx", *more, PYTHONPATH=path)
+
+    def command(self, server: str, federation: str, name: str, *more: str, **given: str) -> Device:
+        """Run ``python -m edge_sdk.join``; ``given``: of its environment."""
         arguments = self._arguments(server, federation, name, more)
         with self._log(name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "edge_sdk.join", *arguments],
                 cwd=self.folder,
-                env=environment(),
+                env=environment(**given),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

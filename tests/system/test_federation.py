@@ -209,3 +209,24 @@ def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordi
 
     assert started[chosen].wait(20) == 0, started[chosen].output
     assert [record["cohort"] for record in coordinator.rounds(NAME)] == [[chosen]] * 3
+
+
+def test_a_device_without_pytorch_trains_beside_one_with_it(coordinator, device):
+    """The one has numpy and ONNX Runtime, takes the other half of the images, and exports what it has become."""
+    coordinator.create("mixed", method="fedspu", min_devices=2, **SETTINGS)
+    small = device.without_torch(coordinator.url, "mixed", "small", "--budget", "0.4", "--data", "index=0,of=2")
+    large = device.command(coordinator.url, "mixed", "large", "--data", "index=1,of=2")
+    for each in (small, large):
+        assert each.wait() == 0, each.output
+    assert "largest difference from ONNX Runtime" in small.output
+    assert "largest difference from PyTorch" in large.output
+    rounds = coordinator.rounds("mixed")
+    assert [record["updates"] for record in rounds] == [2] * ROUNDS
+    assert rounds[-1]["train_loss"] < rounds[0]["train_loss"]
+
+
+def test_a_method_that_needs_pytorch_says_so_to_a_device_without(coordinator, device):
+    coordinator.create("gated", method="pfedgate", **SETTINGS)
+    refused = device.without_torch(coordinator.url, "gated", "small")
+    assert refused.wait() != 0
+    assert "torch" in refused.output

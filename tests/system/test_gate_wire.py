@@ -24,7 +24,7 @@ from edge_sdk.protocol.masks import unpack
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tasks.models import MODELS
+from edge_sdk.tasks.public import MODELS
 
 from .conftest import Coordinator, Machine
 from .proxy import Exchange, Proxy

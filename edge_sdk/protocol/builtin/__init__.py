@@ -1,7 +1,8 @@
-"""The tasks every coordinator knows without being told: their manifests and ONNX skeletons, as data.
+"""The tasks every coordinator knows without being told: their manifests and ONNX graphs, as data.
 
-``<task>.json`` and ``<task>.onnx`` beside this file are written by ``python -m edge_sdk.publishing.write_builtin``;
-initial weights follow from the manifest's recipes, so that a coordinator needs no torch to begin. A task with another
+``<task>.safetensors`` beside this file is a checkpoint (``protocol.checkpoint``) whose note is the manifest, and whose
+uint8 vectors are the graphs that it names. ``python -m edge_sdk.publishing.write_builtin`` writes it. Initial weights
+follow from the manifest's recipes, so that a coordinator needs no torch to begin. A task with another
 model than its usual one, ``mnist:leaf``, is kept as ``mnist-leaf``, since not every file system takes a colon.
 """
 
@@ -10,29 +11,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
+import numpy as np
+
+from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
 class BuiltinTask:
-    """A task's model: ``skeleton`` is its forward pass as ONNX without weights, named by ``manifest``."""
+    """A task's model, and the ONNX graphs that ``manifest`` names."""
 
     name: str
     manifest: Manifest
-    skeleton: bytes
+    graphs: dict[GraphName, bytes]
+
+    @property
+    def skeleton(self) -> bytes:
+        """The forward pass without weights."""
+        return self.graphs["skeleton"]
+
+    def to_file(self) -> bytes:
+        """Return the content of the task's file."""
+        vectors: Tensors = {str(name): np.frombuffer(graph, np.uint8) for name, graph in self.graphs.items()}
+        return checkpoint.save(vectors, self.manifest.model_dump_json())
 
 
 def builtin_tasks() -> tuple[str, ...]:
     """Return the names of all built-in tasks, sorted."""
     files = (entry.name for entry in resources.files(__name__).iterdir())
-    stems = (name.removesuffix(".json") for name in files if name.endswith(".json"))
+    stems = (name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX))
     return tuple(sorted(stem.replace("-", ":") for stem in stems))
 
 
-def file_stem(name: str) -> str:
-    """Return the name of the files of the task ``name``, without their ending."""
-    return name.replace(":", "-")
+def file_name(name: str) -> str:
+    """Return the name of the file of the task ``name``."""
+    return name.replace(":", "-") + SUFFIX
 
 
 def load_builtin(name: str) -> BuiltinTask:
@@ -42,6 +58,6 @@ def load_builtin(name: str) -> BuiltinTask:
             f"there is no built-in task {name!r}; there are {', '.join(builtin_tasks())}. "
             "Publish a model of your own with sparrow publish"
         )
-    folder = resources.files(__name__)
-    manifest = Manifest.model_validate_json((folder / f"{file_stem(name)}.json").read_text(encoding="utf-8"))
-    return BuiltinTask(name, manifest, (folder / f"{file_stem(name)}.onnx").read_bytes())
+    vectors, note = checkpoint.load((resources.files(__name__) / file_name(name)).read_bytes())
+    manifest = Manifest.model_validate_json(note)
+    return BuiltinTask(name, manifest, {each: vectors[each].tobytes() for each in manifest.graphs})

@@ -387,7 +387,15 @@ def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
             *(client.get(page, headers=headers) for page in ("/v1/federations", "/metrics", "/openapi.json")),
         ]
         assert {answer.status_code for answer in answers} <= {401, 403}
-    night = ("night", "night/manifest", "night/skeleton.onnx", "night/model", "night/model.onnx", "night/assignment")
+    night = (
+        "night",
+        "night/manifest",
+        "night/skeleton.onnx",
+        "night/step.onnx",
+        "night/model",
+        "night/model.onnx",
+        "night/assignment",
+    )
     answers = [client.get(f"/v1/federations/{what}", headers=bearer(thief["token"])) for what in night]
     assert {answer.status_code for answer in answers} <= {401, 403}
     again = client.get("/v1/federations/default/assignment", headers=bearer(other["token"])).json()

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.manifest import Manifest, initial_values
+from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UpdateReport, UploadCost
 from sparrow.coordinator import errors
@@ -265,11 +265,12 @@ OWN = DIGITS.manifest.model_dump()
 OWN = Manifest.model_validate({**OWN, "tensors": [{**tensor, "init": {"kind": "data"}} for tensor in OWN["tensors"]]})
 
 
-def published(change=lambda tensors: None, skeleton=DIGITS.skeleton, note=None):
+def published(change=lambda tensors: None, note=None, **graphs):
     """A checkpoint of digits' model as if it were somebody's own: its initial values travel with it."""
     tensors = dict(initial_values(DIGITS.manifest, 9))
     tensors["sparrow.manifest"] = np.frombuffer(OWN.model_dump_json().encode(), np.uint8)
-    tensors["sparrow.skeleton"] = np.frombuffer(skeleton, np.uint8)
+    for graph, content in {**DIGITS.graphs, **graphs}.items():
+        tensors[f"sparrow.{graph}"] = np.frombuffer(content, np.uint8)
     change(tensors)
     return checkpoint.save(tensors, note or json.dumps({"name": "mine"}))
 
@@ -283,13 +284,35 @@ def test_a_model_of_ones_own_is_published(client):
     tensors, _ = checkpoint.load(client.get("/v1/federations/mine/model").content)
     wanted = initial_values(DIGITS.manifest, 9)
     assert all(tensors[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    for graph, content in DIGITS.graphs.items():
+        assert client.get(f"/v1/federations/mine/{graph}.onnx").content == content
+
+
+def test_a_model_may_be_published_without_its_training_step(client):
+    named = OWN.model_copy(update={"step_sha256": None, "evaluation_sha256": None})
+    alone = np.frombuffer(Manifest.model_validate(named.model_dump()).model_dump_json().encode(), np.uint8)
+
+    def without(tensors):
+        tensors["sparrow.manifest"] = alone
+        del tensors["sparrow.step"], tensors["sparrow.evaluation"]
+
+    unnamed = published(lambda tensors: tensors.update({"sparrow.manifest": alone}))
+    assert_problem(
+        client.post("/v1/federations", content=unnamed, headers=CHECKPOINT), 422, "hold 'sparrow.evaluation'"
+    )
+    assert client.post("/v1/federations", content=published(without), headers=CHECKPOINT).status_code == 201
     assert client.get("/v1/federations/mine/skeleton.onnx").content == DIGITS.skeleton
+    for graph in ("step", "evaluation"):
+        answer = client.get(f"/v1/federations/mine/{graph}.onnx")
+        assert_problem(answer, 404, f"published without a graph of its {graph}; its devices train with PyTorch")
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         (published(lambda t: t.pop("sparrow.skeleton")), "lacks 'sparrow.skeleton'; publish with"),
+        (published(lambda t: t.pop("sparrow.evaluation")), "lacks 'sparrow.evaluation'; publish with"),
+        (published(step=b"another"), "step_sha256 of the manifest is not that of the step sent; publish both"),
         (published(lambda t: t.pop("conv1.bias")), "lack 'conv1.bias'"),
         (published(lambda t: t.update({"conv1.bias": np.zeros(3, np.float32)})), "conv1.bias: the published weights"),
         (published(lambda t: t["conv1.bias"].fill(np.nan)), "conv1.bias: an initial value is not finite"),
@@ -321,6 +344,8 @@ def test_a_few_lines_do_not_describe_gigabytes(client):
     assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 413, "takes up to 2147483648")
     note = checkpoint.save({}, json.dumps({"name": "big", "x": "y" * 2**16}))
     assert_problem(client.post("/v1/federations", content=note, headers=CHECKPOINT), 413, "the note has")
+    graph = published(step=bytes(MAX_GRAPH + 1))
+    assert_problem(client.post("/v1/federations", content=graph, headers=CHECKPOINT), 413, "the step has 16,777,217")
     assert [each["name"] for each in client.get("/v1/federations").json()] == ["default"]
 
 
@@ -354,7 +379,7 @@ def test_rounds_as_json_and_csv(client, pair, train):
 # --- files: whole, in part, or not again -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["payload", "model", "model.onnx", "skeleton.onnx"])
+@pytest.mark.parametrize("what", ["payload", "model", "model.onnx", "skeleton.onnx", "step.onnx", "evaluation.onnx"])
 def test_files_have_etags_and_ranges(client, pair, what):
     (_, headers, assignment), _ = pair
     path = f"/v1/federations/default/{what}"

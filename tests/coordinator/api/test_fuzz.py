@@ -235,9 +235,9 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
     ask(client, headers)
     blobs = [path for path in (tmp_path / "data" / "blobs").rglob("*") if path.is_file()]
     assert not [path for path in blobs if path.suffix == ".partial"]
-    # The skeleton, the model and the one before while it may be asked for, and nothing of any update.
+    # The three graphs, the model and the one before while it may be asked for, and nothing of any update.
     assert not [path for path in blobs if "updates" in path.parts]
-    assert len(blobs) <= 4
+    assert len(blobs) <= 6
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {
         "blobs",
         "clock.json",
@@ -552,7 +552,9 @@ class Fuzzer:
 METHODS = ("fedspu", "fedavg", "fedsgc", "dmpfl", "pfedgate", "prunefl", "grasp", "fjord", "heterofl", "hermes", "none")
 FUZZED_SETTINGS = {"rounds": 1_000_000, "evaluation_interval": 3, "min_devices": 1, "deadline_seconds": 7200}
 FUZZED_SETTINGS |= {"cohort": 1000, "quorum": 1e-3, "min_participations": 2, "patience": 1}
-FILES = [FEDERATION + more for more in ("/model", "/model.onnx", "/skeleton.onnx", "/rounds/{number}/reports")]
+FILES = [
+    FEDERATION + more for more in ("/model", "/model.onnx", "/skeleton.onnx", "/step.onnx", "/rounds/{number}/reports")
+]
 FILES += [
     "/",
     "/admin",

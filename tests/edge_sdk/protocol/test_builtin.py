@@ -1,17 +1,21 @@
 import hashlib
+from importlib import resources
+from typing import get_args
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.checking import check_graphs
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Data, initial_values
+from edge_sdk.protocol.manifest import Data, GraphName, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
 from edge_sdk.publishing.write_builtin import MODELS, make_builtin, write_builtin
-from edge_sdk.tasks.digits import DigitsNet
-from sparrow.export.skeleton import check_skeleton, fill
+from edge_sdk.tasks.models import DigitsNet
+from sparrow.export.skeleton import check_skeleton, fill, parse
 
 
 def test_the_tasks_are_those_the_tool_writes():
@@ -21,16 +25,25 @@ def test_the_tasks_are_those_the_tool_writes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", builtin_tasks())
 def test_committed_files_equal_a_regeneration(name):
-    """The manifest to the letter; the skeleton as a graph, since another torch may name its nodes otherwise."""
+    """The manifest to the letter; the graphs by their operators, since another torch may name nodes otherwise."""
     committed, made = load_builtin(name), make_builtin(name)
-    without = {"skeleton_sha256"}
+    without = {f"{graph}_sha256" for graph in get_args(GraphName)}
     assert committed.manifest.model_dump(exclude=without) == made.manifest.model_dump(exclude=without)
-    assert committed.manifest.skeleton_sha256 == hashlib.sha256(committed.skeleton).hexdigest()
     assert operators(committed) == operators(made)
 
 
 def operators(task):
-    return [node.op_type for node in check_skeleton(task.skeleton, task.manifest).graph.node]
+    return {name: [node.op_type for node in parse(graph).graph.node] for name, graph in task.graphs.items()}
+
+
+@pytest.mark.parametrize("name", builtin_tasks())
+def test_every_task_has_graphs_that_devices_accept(name):
+    task = load_builtin(name)
+    assert task.manifest.graphs == {
+        graph: hashlib.sha256(task.graphs[graph]).hexdigest() for graph in get_args(GraphName)
+    }
+    check_skeleton(task.skeleton, task.manifest)
+    check_graphs(Graphs(task.graphs["step"], task.graphs["evaluation"]), task.manifest)
 
 
 @pytest.mark.parametrize("name", builtin_tasks())
@@ -61,12 +74,13 @@ def test_digits_sizes_by_hand():
     assert count_values(manifest, half) == wanted
 
 
-def test_the_tool_writes_both_files(tmp_path, monkeypatch):
+def test_the_tool_writes_a_file_for_each_task(tmp_path, monkeypatch):
     monkeypatch.setattr("edge_sdk.publishing.write_builtin.make_builtin", load_builtin)
     written = [path.name for path in write_builtin(tmp_path)]
-    assert {"digits.json", "digits.onnx", "mnist-leaf.json", "mnist-leaf.onnx"} <= set(written)
-    assert len(written) == 2 * len(MODELS)
-    assert (tmp_path / "digits.onnx").read_bytes() == load_builtin("digits").skeleton
+    assert {"digits.safetensors", "mnist-leaf.safetensors"} <= set(written)
+    assert len(written) == len(MODELS)
+    kept, committed = tmp_path / "digits.safetensors", resources.files("edge_sdk.protocol.builtin")
+    assert kept.read_bytes() == (committed / kept.name).read_bytes()
 
 
 def test_an_unknown_task_lists_the_known():

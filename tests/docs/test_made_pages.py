@@ -7,11 +7,21 @@ from sparrow.coordinator.settings import Settings
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_says_what_the_settings_are():
-    spec = importlib.util.spec_from_file_location("settings_page", DOCS / "settings.py")
+def maker(name):
+    """The module that makes a page."""
+    spec = importlib.util.spec_from_file_location(f"{name}_page", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (DOCS / "settings.md").read_text() == module.page(), "run: python docs/settings.py"
+    return module
+
+
+def test_the_page_says_what_the_settings_are():
+    assert (DOCS / "settings.md").read_text() == maker("settings").page(), "run: python docs/settings.py"
+
+
+def test_the_tables_say_what_the_methods_declare():
+    text = (DOCS / "methods.md").read_text()
+    assert text == maker("methods").page(text), "run: python docs/methods.py"
 
 
 def test_every_setting_is_described():

@@ -19,12 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
-from edge_sdk.tasks import Task
-from edge_sdk.training.local import evaluate
 
 SMOOTHING = 0.5
 """Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""
@@ -93,22 +88,21 @@ class Judged:
 
 
 def judge_round(
-    model: nn.Module,
-    task: Task,
+    judge: Callable[[], Evaluation],
     settings: FederationSettings,
     memory: Mapping[str, Any],
     train_loss: float,
-    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
     *,
     validate: bool = False,
 ) -> Judged:
-    """Measure ``model``, as a round has left it, on validation data, and apply the stop rule of ``settings``.
+    """Apply the stop rule of ``settings`` to the model that a round has left, which ``judge`` measures on validation
+    data.
 
     memory: the device's notes from before the round, in which the rule keeps its own; the others stay. validate:
-    measure even where no rule asks for it. forward: as ``evaluate`` takes it, which also says what is raised.
+    measure even where no rule asks for it. Raises what ``judge`` does.
     """
     rule = settings.early_stopping
-    validation = evaluate(model, task, task.validation, forward) if validate or rule != "off" else None
+    validation = judge() if validate or rule != "off" else None
     if rule == "off" or validation is None:
         return Judged(memory, validation)
     if rule == "paper":

@@ -1,0 +1,152 @@
+"""``python -m benchmarks.engines``: a training step of ONNX Runtime against one of PyTorch, on the same network.
+
+    python -m benchmarks.engines                                     measure everything, write the page
+    python -m benchmarks.engines page                                write the page of the recorded results
+
+The variants of a cell alternate step by step in one process and one thread, in ``TURNS`` turns; a turn compares the
+medians of its steps, a cell the median of its turns. Results are ``docs/results/engines.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.onnx import Network, Sessions, Training
+from edge_sdk.engines.optimiser import Rule
+from edge_sdk.engines.training import EVERYTHING, Part
+from edge_sdk.publishing.step import compile_step
+from sparrow.benchmarks import steps
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import machine
+from sparrow.benchmarks.steps import LEARNING_RATE, Setting, Step
+from sparrow.benchmarks.training import FOLDER, Row, alternate
+
+MODELS = ("mnist:small", "mnist:leaf", "cifar10:fedspu", "har:small")
+BATCHES = (32, 128)
+TURNS = 5
+BUDGET = 0.2
+DENSITIES = (0.05, 0.2, 0.5)
+MASKED = "mnist:leaf"
+"""Measured under FedSPU's mask at ``BUDGET``, and under masks of elements."""
+
+
+def cells(models: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield what is measured: model and batch size."""
+    for model in models:
+        for batch in BATCHES:
+            yield model, batch
+
+
+def measure(model: str, batch: int, turns: int = TURNS) -> Row:
+    """Return the seconds of a step of each variant, of each turn."""
+    torch.set_num_threads(1)
+    setting = Setting.of(model, batch)
+    graphs = compile_step(setting.model, F.cross_entropy, setting.inputs[:8].contiguous(), setting.targets[:8])
+    variants = {"torch": steps.dense(setting), "onnx": onnx_step(setting, graphs)}
+    if model == MASKED:
+        mask = setting.mask(BUDGET)
+        variants[f"torch, budget {BUDGET:g}"] = steps.freezing(setting, mask)
+        variants[f"onnx, budget {BUDGET:g}"] = onnx_step(setting, graphs, Part(mask))
+        for density in DENSITIES:
+            variants[f"onnx, density {density:g}"] = onnx_step(setting, graphs, scattered(setting, density))
+    taken = [alternate(variants) for _ in range(turns)]
+    seconds = {name: [round(turn[name], 6) for turn in taken] for name in variants}
+    return {"row": "engines", "model": model, "batch": batch, "seconds": seconds, "machine": machine()}
+
+
+def onnx_step(setting: Setting, graphs: Graphs, part: Part = EVERYTHING) -> Step:
+    """Return a step of the setting's batch, of a part of its network."""
+    network = Network(setting.manifest, Sessions(graphs))
+    state: dict[str, Any] = {name: value.numpy() for name, value in setting.model.state_dict().items()}
+    tensors = {spec.name: np.ascontiguousarray(state[spec.name]) for spec in setting.manifest.kept}
+    network.load(tensors | {name: tensors[name] * exists for name, exists in (part.elements or {}).items()})
+    training = Training(network, Rule(learning_rate=LEARNING_RATE), part)
+    inputs, targets = setting.inputs.contiguous().numpy(), setting.targets.numpy()
+
+    def step() -> None:
+        training.step(inputs, targets)
+
+    return step
+
+
+def scattered(setting: Setting, density: float) -> Part:
+    """Return random elements of all weights."""
+    chance = np.random.default_rng(0)
+    return Part(elements={spec.name: chance.random(spec.shape) < density for spec in setting.manifest.maskable})
+
+
+def ratio(row: Row, name: str, to: str) -> float:
+    """Return the median over turns of one variant's seconds over another's of the same turn."""
+    seconds = row["seconds"]
+    return float(statistics.median(one / other for one, other in zip(seconds[name], seconds[to], strict=True)))
+
+
+HEAD = """# Engines: ONNX Runtime against PyTorch
+
+Made by `python -m benchmarks.engines` from `engines.jsonl` beside this page: seconds of a training step (batch in,
+forward, backward, SGD), of which the variants alternate in one process and one thread, random inputs. A ratio is the
+median over {turns} turns, each of medians. {machine}.
+
+Over {count} cells the geometric mean of onnx over torch is **{mean:.2f}**, the largest {largest:.2f}.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the results as Markdown."""
+    ratios = [ratio(row, "onnx", "torch") for row in rows]
+    turns = len(rows[0]["seconds"]["onnx"])
+    mean = prod(ratios) ** (1 / len(ratios))
+    head = HEAD.format(turns=turns, machine=rows[0]["machine"], count=len(rows), mean=mean, largest=max(ratios))
+    table = [
+        [row["model"], str(row["batch"]), *(f"{1e3 * statistics.median(row['seconds'][name]):.2f}" for name in
+         ("torch", "onnx")), f"{each:.2f}"]
+        for row, each in zip(rows, ratios, strict=True)
+    ]  # fmt: skip
+    parts = [head, markdown_table(["model", "batch", "torch, ms", "onnx, ms", "onnx / torch"], table)]
+    masked = [
+        [row["model"], str(row["batch"]), name, f"{ratio(row, name, 'torch'):.2f}", f"{ratio(row, name, 'onnx'):.2f}"]
+        for row in rows
+        for name in row["seconds"]
+        if ", " in name
+    ]
+    if masked:
+        parts.append("## A part of the network\n\n*budget*: FedSPU's mask; *density*: masks of elements.\n")
+        parts.append(markdown_table(["model", "batch", "step", "over torch, dense", "over onnx, dense"], masked))
+    return "\n".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write rows and page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="?", choices=("all", "page"), default="all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    options = parser.parse_args(arguments)
+    file = options.out / "engines.jsonl"
+    if options.what == "all":
+        found = [measure(*cell, options.turns) for cell in tqdm(list(cells(options.models)), unit="cell")]
+        file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    if not file.exists():
+        raise SystemExit(f"{file} has no results; run `python -m benchmarks.engines` first")
+    text = page([json.loads(line) for line in file.read_text().splitlines()])
+    (options.out / "engines.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""From a task to the engine that trains it: the data, the model and the federation's are looked at before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edge_sdk.budget.preparation import Prepared
+from edge_sdk.device.trainable import CannotTrain
+from edge_sdk.engines import Engine, Graphs
+from edge_sdk.errors import BadArgument
+from edge_sdk.methods import DeviceMethod
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest, own_initial_values
+from edge_sdk.protocol.messages import FederationInfo
+from edge_sdk.tasks import Batches, Task, as_arrays
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Prepare = Callable[[Task, Manifest, FederationInfo], Prepared]
+
+
+def open_torch(
+    task: Task, manifest: Manifest, info: FederationInfo, prepare: Prepare | None, budget: float, *, checks: bool
+) -> tuple[Prepared, Engine]:
+    """Return the task as it is to be computed with its budget, and PyTorch's engine for it.
+
+    checks: whether model and data are tried first. Raises BadArgument, ManifestError, DoesNotFit.
+    """
+    from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
+    from edge_sdk.training.engine import TorchEngine
+
+    task = task.seeded(info.settings.seed)
+    if checks:
+        if task.model is None:
+            raise BadArgument("the task has no model; give one, or join with --engine onnx, which needs data alone")
+        check_model(task.model, manifest)
+        check_task(task, manifest)
+    prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info)
+    return prepared, TorchEngine(prepared.task, manifest)
+
+
+def open_onnx(
+    task: Task,
+    manifest: Manifest,
+    info: FederationInfo,
+    fetch: Callable[[], Graphs | None],
+    method: DeviceMethod,
+) -> Engine:
+    """Return ONNX Runtime's engine for a federation's training step, which ``fetch`` gives.
+
+    Raises CannotTrain where the federation has none, or its method needs PyTorch; BadArgument for data that are not as
+    the model takes them; ManifestError where the device's own part of the model has no recipe.
+    """
+    from edge_sdk.engines.engine import OnnxEngine
+    from edge_sdk.engines.onnx import Network, Sessions
+
+    instead = "join with --engine torch"
+    if "onnx" not in method.engines:
+        raise CannotTrain(f"{info.method} needs PyTorch to train: {instead}")
+    if (graphs := fetch()) is None:
+        raise CannotTrain(f"federation {info.name} has no training step as a graph: {instead}")
+    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+        if batches is not None:
+            _check_data(name, batches, manifest)
+    network = Network(manifest, Sessions(graphs, threads=task.compute.threads or 1))
+    network.load(own_initial_values(manifest, info.settings.seed))
+    return OnnxEngine(network, classification=task.classification)
+
+
+def _check_data(name: str, batches: Batches, manifest: Manifest) -> None:
+    """Raise BadArgument unless the first batch is as the model takes it."""
+    inputs, targets = as_arrays(next(iter(batches)))
+    if tuple(inputs.shape[1:]) != manifest.input_shape:
+        raise BadArgument(
+            f"the task's {name} data: samples of shape {tuple(inputs.shape[1:])}, the federation's model takes "
+            f"{manifest.input_shape}; join with the data of its task"
+        )
+    if len(inputs) != len(targets):
+        raise BadArgument(f"the task's {name} data: {len(inputs)} inputs have {len(targets)} targets")
+    if np.issubdtype(inputs.dtype, np.floating) and not np.isfinite(inputs).all():
+        raise BadArgument(
+            f"the task's {name} data: a value of the inputs is NaN or infinite; replace or leave out such samples"
+        )
+
+
+def check_model(model: nn.Module, manifest: Manifest) -> None:
+    """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
+    state = model.state_dict(keep_vars=True)
+    untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
+    if untied:
+        name = manifest.aliases[untied[0]]
+        raise ManifestError(f"{untied[0]}: must be the same tensor as {name} (tied weights), as in the published model")
+    left_out = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}.union(manifest.aliases)
+    arrays = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in state.items() if name not in left_out}
+    manifest.check_tensors(arrays, what="the tensors of this device's model")

@@ -1,0 +1,266 @@
+"""The check of a training step's graph before a device runs it: that it can do no harm, and what it takes.
+
+Graphs come over the network. One that reads or writes anything but a batch and the manifest's tensors, that uses an
+operator with a size or an effect that is not known beforehand, or that takes more than a model of this size may, is
+refused before ONNX Runtime sees it.
+
+Sizes are inferred node by node at two numbers of samples. Each axis must be equally long at both, or in proportion to
+them, at most one of a value's the latter, and operators that go along an axis must leave that one as it is: so what is
+found holds for every batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from edge_sdk.engines import Graphs
+from edge_sdk.protocol.errors import GraphError
+from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest
+from sparrow.export.bounds import Walk, check_fields, names
+from sparrow.export.errors import SkeletonError
+from sparrow.export.skeleton import check_node, check_structure, parse, refuse_external
+
+OPSET = 21
+"""Version of the standard operators that steps are published with."""
+
+MOST_NODES = 10_000
+LARGEST_CONSTANT = 1024 * 1024
+"""Bytes of one constant."""
+SAMPLES = (2, 3)
+"""Numbers of samples that sizes are inferred at."""
+FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**33
+"""Most FLOPs of a sample's step: so many times those of the manifest's layers, and so many more."""
+
+OPERATORS = names(
+    """
+    Abs Add And AveragePool BatchNormalization Cast Ceil Celu Clip Concat Constant ConstantOfShape Conv
+    ConvTranspose Cos Div Elu Equal Erf Exp Expand Floor Gather GatherElements GatherND Gelu Gemm Greater
+    GreaterOrEqual HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool
+    MaxUnpool Min Mish Mod Mul Neg Not OneHot Or PRelu Pad Pow Reciprocal ReduceMax ReduceMean ReduceMin
+    ReduceSum Relu Reshape Round ScatterElements ScatterND Selu Shape Sigmoid Sign Sin Size Slice Softmax
+    Softplus Softsign Split Sqrt Squeeze Sub Tanh Tile Transpose Unsqueeze Where
+    """
+)
+"""Operators that a step may use: those that publishing and the engine's passes write, and their like."""
+
+MOVING = names("Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Unsqueeze")
+"""Operators that a size that grows with the batch may go through: what they make of it grows in proportion."""
+
+SPATIAL = frozenset(["AveragePool", "Conv", "ConvTranspose", "MaxPool", "MaxUnpool"])
+KEEPING = frozenset(["Pad", "Slice", "Split"])
+
+INPUT_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
+DRAWN = {"uniform": 2, "normal": 2, "uniform_step": 1, "normal_step": 1}
+"""Inputs that hold what a model draws -> their axes, the first of two being the batch's."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The most that a graph takes: bytes of values beside the model's tensors, in all and for each sample, and FLOPs of
+    a sample's products."""
+
+    bytes: int
+    bytes_per_sample: int
+    flops_per_sample: int
+
+
+def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
+    """Return what step and evaluation take. Raises GraphError, which says what was met, for a graph that a device must
+    not run."""
+    return _check(graphs.step, manifest, "step"), _check(graphs.evaluation, manifest, "evaluation")
+
+
+def _check(data: bytes, manifest: Manifest, what: str) -> Needs:
+    try:
+        if len(data) > MAX_GRAPH:
+            raise GraphError(f"it has {len(data)} bytes, at most {MAX_GRAPH} are accepted")
+        check_fields(data)
+        model = parse(data)
+        check_structure(model)
+        _check_operators(model)
+        _check_constants(model)
+        _check_inputs(model, manifest)
+        _check_outputs(model, manifest, trains=what == "step")
+        needs = _check_sizes(model, manifest)
+        onnx.checker.check_model(model, full_check=True)
+    except (SkeletonError, GraphError) as error:
+        raise GraphError(f"the {what}'s graph is refused: {error}") from None
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise GraphError(f"the {what}'s graph is not a valid ONNX graph: {str(error)[:300]}") from None
+    return needs
+
+
+def _check_operators(model: ModelProto) -> None:
+    (opset,) = model.opset_import
+    if opset.version != OPSET:
+        raise GraphError(f"it has operators of version {opset.version}, steps are published with {OPSET}")
+    if len(model.graph.node) > MOST_NODES:
+        raise GraphError(f"it has {len(model.graph.node)} nodes, at most {MOST_NODES} are accepted")
+    for node in model.graph.node:
+        if node.op_type not in OPERATORS:
+            raise GraphError(f"{_named(node)}: this operator is not accepted")
+        check_node(node)
+
+
+def _check_constants(model: ModelProto) -> None:
+    inputs, seen = {each.name for each in model.graph.input}, set[str]()
+    values = [each.t for node in model.graph.node for each in node.attribute if each.HasField("t")]
+    for tensor in (*model.graph.initializer, *values):
+        refuse_external(tensor)
+        if tensor.ByteSize() > LARGEST_CONSTANT:
+            raise GraphError(f"the constant {tensor.name[:80]!r} has more than {LARGEST_CONSTANT} bytes")
+    for tensor in model.graph.initializer:
+        if tensor.name in inputs or tensor.name in seen:
+            raise GraphError(f"{tensor.name[:80]!r} stands twice among inputs and constants")
+        seen.add(tensor.name)
+
+
+def _check_inputs(model: ModelProto, manifest: Manifest) -> None:
+    specs = {spec.name: spec for spec in manifest.kept}
+    _refuse_repeated("input", model.graph.input)
+    for value in model.graph.input:
+        kind, shape = _described(value)
+        if value.name in specs:
+            spec = specs[value.name]
+            if (kind, shape) != (onnx.helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype)), spec.shape):
+                raise GraphError(f"the input {value.name[:80]!r} is not of the manifest's type and shape {spec.shape}")
+        elif value.name == "input":
+            if kind not in INPUT_TYPES or shape[:1] != (None,) or shape[1:] != manifest.input_shape:
+                raise GraphError(f"input has the shape {shape}, the manifest says {manifest.input_shape} per sample")
+        elif value.name == "target":
+            if kind not in INPUT_TYPES or shape[:1] != (None,) or None in shape[1:]:
+                raise GraphError(f"target has the shape {shape}; only its first axis may be free")
+        elif value.name in DRAWN:
+            axes = DRAWN[value.name]
+            fits = len(shape) == axes and [size is None for size in shape] == [True, False][2 - axes :]
+            if kind != TensorProto.FLOAT or not fits:
+                raise GraphError(f"{value.name} has the shape {shape}; it is to be {axes} axes of float32")
+        else:
+            raise GraphError(f"the input {value.name[:80]!r} is none of the manifest's tensors, nor of a batch")
+
+
+def _check_outputs(model: ModelProto, manifest: Manifest, *, trains: bool) -> None:
+    trained = {f"grad:{spec.name}": spec.shape for spec in manifest.kept if spec.trainable}
+    moved = {f"new:{spec.name}": spec.shape for spec in manifest.kept if not spec.trainable and spec.dtype == "float32"}
+    known: dict[str, tuple[int | None, ...]] = {"loss": (), "output": (None, *manifest.output_shape)}
+    known |= {**trained, **moved} if trains else {}
+    _refuse_repeated("output", model.graph.output)
+    for value in model.graph.output:
+        if value.name not in known:
+            raise GraphError(f"the output {value.name[:80]!r} is none that this graph may have of this model")
+        if _described(value) != (TensorProto.FLOAT, known[value.name]):
+            raise GraphError(f"the output {value.name[:80]!r} is not float32 of the shape {known[value.name]}")
+    missing = sorted({"loss", "output"} - {value.name for value in model.graph.output})
+    if missing:
+        raise GraphError(f"it has no output {missing[0]!r}")
+
+
+def _refuse_repeated(what: str, values: Iterable[ValueInfoProto]) -> None:
+    seen = set[str]()
+    for value in values:
+        if value.name in seen:
+            raise GraphError(f"the {what} {value.name[:80]!r} stands twice")
+        seen.add(value.name)
+
+
+def _described(value: ValueInfoProto) -> tuple[int, tuple[int | None, ...]]:
+    """Return a value's type and shape, None for an axis that is free."""
+    tensor = value.type.tensor_type
+    if value.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape"):
+        raise GraphError(f"{value.name[:80]!r} is no tensor of a known number of axes")
+    return tensor.elem_type, tuple(
+        dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim
+    )
+
+
+class _Walk(Walk):
+    """As ``Walk``, but of what grows with the batch only sizes in proportion to it are computed."""
+
+    def _fold(self, node: NodeProto) -> None:
+        grows = [name for name in node.input if name in self._data and name in self._varies]
+        if grows and (node.op_type not in MOVING or (node.op_type == "Mul" and len(grows) > 1)):
+            return
+        super()._fold(node)
+
+
+def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
+    """Raise GraphError where sizes are not as the module says, not as recorded, or too large."""
+    weights = {spec.name for spec in manifest.kept}
+    walks = [_Walk(model, samples=count, weights=weights) for count in SAMPLES]
+    for walk in walks:
+        walk.run()
+    small, large = walks
+    grows: dict[str, int | None] = dict.fromkeys((each.name for each in model.graph.initializer), None)
+    read = [each.name for each in model.graph.input]
+    for name in (*read, *(made for node in model.graph.node for made in node.output if made)):
+        grows[name] = _growing_axis(name, small.shape(name), large.shape(name))
+    for node in model.graph.node:
+        _check_axes(node, grows, small)
+    for value in (*model.graph.value_info, *model.graph.output):
+        if value.name not in grows:
+            raise GraphError(f"{value.name[:80]!r} is described, but no node makes it")
+        _, recorded = _described(value)
+        found = small.shape(value.name)
+        fits = len(recorded) == len(found) and all(
+            length is None or (length == there and axis != grows[value.name])
+            for axis, (length, there) in enumerate(zip(recorded, found, strict=True))
+        )
+        if not fits:
+            raise GraphError(f"{value.name[:80]!r} is recorded with the shape {recorded}, but has {found} at 2 samples")
+    slopes = [more - less for less, more in zip(small.alive, large.alive, strict=True)]
+    fixed = [less - SAMPLES[0] * slope for less, slope in zip(small.alive, slopes, strict=True)]
+    flops = sum(_flops(node, large) - _flops(node, small) for node in model.graph.node)
+    most = FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE
+    if flops > most:
+        raise GraphError(f"it takes {flops:,} FLOPs for a sample, at most {most:,} are accepted for this manifest")
+    return Needs(max([0, *fixed]), max([0, *slopes]), flops)
+
+
+def _growing_axis(name: str, small: list[int], large: list[int]) -> int | None:
+    """Return the axis of a value that grows with the batch. Raises GraphError for more of them, or another growth."""
+    growing = []
+    for axis, (less, more) in enumerate(zip(small, large, strict=True)):
+        if less == 0 or (less != more and less * SAMPLES[1] != more * SAMPLES[0]):
+            raise GraphError(f"{name[:80]!r} has an axis of {less} and {more} places for {SAMPLES} samples")
+        growing += [axis] if less != more else []
+    if len(growing) > 1:
+        raise GraphError(f"{name[:80]!r} grows with the square of the batch, or faster")
+    return growing[0] if growing else None
+
+
+def _check_axes(node: NodeProto, grows: dict[str, int | None], walk: Walk) -> None:
+    """Raise GraphError for an operator that goes along the axis of the batch in other ways than one by one."""
+    read = [name for name in node.input if name]
+    if node.op_type in SPATIAL:
+        values = [*read[:2], *(name for name in node.output if name)]
+        if any((grows[name] or 0) > 1 for name in values):
+            raise GraphError(f"{_named(node)}: moves a window along the samples")
+    if node.op_type in KEEPING and (axis := grows[read[0]]) is not None:
+        length = walk.shape(read[0])[axis]
+        if any(walk.shape(name)[axis] != length for name in node.output if name):
+            raise GraphError(f"{_named(node)}: takes some samples out of a batch")
+
+
+def _flops(node: NodeProto, walk: Walk) -> int:
+    """Return the FLOPs of a product."""
+    if node.op_type not in ("Conv", "ConvTranspose", "MatMul", "Gemm"):
+        return 0
+    first, second = (walk.shape(name) for name in node.input[:2])
+    if node.op_type == "Conv":
+        return 2 * math.prod(walk.shape(node.output[0])) * math.prod(second[1:])
+    if node.op_type == "ConvTranspose":
+        return 2 * math.prod(first) * math.prod(second[1:])
+    turned = any(each.name == "transA" and each.i for each in node.attribute)
+    inner = first[0] if turned else first[-1]
+    return 2 * math.prod(walk.shape(node.output[0])) * inner
+
+
+def _named(node: NodeProto) -> str:
+    return f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"

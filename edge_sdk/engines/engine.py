@@ -1,0 +1,137 @@
+"""The engine of ONNX Runtime, as methods see it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from edge_sdk.engines import Progress
+from edge_sdk.engines.narrow import Narrow
+from edge_sdk.engines.onnx import Array, Network, Training
+from edge_sdk.engines.optimiser import rule_of
+from edge_sdk.engines.training import (
+    EVERYTHING,
+    Adjustment,
+    Batch,
+    Divergence,
+    LocalResult,
+    Part,
+    Pull,
+    count_steps,
+    evaluation_of,
+)
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
+
+Chance = np.random.Generator
+
+
+class OnnxEngine:
+    """An ``Engine`` on ONNX Runtime. classification: whether targets are class indices. chance:
+    what is drawn comes from, seeded by ``epochs``; twins and narrow networks share it."""
+
+    title = "ONNX Runtime"
+
+    def __init__(self, network: Network, *, classification: bool, chance: Chance | None = None) -> None:
+        self.network, self._classification = network, classification
+        self._chance = chance or np.random.Generator(np.random.PCG64())
+        self.load, self.read, self.manifest = network.load, network.read, network.manifest
+
+    def train(
+        self,
+        batches: Batches,
+        settings: FederationSettings,
+        part: Part = EVERYTHING,
+        *,
+        learning_rate: float,
+        seed: int,
+        pull: Pull | None = None,
+        adjustment: Adjustment | None = None,
+        progress: Progress = lambda done, total, loss: None,
+    ) -> LocalResult:
+        """Train a part of the model in place."""
+        total = count_steps(settings, batches)
+        diverged = Divergence(settings, learning_rate, total)
+        training = Training(self.network, rule_of(settings, learning_rate), part, pull)
+        recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
+        seen, loss_sum = 0, 0.0
+        for step, (inputs, targets) in enumerate(islice(self.epochs(batches, seed), total), start=1):
+            recent.append((inputs, targets))
+            loss = training.step(inputs, targets, training.draw(self._chance, len(targets)))
+            if not math.isfinite(loss):
+                raise diverged.of_loss(loss, step, inputs_finite=bool(np.isfinite(inputs).all()))
+            if adjustment is not None and step in adjustment.steps:
+                training.change(adjustment.decide(step, recent))
+            seen += len(targets)
+            loss_sum += loss * len(targets)
+            progress(step, total, loss_sum / seen)
+        for name, tensor in self.network.tensors.items():
+            if not np.isfinite(tensor).all():
+                raise diverged.of_tensor(name)
+        return LocalResult(count_examples(batches), seen, total, loss_sum / seen)
+
+    def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
+        """Go through data again and again, and draw from ``seed`` from now on."""
+        self._chance.bit_generator.state = np.random.PCG64([seed, 1]).state
+        yield from map(as_arrays, passes(batches, seed))
+
+    def differentiate(
+        self,
+        batches: Sequence[Batch],
+        names: Collection[str],
+        visit: Callable[[str, Array], None],
+        *,
+        moves: bool = False,
+    ) -> float:
+        """Return the loss, and hand out gradients."""
+        inputs, targets = (np.concatenate([batch[part] for batch in batches]) for part in (0, 1))
+        step = self.network.step()
+        loss, _ = step.run(inputs, targets, step.draw(self._chance, len(targets)), moves=moves)
+        for name in names:
+            if name in step.gradients:
+                visit(name, step.gradients[name])
+        return loss
+
+    def evaluate(self, batches: Batches) -> Evaluation:
+        """Return mean loss and accuracy."""
+        seen, loss_sum, correct = 0, 0.0, 0
+        for inputs, targets in map(as_arrays, batches):
+            loss, outputs = self.network.evaluation.run(inputs, targets)
+            seen += len(targets)
+            loss_sum += loss * len(targets)
+            if self._classification:
+                correct += int((outputs.argmax(axis=1) == targets).sum())
+        return evaluation_of(seen, loss_sum, correct if self._classification else None)
+
+    def scores(self, batches: Batches) -> tuple[Array, Array]:
+        """Return the model's outputs and their targets."""
+        pairs = list(map(as_arrays, batches))
+        scores = [self.network.evaluation.run(inputs, targets)[1] for inputs, targets in pairs]
+        return np.concatenate(scores), np.concatenate([targets for _, targets in pairs])
+
+    def judge(self, scores: Array, targets: Array) -> Evaluation:
+        """Return loss and accuracy of scores."""
+        right = int((scores.argmax(axis=1) == targets).sum())
+        loss = self.network.loss(scores, targets)
+        return Evaluation(num_examples=len(targets), loss=loss, accuracy=right / len(targets))
+
+    def twin(self) -> OnnxEngine:
+        """Return an engine of another model of the same kind."""
+        return OnnxEngine(self.network.twin(), classification=self._classification, chance=self._chance)
+
+    def narrow(self, mask: NeuronMask, batches: Batches) -> OnnxCut:
+        """Return the network of the active neurons, which is not compared: rules, not code, say what it computes."""
+        return OnnxCut(Narrow(self.network, mask), classification=self._classification, chance=self._chance)
+
+
+class OnnxCut:
+    """A narrow network, and the engine that trains it."""
+
+    def __init__(self, narrow: Narrow, *, classification: bool, chance: Chance) -> None:
+        self.engine = OnnxEngine(narrow.network, classification=classification, chance=chance)
+        self.write_back = narrow.write_back

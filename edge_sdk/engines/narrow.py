@@ -1,0 +1,73 @@
+"""Physically small networks without PyTorch: of the active neurons alone, as ``training.narrow`` has them with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.cutting import ALWAYS, Label, cut_graph
+from edge_sdk.engines.onnx import Index, Network, Sessions
+from edge_sdk.protocol.manifest import Segment
+from edge_sdk.protocol.masks import NeuronMask, axis_index
+from edge_sdk.protocol.neurons import Narrowing
+
+KEPT = 8
+"""Widths whose sessions are kept; those that were not used for longest are forgotten first."""
+
+
+class Narrow:
+    """The network of the active neurons of ``network``, whose dropped ones must be zero.
+
+    network: one that holds what is active, or the whole itself where that is everything. manifest: its own. Sessions
+    are made once for as many neurons, whichever they are. Raises CannotNarrow.
+    """
+
+    def __init__(self, network: Network, mask: NeuronMask) -> None:
+        self._whole, self._narrowing = network, Narrowing.of(network.manifest, mask)
+        self.network, self.manifest = network, self._narrowing.manifest
+        if self.manifest is network.manifest:
+            return
+        sessions, labels = _sessions(network, mask)
+        index = _index(network, mask, labels)
+        self.network = Network(self.manifest, sessions, index)
+        tensors = network.tensors
+        self.network.load({spec.name: self._narrowing.take(spec, tensors[spec.name]) for spec in self.manifest.kept})
+
+    def write_back(self) -> None:
+        """Bring what the narrow network has become into the whole one; what is dropped stays as it is."""
+        if self.network is self._whole:
+            return
+        for name, tensor in self.network.tensors.items():
+            self._narrowing.blocks[name].put(self._whole.tensors[name], tensor)
+
+
+def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str, Label]]:
+    counts = {group: len(mask.active[group]) for group in network.manifest.group_sizes}
+    kept, widths = network.sessions.narrow, tuple(counts.values())
+    if widths not in kept:
+        step, labels = cut_graph(network.sessions.graphs.step, network.manifest, counts)
+        evaluation, more = cut_graph(network.sessions.graphs.evaluation, network.manifest, counts)
+        kept[widths] = Sessions(Graphs(step, evaluation), threads=network.sessions.threads), {**labels, **more}
+    kept[widths] = kept.pop(widths)  # the last that was used
+    while len(kept) > KEPT:
+        del kept[next(iter(kept))]
+    found: tuple[Sessions, Mapping[str, Label]] = kept[widths]
+    return found
+
+
+def _index(network: Network, mask: NeuronMask, labels: Mapping[str, Label]) -> dict[str, Index]:
+    """Return the values of a narrow graph's inputs that say which neurons are active."""
+    sizes = {**network.manifest.group_sizes, ALWAYS: 1}
+    neurons = NeuronMask({**mask.active, ALWAYS: np.arange(1)})
+    index: dict[str, Index] = {}
+    for name, label in labels.items():
+        segments = tuple(Segment.model_construct(group=group, repeat=repeat) for group, repeat in label)
+        kept = np.array(axis_index(segments, neurons, sizes), np.int64)
+        if name.startswith("places:"):
+            places = np.full(sum(sizes[group] * repeat for group, repeat in label), -1, np.int64)
+            places[kept] = np.arange(len(kept))
+            kept = places
+        index[name] = kept
+    return index

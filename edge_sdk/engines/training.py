@@ -1,0 +1,167 @@
+"""Local training whatever the engine: the part that trains, what changes on the way, the result, and what can fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.errors import SdkError
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
+from edge_sdk.tasks import Batches
+
+Flags = NDArray[np.bool_]
+Batch = tuple[Any, Any]
+"""(inputs, targets), as an engine takes them: numpy arrays or torch tensors."""
+
+
+class TrainingDiverged(SdkError):
+    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
+
+
+class UnsoundModel(TrainingDiverged):
+    """The model that was received gives no finite loss before any training: no fault of this device."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that trains.
+
+    mask: active neurons; elements: name -> what exists of a parameter, the rest being and staying zero; trained: name
+    -> what moves of it, the rest staying as it is. None: everything.
+    """
+
+    mask: NeuronMask | None = None
+    elements: Mapping[str, Flags] | None = None
+    trained: Mapping[str, Flags] | None = None
+
+
+EVERYTHING = Part()
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A pull of what is trained to ``centre``, by name, or where it is when training begins: μ/2·|w - centre|², with μ
+    the ``weight`` (FedProx, arXiv:1812.06127, Eq. 2)."""
+
+    weight: float
+    centre: Mapping[str, NDArray[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The result of local training.
+
+    num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
+    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples
+    (FedSPU's method card, 4.6).
+    """
+
+    num_examples: int
+    samples: int
+    steps: int
+    train_loss: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """The part of a model that exists from now on.
+
+    elements: name -> bool of the parameter's shape, as ``Part`` has them. renewed: name -> bool, what is new or was
+    taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
+    """
+
+    elements: Mapping[str, Flags]
+    renewed: Mapping[str, Flags]
+
+
+class Adjustment(Protocol):
+    """Changes which elements of a model exist while it trains.
+
+    batches: how many of the last ones it is shown.
+    """
+
+    batches: int
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The local steps, counted from 1, after which it does."""
+
+    def decide(self, step: int, batches: Sequence[Batch]) -> Change:
+        """Change the model's weights, and say what exists of them from now on.
+
+        batches: the last ones trained on, oldest first.
+        """
+
+
+def count_steps(settings: FederationSettings, batches: Batches) -> int:
+    """Return the steps of a round: ``local_steps``, or else ``local_epochs`` over ``batches``.
+
+    Raises ValueError where there is nothing to train on.
+    """
+    if len(batches) == 0:
+        raise ValueError("the task's training data has no batches; give it at least one sample")
+    return settings.local_steps or settings.local_epochs * len(batches)
+
+
+def evaluation_of(seen: int, loss_sum: float, correct: int | None) -> Evaluation:
+    """Return what was judged: ``loss_sum`` over ``seen`` samples, and how many were right, None without classes.
+
+    Raises TrainingDiverged when the loss is not finite, ValueError where there was no sample.
+    """
+    if seen == 0:
+        raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
+    if not math.isfinite(loss_sum):
+        raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
+    accuracy = None if correct is None else correct / seen
+    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy)
+
+
+def check_loadable(tensors: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ManifestError, naming the tensor, unless a model whose tensors have ``shapes`` has all these."""
+    for name, tensor in tensors.items():
+        if shapes.get(name) != tensor.shape:
+            found = f"has shape {shapes[name]}" if name in shapes else "does not exist"
+            raise ManifestError(
+                f"{name}: should have shape {tensor.shape}, in the model it {found}; publish and train the same model"
+            )
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
+    text = json.dumps([str(part) for part in parts])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The errors of local training that diverges after so many of ``total`` steps."""
+
+    settings: FederationSettings
+    learning_rate: float
+    total: int
+
+    def of_loss(self, loss: float, step: int, *, inputs_finite: bool) -> TrainingDiverged:
+        """Return the error of a loss that is not finite."""
+        if not inputs_finite:
+            return TrainingDiverged(
+                f"the inputs of training step {step} are NaN or infinite; replace or leave out such samples"
+            )
+        return TrainingDiverged(f"the loss is {loss} at step {step} of {self.total}; {self._advice()}")
+
+    def of_tensor(self, name: str) -> TrainingDiverged:
+        """Return the error of a tensor that is not finite in the end."""
+        return TrainingDiverged(f"{name} is not finite after {self.total} steps; {self._advice()}")
+
+    def _advice(self) -> str:
+        clip = self.settings.clip
+        instead = "set a clip, such as 1" if clip is None else f"lower the clip of {clip:g}"
+        return f"lower the learning rate of {self.learning_rate:g} or {instead}"
