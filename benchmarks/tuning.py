@@ -1,9 +1,10 @@
 """``tune``: settings chosen on validation data, from runs that are long enough and grids that are wide enough.
 
 A tuning run is at least half as long as the run itself, and a trial in which the method's mechanism did nothing (a
-count of ``DeviceMethod.acts`` is zero) is no basis of a choice. Where the best rate, or number of epochs, is at the
-edge of the grid, this goes on there by its own ratio, with the other settings as in the best point, until the values on
-both sides of the best one were tried, or ``Tuning.extensions`` times.
+count of ``DeviceMethod.acts`` is zero) is no basis of a choice. Where the best rate is at the edge of the
+grid, this goes on there by its own ratio, with the other settings as in the best point, until the values on both sides
+of the best one were tried, or ``Tuning.extensions`` times. Epochs are chosen among those given: they are what a
+comparison allows a device, and the most always fit best.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.runner import Where, run_trial, without_fine_tuning
 from sparrow.command_line.exits import Exit
 
-EXTENDED = ("rate", "epochs")
+EXTENDED = ("rate",)
 """Endings of the settings whose grids go on beyond their edges."""
 
 Point = dict[str, Value]
@@ -169,7 +170,7 @@ def _too_short(experiment: Experiment, run: MethodRun, idle: Sequence[str]) -> s
 
 
 def open_edges(tried: Iterable[Point], best: Point) -> dict[str, list[Value]]:
-    """Return the rates and numbers of epochs of which a value next to the best one was not tried with its other
+    """Return the rates of which a value next to the best one was not tried with its other
     settings, and those values: at the edge of what was tried at all, the next one by the ratio of the last two."""
     points = list(tried)
     found: dict[str, list[Value]] = {}
