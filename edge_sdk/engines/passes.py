@@ -89,6 +89,8 @@ class Editor:
             for info in (*inferred.value_info, *inferred.input, *inferred.output)
         }
         self._constants: dict[str, Any] = {each.name: numpy_helper.to_array(each) for each in self.graph.initializer}
+        for name, array in self._constants.items():
+            self._shapes[name], self._types[name] = array.shape, array.dtype
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
         """Return the lengths of a value's axes, or None where nothing is known."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.parts import leaves_of, products_of
+from edge_sdk.engines.passes import optimise
 from edge_sdk.engines.training import Part, Pull
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
@@ -141,6 +143,13 @@ def test_few_neurons_are_less_work():
     assert sum(each.size for each in step.gradients.values()) < 0.1 * sum(e.size for e in whole.gradients.values())
     assert index.keys() == {name for name in step.inputs if name.startswith(("rows:", "columns:"))}
     assert network.step(parts, lowest) is step, "made once for as many neurons"
+    graph = onnx.load_from_string(optimise(network.sessions.graphs.step, parts, lowest))
+    shapes = {
+        info.name: [axis.dim_value for axis in info.type.tensor_type.shape.dim]
+        for info in onnx.shape_inference.infer_shapes(graph).graph.value_info
+    }
+    below = [shapes[node.output[0]] for node in graph.graph.node if node.op_type == "ConvTranspose"]
+    assert [channels for _, channels, *_ in below] == [len(index["rows:conv1.weight"])], "errors that nobody needs"
 
 
 @pytest.mark.parametrize(
