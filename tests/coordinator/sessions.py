@@ -11,7 +11,7 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
 from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationSettings
-from edge_sdk.tasks.digits import load
+from edge_sdk.tasks import load_task
 from sparrow.coordinator import errors as coordinator_errors
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
@@ -128,12 +128,15 @@ class CoordinatorWithDevices(LocalCoordinator):
             "local_epochs": 1,
             "draws": "seed",
         }
+        task = settings.pop("task", "digits")
         settings = FederationSettings(method=method, **{**usual, **settings})
-        return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))
+        return self.federations.create(CreateFederation(name="f", task=task, settings=settings))
 
-    def open_device(self, name, budget=1.0, of=8, engine="torch"):
-        """The device of this name: its session, new or taken up again from its folder."""
+    def open_device(self, name, budget=1.0, of=8, engine="torch", data=None):
+        """The device of this name: its session, new or taken up again from its folder. data: a file, for all tasks but
+        the digits."""
         index = "abcdefgh".index(name)
+        dealt = f"index={index},of={of},alpha=1"
         self.folders.append(StateFolder(self.folder / name))
         return Session(
             Wire(self, name),
@@ -142,7 +145,9 @@ class CoordinatorWithDevices(LocalCoordinator):
             name=name,
             budget=budget,
             engine=engine,
-            make_task=lambda info: load(f"index={index},of={of},alpha=1", device=name, seed=0, batch_size=16),
+            make_task=lambda info: load_task(
+                info.task, f"{data},{dealt}" if data else dealt, device=name, seed=0, batch_size=16
+            ),
         )
 
     def play(self, *sessions):
