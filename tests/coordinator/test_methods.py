@@ -137,8 +137,8 @@ def test_engines_train_the_same(coordinator, new_coordinator, method):
 
 
 RATES = {"digits": 0.05, "mnist": 0.05, "cifar10": 0.002}
-"""Behind batch norm an activation that rounding puts on the other side of zero moves others across it, too: with a rate of
-0.05 the models of CIFAR-10's network are some thousandths apart from then on."""
+"""Behind batch norm an activation that rounding puts on the other side of zero moves others across it, too: with a rate
+of 0.05 the models of CIFAR-10's network are some thousandths apart from then on."""
 
 
 def as_images(folder, task):
