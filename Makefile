@@ -79,17 +79,20 @@ builtin: setup
 
 setup: $(READY)
 
-# torch comes first and pinned: resolved with the rest, its newest build would bring gigabytes of CUDA.
-$(VENV)/.torch:
+$(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit("Sparrow needs Python 3.10 to 3.14, this is " + sys.version.split()[0] + \
 	  ": make PYTHON=python3.11") if not (3, 10) <= sys.version_info[:2] <= (3, 14) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
 	touch $@
 
-# What the demo needs, which is a small part of what the tests need.
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
+# What the demo needs, a small part of what the tests need, and no PyTorch.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+# torch comes first and pinned: resolved with the rest, its newest build would bring gigabytes of CUDA.
+$(VENV)/.torch: | $(VENV)/.made
+	$(PIP) $(TORCH)
 	touch $@
 
 $(READY): $(VENV)/.torch pyproject.toml constraints.txt

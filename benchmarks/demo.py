@@ -3,7 +3,8 @@
 The demo runs the product's own programs, ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on
 this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three
 models are compared on each device's own held-out data: one trained there alone, from the same first weights and for as
-many local steps; the federation's global model; the device's personal model.
+many local steps; the federation's global model; the device's personal model. All train with ONNX Runtime, by the step
+that comes with the task: there need be no PyTorch.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from tqdm import tqdm
 
 from edge_sdk.device.state import Progress, StateFolder
-from edge_sdk.engines import evaluate_held_out
+from edge_sdk.device.transport import Transport, connect
+from edge_sdk.engines import Engine, Graphs, evaluate_held_out
+from edge_sdk.engines.engine import OnnxEngine
+from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
-from edge_sdk.protocol.messages import Evaluation, FederationInfo, FederationSettings, RoundRecord
-from edge_sdk.publish import publish
+from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
+from edge_sdk.protocol.manifest import Tensors, initial_values
+from edge_sdk.protocol.messages import CreateFederation, Evaluation, FederationInfo, FederationSettings, RoundRecord
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.training.engine import TorchEngine
-from edge_sdk.training.local import evaluate, set_tensors
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
 
+TASK = "digits"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA = 0.3
 ROUNDS = 30
@@ -90,10 +92,7 @@ def fresh(folder: Path) -> Iterator[str]:
 def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]:
     """Run the federation at the coordinator ``server``, with its devices in ``folder``, and return the report."""
     begin = time.monotonic()
-    publish(
-        server,
-        "demo",
-        "digits",
+    asked = FederationSettings(
         rounds=ROUNDS,
         cohort=len(BUDGETS),
         min_devices=len(BUDGETS),
@@ -105,14 +104,17 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
         draws="seed",
         **settings,
     )
+    request = CreateFederation(name="demo", task=TASK, settings=asked)
+    with connect(server) as client:  # what publish does for a built-in task; publishing one's own needs PyTorch
+        Transport(client).create_federation(request.model_dump_json().encode(), "application/json")
     with devices(folder, server, seed) as processes:
         info, records = watch(server, processes, folder)
     model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
-    manifest = Manifest.model_validate_json(httpx.get(f"{server}/v1/federations/demo/manifest").content)
     wall = time.monotonic() - begin
-    torch.set_num_threads(1)  # a network this small waits for its threads longer than they compute
+    task = load_builtin(TASK)
+    sessions = Sessions(Graphs(task.graphs["step"], task.graphs["evaluation"]))
     rows = [
-        judge(folder, name(index), budget, manifest, info.settings, model, seed)
+        judge(folder, name(index), budget, task, sessions, info.settings, model, seed)
         for index, budget in enumerate(tqdm(BUDGETS, desc="training locally, to compare", unit="device", leave=False))
     ]
     return {
@@ -150,6 +152,7 @@ def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Po
                 *("--name", name(index), "--budget", str(budget), "--state-dir", str(home / "state")),
                 *("--data", f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}", "--watts", WATTS),
                 *("--export", str(home / "model.onnx"), "--patience", "60", "--threads", "1", "--quiet"),
+                *("--engine", "onnx"),
                 *("--policy", "none"),  # five devices share this machine, and each would wait for the others
             ]
             with (home / "log").open("w") as log:
@@ -192,7 +195,8 @@ def judge(
     folder: Path,
     device: str,
     budget: float,
-    manifest: Manifest,
+    builtin: BuiltinTask,
+    sessions: Sessions,
     settings: FederationSettings,
     model: Tensors,
     seed: int,
@@ -201,16 +205,17 @@ def judge(
     home = folder / device
     index = int(device.rsplit("-", 1)[1])
     data = f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}"
-    task = load_task("digits", data, device=device, seed=seed, batch_size=settings.batch_size).seeded(seed)
+    task = load_task(TASK, data, device=device, seed=seed, batch_size=settings.batch_size)
     state = StateFolder(home / "state")
-    _, progress = state.load(manifest)
-    personal = state.best(manifest)
+    _, progress = state.load(builtin.manifest)
+    personal = state.best(builtin.manifest)
     state.close()
     assert personal is not None
+    engine = OnnxEngine(Network(builtin.manifest, sessions), classification=True)
     accuracy = {
-        "local_only": local_only(task, manifest, settings, progress, device),
-        "global": _accuracy(task, model),
-        "personal": _accuracy(task, personal),
+        "local_only": local_only(engine, task, settings, progress, device),
+        "global": _accuracy(engine, task, model),
+        "personal": _accuracy(engine, task, personal),
     }
     onnx = home / "model.onnx"
     return DeviceRow(
@@ -226,7 +231,7 @@ def judge(
         accuracy_personal=accuracy["personal"],
         bytes_up=progress.training.bytes_up,
         bytes_down=progress.training.bytes_down,
-        whole_model_bytes=4 * manifest.shared_values,
+        whole_model_bytes=4 * builtin.manifest.shared_values,
         everything_bytes=progress.everything.bytes_down + progress.everything.bytes_up,
         seconds=progress.training.seconds,
         joules_measured=progress.training.joules_measured,
@@ -236,12 +241,11 @@ def judge(
     )
 
 
-def local_only(task: Task, manifest: Manifest, settings: FederationSettings, progress: Progress, device: str) -> float:
+def local_only(engine: Engine, task: Task, settings: FederationSettings, progress: Progress, device: str) -> float:
     """Return the accuracy of a model trained on this device alone: same first weights, rate, batch and number of
     local steps; of its rounds' models the best on validation data counts.
     """
-    engine = TorchEngine(task, manifest)
-    engine.load(initial_values(manifest, settings.seed))
+    engine.load(initial_values(engine.manifest, settings.seed))
     best: Evaluation | None = None
     accuracy = 0.0
     for number in range(progress.rounds):
@@ -258,9 +262,9 @@ def local_only(task: Task, manifest: Manifest, settings: FederationSettings, pro
     return accuracy
 
 
-def _accuracy(task: Task, tensors: Tensors) -> float:
-    set_tensors(task.model, tensors)
-    accuracy = evaluate(task.model, task, task.held_out).accuracy
+def _accuracy(engine: Engine, task: Task, tensors: Tensors) -> float:
+    engine.load(tensors)
+    accuracy = engine.evaluate(task.held_out).accuracy
     assert accuracy is not None
     return accuracy
 

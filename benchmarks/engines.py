@@ -1,18 +1,24 @@
 """``python -m benchmarks.engines``: a training step of ONNX Runtime against one of PyTorch, on the same network.
 
     python -m benchmarks.engines                                     measure everything, write the page
+    python -m benchmarks.engines footprint                           what a device process takes with each, alone
     python -m benchmarks.engines page                                write the page of the recorded results
 
 The variants of a cell alternate step by step in one process and one thread, in ``TURNS`` turns; a turn compares the
-medians of its steps, a cell the median of its turns. Results are ``docs/results/engines.jsonl``.
+medians of its steps, a cell the median of its turns. A device process takes part in a federation with a coordinator on
+this machine; the engines alternate. Results are ``docs/results/engines.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -27,10 +33,11 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.engines.training import EVERYTHING, Part
+from edge_sdk.publish import publish
 from edge_sdk.publishing.step import compile_step
 from sparrow.benchmarks import steps
 from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.steps import LEARNING_RATE, Setting, Step
 from sparrow.benchmarks.training import FOLDER, Row, alternate
 
@@ -41,6 +48,44 @@ BUDGET = 0.2
 DENSITIES = (0.05, 0.2, 0.5)
 MASKED = "mnist:leaf"
 """Measured under FedSPU's mask at ``BUDGET``, and under masks of elements."""
+
+
+ENGINES = {"onnx": "edge_sdk.engines.engine:OnnxEngine", "torch": "edge_sdk.training.engine:TorchEngine"}
+FOOTPRINTS = (("digits", 20), ("mnist:leaf", 32))
+"""Task and batch size of the federations that device processes take part in."""
+SAMPLES = 1000
+"""Of the file of a device whose task has no data of its own."""
+
+DEVICE = """
+import json, os, sys, time
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+def age():
+    started = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+from edge_sdk.join import main
+module, _, name = sys.argv[1].partition(":")
+engine = getattr(__import__(module, fromlist=[name]), name)
+train, found = engine.train, {}
+
+def watched(*given, progress, **named):
+    def after(done, total, loss):
+        if not found:
+            found.update(first_step_seconds=age(), first_step_processor=time.process_time())
+        found["training_kib"] = max(found.get("training_kib", 0), status("VmRSS"))
+        progress(done, total, loss)
+    return train(*given, progress=after, **named)
+
+engine.train = watched
+code = main(sys.argv[2:])
+found["peak_kib"] = status("VmHWM")
+print(json.dumps(found))
+sys.exit(code)
+"""
+"""A device process that says when its first step was done, and what it held."""
 
 
 def cells(models: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -88,6 +133,53 @@ def scattered(setting: Setting, density: float) -> Part:
     return Part(elements={spec.name: chance.random(spec.shape) < density for spec in setting.manifest.maskable})
 
 
+def footprint(task: str, batch: int, turns: int = TURNS) -> Row:
+    """Return what a device process of each engine takes until its first step, and holds, of each turn."""
+    taken: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+    with tempfile.TemporaryDirectory() as folder, coordinator(Path(folder)) as server:
+        data = [] if task == "digits" else ["--data", str(_samples(Path(folder), task))]
+        for turn in range(turns):
+            for engine, place in ENGINES.items():
+                name = f"{engine}-{turn}"
+                publish(server, name, task, rounds=2, cohort=1, min_devices=1, batch_size=batch)
+                options = ["--server", server, "--federation", name, "--name", "device", "--engine", engine, *data]
+                options += ["--budget", "1", "--threads", "1", "--policy", "none", "--quiet"]
+                done = subprocess.run(
+                    [sys.executable, "-c", DEVICE, place, *options, "--state-dir", f"{folder}/{name}"],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+                taken[engine].append(json.loads(done.stdout.splitlines()[-1]))
+    return {"row": "footprint", "model": task, "batch": batch, "engines": taken, "machine": machine()}
+
+
+def _samples(folder: Path, task: str) -> Path:
+    """Write a file of a device's own samples, random images, for MNIST's tasks."""
+    chance = np.random.default_rng(0)
+    images = chance.integers(0, 256, (SAMPLES, 28, 28), np.uint8)
+    file = folder / "own.npz"
+    np.savez(file, x_train=images, y_train=np.arange(SAMPLES, dtype=np.uint8) % 10)
+    return file
+
+
+def install(sources: Path, folder: Path, extra: str) -> tuple[Path, int]:
+    """Install Sparrow with an extra into a new environment in ``folder``; return its Python, and the bytes it took."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
+    shutil.copytree(sources, folder / "sources", ignore=left_out)
+    subprocess.run([sys.executable, "-m", "venv", folder / "environment"], check=True)
+    python, before = folder / "environment" / "bin" / "python", _bytes(folder / "environment")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    constraints = ["--constraint", folder / "sources" / "constraints.txt"]
+    subprocess.run([*pip, *constraints, f"{folder / 'sources'}[{extra}]"], check=True)
+    return python, _bytes(folder / "environment") - before
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
 def ratio(row: Row, name: str, to: str) -> float:
     """Return the median over turns of one variant's seconds over another's of the same turn."""
     seconds = row["seconds"]
@@ -106,6 +198,31 @@ Over {count} cells the geometric mean of onnx over torch is **{mean:.2f}**, the 
 
 def page(rows: Sequence[Row]) -> str:
     """Return the results as Markdown."""
+    steps, processes = ([row for row in rows if row["row"] == kind] for kind in ("engines", "footprint"))
+    return "\n".join(
+        [*([steps_section(steps)] if steps else []), *([footprint_section(processes)] if processes else [])]
+    )
+
+
+def footprint_section(rows: Sequence[Row]) -> str:
+    """Return what device processes take, medians over turns."""
+    table = []
+    for row in rows:
+        for engine, turns in row["engines"].items():
+            median = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+            seconds = [f"{median[f'first_step_{each}']:.2f}" for each in ("seconds", "processor")]
+            held = [f"{median[f'{each}_kib'] / 1000 * 1.024:.0f}" for each in ("training", "peak")]
+            table.append([row["model"], str(row["batch"]), engine, *seconds, *held])
+    head = ["task", "batch", "engine", "first step, s", "of the processor, s", "training, MB", "at most, MB"]
+    said = (
+        f"## A device process\n\nFrom the start of the process to the end of its first step, and the memory that it "
+        f"holds (resident) at most after a step and at all, through two rounds. {rows[0]['machine']}.\n"
+    )
+    return "\n".join([said, markdown_table(head, table)])
+
+
+def steps_section(rows: Sequence[Row]) -> str:
+    """Return what steps take."""
     ratios = [ratio(row, "onnx", "torch") for row in rows]
     turns = len(rows[0]["seconds"]["onnx"])
     mean = prod(ratios) ** (1 / len(ratios))
@@ -131,14 +248,18 @@ def page(rows: Sequence[Row]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write rows and page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("all", "page"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "footprint", "page"), default="all")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     file = options.out / "engines.jsonl"
-    if options.what == "all":
-        found = [measure(*cell, options.turns) for cell in tqdm(list(cells(options.models)), unit="cell")]
+    if options.what != "page":
+        known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        found = [row for row in known if options.what == "footprint" and row["row"] != "footprint"]
+        if options.what == "all":
+            found = [measure(*cell, options.turns) for cell in tqdm(list(cells(options.models)), unit="cell")]
+        found += [footprint(*cell, options.turns) for cell in tqdm(FOOTPRINTS, unit="device")]
         file.write_text("".join(json.dumps(row) + "\n" for row in found))
     if not file.exists():
         raise SystemExit(f"{file} has no results; run `python -m benchmarks.engines` first")

@@ -9,7 +9,7 @@ its size exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,16 @@ FOLDED = names(
     """
 )
 """Operators that sizes are computed with."""
+
+_PLAIN: dict[str, Callable[..., Array]] = {
+    "Add": np.add,
+    "Cast": lambda given, to: given.astype(onnx.helper.tensor_dtype_to_np_dtype(to)),
+    "Concat": lambda *given, axis: np.concatenate(given, axis),
+    "Mul": np.multiply,
+    "Squeeze": lambda given, axes=None: np.squeeze(given, None if axes is None else tuple(axes)),
+    "Sub": np.subtract,
+}
+"""The commonest of them: importing ONNX's reference implementation takes longer than a small model's first step."""
 
 SIZING = names(
     """
@@ -363,13 +373,21 @@ class Walk:
         elif node.op_type == "Constant":
             self._data[node.output[0]] = _constant(node.attribute)
         elif node.op_type in FOLDED | {"ConstantOfShape"} and all(name in self._data for name in node.input if name):
-            from onnx.reference import ReferenceEvaluator
-
             try:
-                made = ReferenceEvaluator(node).run(None, {name: self._data[name] for name in node.input if name})
+                made = self._computed(node)
             except Exception:  # of many kinds; what is not known is refused where a size is made of it
                 return
             self._data |= {name: np.asarray(array) for name, array in zip(node.output, made, strict=True)}
+
+    def _computed(self, node: NodeProto) -> Sequence[Any]:
+        """Return what a node makes of the data that its inputs have."""
+        if (plain := _PLAIN.get(node.op_type)) is not None and all(node.input):
+            given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            return [plain(*(self._data[name] for name in node.input), **given)]
+        from onnx.reference import ReferenceEvaluator
+
+        evaluator = ReferenceEvaluator(node)
+        return evaluator.run(None, {name: self._data[name] for name in node.input if name})
 
 
 def _columns(node: NodeProto, shape: Callable[[str], list[int]]) -> int:

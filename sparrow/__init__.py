@@ -29,11 +29,11 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of ``__all__`` from its module. Raises CannotTrain on a device without torch."""
+    """Import a name of ``__all__`` from its module. Raises CannotTrain on a device that cannot train."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "SdkError":
         from edge_sdk.device import trainable
 
-        trainable.check()
+        trainable.check(module="torch" if name in ("publish", "simulate") else None)
     return getattr(importlib.import_module(_MODULES[name]), name)

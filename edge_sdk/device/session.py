@@ -284,7 +284,7 @@ class Session:
             manifest = Manifest.model_validate_json(cached) if cached else None
         if manifest is None or manifest.digest != self.info.manifest_digest:
             manifest = self._transport.manifest(self._federation)
-            self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
+            self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
         return manifest
 
     def skeleton(self) -> bytes:
@@ -314,7 +314,7 @@ class Session:
                 raise GraphError(
                     f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again"
                 )
-            self._folder.cache(file, graph)
+            self._folder.cache(file, graph, durable=False)
         return graph
 
     def _note_membership(self) -> None:

@@ -444,9 +444,10 @@ class StateFolder:
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 
-    def cache(self, name: str, data: bytes) -> None:
-        """Keep a downloaded file beside the state."""
-        self._write(name, data)
+    def cache(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Keep a downloaded file beside the state. durable: False for one that its reader compares with a digest, and
+        downloads again if the power was cut before it was on the disk."""
+        write_atomically(self.path / name, data, durable=durable and self._durable)
 
     def _write(self, name: str, data: bytes) -> None:
         write_atomically(self.path / name, data, durable=self._durable)

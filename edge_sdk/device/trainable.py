@@ -14,10 +14,13 @@ from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
 
 OLDEST_PYTHON = (3, 10)
-INSTALL = (
-    "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu "
-    "and then pip install 'sparrow-fl[device]' bring it"
-)
+INSTALL = {
+    "onnxruntime": "pip install 'sparrow-fl[device]' brings it",
+    "torch": (
+        "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu "
+        "and then pip install 'sparrow-fl[device-torch]' bring it"
+    ),
+}
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
@@ -57,7 +60,7 @@ def check(
         importlib.import_module(module)
     except ImportError as error:
         lacks = isinstance(error, ModuleNotFoundError) and error.name == module
-        how = f"{'pip install onnxruntime' if module == 'onnxruntime' else INSTALL}; without, " if lacks else ""
+        how = f"{INSTALL.get(module, INSTALL['torch'])}; without, " if lacks else ""
         why = "is not installed" if lacks else f"does not load ({error})"
     except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
         how, why = "", f"does not load ({error})"

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -157,11 +158,16 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
         raise bad_address(named, f"has the port {url.port}, but ports go from 1 to 65535")
     if url.query or url.fragment:
         raise bad_address(named, "continues after its path")
+    verify: ssl.SSLContext | bool = True
+    if trust is not None and trust != tls.Tls():
+        verify = trust.context()
+    elif url.scheme == "http":
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody, and need not read the public authorities
     no_cookies = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=()))
     return httpx.Client(
         base_url=server,
         timeout=TIMEOUT,
-        verify=True if trust in (None, tls.Tls()) or trust is None else trust.context(),
+        verify=verify,
         cookies=no_cookies,  # else they would be kept for as long as the client, however many
         event_hooks={"request": [_warn_of_plain_http(url)]},
     )

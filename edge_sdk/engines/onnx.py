@@ -38,6 +38,15 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.flo
 TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(int32)": np.int32}
 
 
+# One arena for all sessions of a process, which grows by what it lacks: by default each has its own, and doubles it.
+onnxruntime.create_and_register_allocator(
+    onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    ),
+    onnxruntime.OrtArenaCfg(0, 1, -1, -1),
+)
+
+
 class Sessions:
     """The runtime's sessions of a task's graphs, made when they are first needed; networks of one shape share them.
 
@@ -68,6 +77,8 @@ class Sessions:
             options.intra_op_num_threads = self.threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
+            options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
+            options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
         return self._made[key]

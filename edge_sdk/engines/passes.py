@@ -168,7 +168,7 @@ class Editor:
             else:
                 self.rename(other, name)
             return
-        for node in self.graph.node:
+        for node in self.readers(name):
             node.input[:] = [other if read == name else read for read in node.input]
 
     def rename(self, name: str, new: str) -> None:

@@ -47,7 +47,7 @@ def dirichlet(
     _check(labels, of, minimum)
     _check_alpha(alpha)
     random = _random(seed)
-    by_class = [random.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    by_class = [random.permutation(np.flatnonzero(labels == label)) for label in sorted(set(labels.tolist()))]
     for _ in range(REDRAWS):
         proportions = random.dirichlet(np.full(of, alpha), size=len(by_class))
         if not np.isfinite(proportions).all():

@@ -1,9 +1,10 @@
 """``make test-arm64``: the device's side on aarch64, under user-mode QEMU, against a coordinator on this machine.
 
-In a Debian arm64 root (``root.py``) it runs the tests of ``devices/`` and of the wire's format; then a device in there
-and one on this machine are a federation of two. The one inside must complete rounds of FedSPU, export its personal
-model, and predict with the file what the host predicts with it. Everything made lies below ``.arm64``: the first run
-takes minutes for the root and 250 MB of wheels, later ones use them. Exit status: 0; 1 with what failed.
+In a Debian arm64 root (``root.py``) without PyTorch it runs the tests of ``devices/`` and of the wire's format; then a
+device in there and one on this machine, which trains with PyTorch, are a federation of two. The one inside must complete
+rounds of FedSPU, export its personal model, and predict with the file what the host predicts with it. Everything made
+lies below ``.arm64``: the first run takes minutes for the root and the wheels, later ones use them. Exit status: 0; 1
+with what failed.
 """
 
 from __future__ import annotations
@@ -89,11 +90,14 @@ def _last(done: subprocess.CompletedProcess[str]) -> str:
 
 def _describe(root: Root) -> str:
     code = (
-        "import platform, sys, numpy, onnxruntime, torch; "
-        "print(platform.machine(), 'Python', platform.python_version(), 'torch', torch.__version__, "
-        "'ONNX Runtime', onnxruntime.__version__, 'numpy', numpy.__version__)"
+        "import importlib.util, platform, numpy, onnxruntime; "
+        "print(platform.machine(), 'Python', platform.python_version(), 'ONNX Runtime', onnxruntime.__version__, "
+        "'numpy', numpy.__version__, 'with' if importlib.util.find_spec('torch') else 'without', 'PyTorch')"
     )
-    return "inside: " + _inside(root, ["python3", "-c", code]).strip()
+    printed = _inside(root, ["python3", "-c", code]).strip()
+    if not printed.endswith("without PyTorch"):
+        raise Failed(f"the device inside is to do without PyTorch: {printed}")
+    return "inside: " + printed
 
 
 def _run_tests(root: Root) -> int:
@@ -150,6 +154,7 @@ def _run_federation(root: Root) -> None:
 def _join(url: str, name: str, index: int, folder: str) -> list[str]:
     federation = ["--server", url, "--name", name, "--data", f"index={index},of=2", "--budget", "0.4", "--quiet"]
     federation += ["--patience", "300"]
+    federation += ["--engine", "onnx" if name == EMULATED else "torch"]  # the two engines in one federation
     return ["-m", "edge_sdk.join", *federation, "--state-dir", folder, "--export", f"{folder}/model.onnx"]
 
 

@@ -38,7 +38,8 @@ def test_a_name_that_is_not_there_is_none_of_its(monkeypatch):
         from sparrow import jion  # noqa: F401
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(CannotTrain, match="PyTorch is not installed") as refused:
-        sparrow.join  # noqa: B018
+        sparrow.publish  # noqa: B018
+    assert sparrow.join is not None  # ONNX Runtime may train
     assert refused.value.exit_code is Exit.CANNOT
     assert isinstance(refused.value, SdkError)
 

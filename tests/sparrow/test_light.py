@@ -1,4 +1,4 @@
-"""A part is imported when its command is called: counted in a process of its own."""
+"""A part is imported when its command is called, counted in a process of its own; and a device is a small installation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from sparrow.benchmarks.server import coordinator
 
 PROBE = """
 import io, json, sys
@@ -49,3 +54,26 @@ def test_a_command_loads_its_own_part_alone(tmp_path):
     assert "fastapi" not in found["token"]
     assert not {"torch", "shtab"} & set(found["serve"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_device_is_installed_in_220_mb_and_trains_without_pytorch(tmp_path):
+    from edge_sdk.publish import publish
+    from sparrow.benchmarks.engines import install
+
+    python, size = install(Path(__file__).parents[2], tmp_path / "device", "device")
+    assert size <= 220e6
+    place = {"cwd": tmp_path, "env": {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}}
+    assert subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False, **place).returncode
+    with coordinator(tmp_path) as server:
+        publish(server, "default", "digits", rounds=2, cohort=1, min_devices=1, local_epochs=2)
+        options = ["--server", server, "--name", "small", "--state-dir", "state", "--export", "model.onnx", "--json"]
+        join = [python, "-m", "edge_sdk.join", *options, "--engine", "onnx", "--quiet"]
+        done = subprocess.run(join, capture_output=True, text=True, timeout=120, check=False, **place)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["rounds"] == 2
+    assert result["accuracy_after"] > result["accuracy_before"]
+    assert result["export"]["engine"] == "ONNX Runtime"
