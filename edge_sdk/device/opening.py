@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.engines import Engine, Graphs
+from edge_sdk.device.trainable import check as check_trainable
+from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceMethod
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
+from edge_sdk.tasks.compute import PROCESSOR
 
 if TYPE_CHECKING:
     from torch import nn
 
 Prepare = Callable[[Task, Manifest, FederationInfo], Prepared]
+
+
+def choose_engine(
+    asked: EngineChoice, task: Task, manifest: Manifest, info: FederationInfo, method: DeviceMethod
+) -> EngineName:
+    """Return what trains ``task`` in a federation: what was asked for, or for ``auto`` ONNX Runtime, unless it cannot,
+    or the task has a model and is to be computed by a GPU or in bfloat16.
+
+    Raises CannotTrain where that is not installed, or cannot train in this federation; BadArgument where PyTorch is
+    needed and the task has no model.
+    """
+    lacks = _onnx_lacks(manifest, info, method)
+    compute = task.compute
+    accelerated = compute.device != PROCESSOR or compute.bfloat16
+    if asked == "onnx" or (asked == "auto" and not lacks and not (accelerated and task.model is not None)):
+        if lacks:
+            raise CannotTrain(f"{lacks}: join with --engine torch")
+        return "onnx"
+    try:
+        check_trainable()
+    except CannotTrain as error:
+        raise CannotTrain(f"{lacks}, and {error}" if lacks else str(error)) from None
+    if task.model is None:
+        why = f"is needed, because {lacks}: give one" if lacks else "PyTorch trains: give one, or --engine onnx"
+        raise BadArgument(f"the task has no model, which {why}")
+    return "torch"
+
+
+def _onnx_lacks(manifest: Manifest, info: FederationInfo, method: DeviceMethod) -> str | None:
+    """Return why ONNX Runtime cannot train in a federation on this device; None where it can."""
+    if "onnx" not in method.engines:
+        return f"{info.method} needs PyTorch to train"
+    if "step" not in manifest.graphs:
+        return f"federation {info.name} has no training step as a graph"
+    missing = [package for package in ("onnx", "onnxruntime") if find_spec(package) is None]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def open_torch(
@@ -35,34 +74,21 @@ def open_torch(
 
     task = task.seeded(info.settings.seed)
     if checks:
-        if task.model is None:
-            raise BadArgument("the task has no model; give one, or join with --engine onnx, which needs data alone")
         check_model(task.model, manifest)
         check_task(task, manifest)
     prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info)
     return prepared, TorchEngine(prepared.task, manifest)
 
 
-def open_onnx(
-    task: Task,
-    manifest: Manifest,
-    info: FederationInfo,
-    fetch: Callable[[], Graphs | None],
-    method: DeviceMethod,
-) -> Engine:
-    """Return ONNX Runtime's engine for a federation's training step, which ``fetch`` gives.
+def open_onnx(task: Task, manifest: Manifest, info: FederationInfo, graphs: Graphs) -> Engine:
+    """Return ONNX Runtime's engine for a federation's training step.
 
-    Raises CannotTrain where the federation has none, or its method needs PyTorch; BadArgument for data that are not as
-    the model takes them; ManifestError where the device's own part of the model has no recipe.
+    Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
+    model has no recipe.
     """
     from edge_sdk.engines.engine import OnnxEngine
     from edge_sdk.engines.onnx import Network, Sessions
 
-    instead = "join with --engine torch"
-    if "onnx" not in method.engines:
-        raise CannotTrain(f"{info.method} needs PyTorch to train: {instead}")
-    if (graphs := fetch()) is None:
-        raise CannotTrain(f"federation {info.name} has no training step as a graph: {instead}")
     for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if batches is not None:
             _check_data(name, batches, manifest)

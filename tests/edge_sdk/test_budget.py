@@ -396,6 +396,7 @@ def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settin
                 make_task=lambda info, index=index: task_of(index),
                 prepare=prepare if index == 0 else None,
                 progress=grow_slow,
+                engine="torch",
             )
             for index in range(5)
         ]

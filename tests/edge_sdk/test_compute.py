@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -71,12 +72,20 @@ def test_without_a_gpu_auto_is_the_processor_and_cuda_is_refused():
         choose_device("cuda")
 
 
-def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch):
+def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto") == choose_device("cuda") == "cuda"
-    assert choose_device("auto", deterministic=True) == choose_device("cpu") == "cpu"
+    (tmp_path / "nvidiactl").touch()
+    assert choose_device("auto", nodes=tmp_path) == choose_device("cuda") == "cuda"
+    assert choose_device("auto", deterministic=True, nodes=tmp_path) == choose_device("cpu") == "cpu"
     with pytest.raises(BadArgument, match="give --accelerator cpu"):
         choose_device("cuda", deterministic=True)
+
+
+def test_pytorch_is_not_asked_for_a_gpu_without_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert choose_device("auto", nodes=tmp_path) == "cpu"
+    with pytest.raises(BadArgument, match="needs PyTorch, which is not installed"):
+        choose_device("cuda")
 
 
 @NO_GPU
