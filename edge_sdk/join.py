@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from edge_sdk.device.trainable import check as check_trainable
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
@@ -35,6 +34,7 @@ from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.exporting import Export, export_personal
+from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
 from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
@@ -47,7 +47,7 @@ from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.tasks import Task, is_module, load_task
-from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
+from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
@@ -121,20 +121,18 @@ def join(
 
     task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
-    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in
-    (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
-    after every round (``edge_sdk.budget.search``). policy: when it may work;
-    None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
-    personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
-    SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for
-    a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
+    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in (0,
+    1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
+    after every round (``edge_sdk.budget.search``). policy: when it may work; None: always. conditions: what it is like
+    now, this machine's sensors by default. export: where to write the personal model as ONNX. enrolment_token: where
+    the coordinator asks for one; without, that of SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a
+    coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
     sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
     bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
     follows from the model, not in what was measured to be fastest. engine: what trains: ``torch``; ``onnx``, ONNX
-    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step, and whose budget is 1
-    unless one is given; or ``auto``: ONNX Runtime where federation and method allow it and there is no GPU.
-    memory_limit: bytes that training may take, all that the process holds included; by default what there is. trust:
-    certificates for https.
+    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; or ``auto``: ONNX
+    Runtime where federation and method allow it and there is no GPU. memory_limit: bytes that training may take, all
+    that the process holds included; by default what there is. trust: certificates for https.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
@@ -143,7 +141,7 @@ def join(
     """
     make_task = _task_maker(task)
     _check_numbers(budget, threads, memory_limit, patience_seconds)
-    engine, compute = _compute(engine, accelerator, threads, bfloat16, deterministic)
+    engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
     check_name(name)
@@ -173,7 +171,6 @@ def join(
                 progress=bar.training,
                 prepare=Preparation(
                     budget,
-                    compute,
                     deterministic,
                     memory_limit,
                     duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
@@ -209,21 +206,6 @@ def join(
             for text in result.warnings:
                 bar.say(text)
             return result
-
-
-def _compute(
-    engine: EngineChoice, accelerator: str, threads: int | None, bfloat16: bool, deterministic: bool
-) -> tuple[EngineChoice, Compute]:
-    """Return what trains, as far as it is known yet, and how to compute. Raises CannotTrain without the package of an
-    engine that was asked for, BadArgument for what it does not have."""
-    if accelerator == "cuda" or bfloat16:
-        if engine == "onnx":
-            what = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
-            raise BadArgument(f"{what} needs PyTorch: give --engine torch, or leave it out")
-        engine = "torch"
-    check_trainable(module=None if engine == "auto" else "torch" if engine == "torch" else "onnxruntime")
-    device = choose_device("cpu" if engine == "onnx" else accelerator, deterministic=deterministic)
-    return engine, Compute(device, threads, bfloat16=bfloat16)
 
 
 def _task_maker(task: object) -> Callable[[FederationInfo], Task]:

@@ -49,6 +49,10 @@ class Sessions:
         self.narrow: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
 
+    def anew(self) -> Sessions:
+        """Return others of the same graphs, of which none is made."""
+        return Sessions(self.graphs, threads=self.threads)
+
     def step(self, parts: Parts, lowest: Collection[str]) -> onnxruntime.InferenceSession:
         """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
         key = ("step", *sorted(parts.items()), *sorted(lowest))
@@ -68,6 +72,7 @@ class Sessions:
             options.intra_op_num_threads = self.threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
+            options.enable_mem_pattern = False  # one block of all values, beside those of the first run: twice as much
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
         return self._made[key]

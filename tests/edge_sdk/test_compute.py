@@ -21,7 +21,7 @@ from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
-from edge_sdk.training.rehearsal import Rehearsal
+from edge_sdk.training.rehearsal import TorchRehearsal
 from sparrow.command_line.exits import Exit
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -143,7 +143,7 @@ def test_threads_are_the_processs(task, threads):
 # --- what is fastest -------------------------------------------------------------------------------------------------
 
 
-class Scripted(Rehearsal):
+class Scripted(TorchRehearsal):
     """Takes the seconds that it is told a step takes, (threads, channels last) -> seconds."""
 
     def __init__(self, task, seconds):
@@ -154,6 +154,7 @@ class Scripted(Rehearsal):
     def train(self, steps, *, mask=None, samples=None, compute=None):
         if compute is None:
             return [1e-3] * (steps - 1)
+        self.task.on(compute)
         self.tried.append((torch.get_num_threads(), compute.channels_last))
         return [self.seconds(*self.tried[-1])] * (steps - 1)
 

@@ -18,7 +18,6 @@ from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Graphs
 from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
-from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Manifest
@@ -111,7 +110,7 @@ UNTRAINED = Manifest.model_validate({**DIGITS.model_dump(), "step_sha256": None,
 def engine_of(asked="auto", *, method="fedspu", manifest=DIGITS, compute=USUAL, model=True):
     task = replace(load("index=0,of=20", device="pi", seed=0, batch_size=16), compute=compute)
     task = task if model else replace(task, model=None, loss=None)
-    return choose_engine(asked, task, manifest, SimpleNamespace(name="f", method=method), load_method(method))
+    return choose_engine(asked, task, manifest, method)
 
 
 def test_onnx_runtime_trains_where_federation_and_method_allow_it_and_no_gpu_is_there():
@@ -125,7 +124,7 @@ def test_onnx_runtime_trains_where_federation_and_method_allow_it_and_no_gpu_is_
     ("given", "why"),
     [
         ({"method": "pfedgate"}, "pfedgate needs PyTorch to train"),
-        ({"manifest": UNTRAINED}, "federation f has no training step as a graph"),
+        ({"manifest": UNTRAINED}, "the model was published without a training step"),
     ],
 )
 def test_where_pytorch_is_needed_what_is_missing_is_said(monkeypatch, given, why):
