@@ -17,7 +17,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,14 @@ import torch
 from edge_sdk.budget.prediction import Predictor
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import DEADLINE_SHARE, BudgetController, Limits
+from edge_sdk.device.opening import Prepare
 from edge_sdk.device.policy import Policy
 from edge_sdk.device.session import Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.watchdog import Watchdog
+from edge_sdk.engines.rehearsal import Rehearse
 from edge_sdk.profile import Subject
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo, UpdateReport
@@ -134,7 +135,7 @@ def _open(
     folder: Path,
     index: int,
     watch: Watchdog,
-    prepare: Callable[[Task, Manifest, FederationInfo], Prepared],
+    prepare: Prepare,
 ) -> Session:
     client = stack.enter_context(httpx.Client(base_url=server, timeout=60))
     state = stack.enter_context(closing(StateFolder(folder / f"device-{index}")))
@@ -145,13 +146,14 @@ def _open(
         name=f"device-{index}",
         make_task=_task,
         prepare=prepare,
+        engine="torch",
         telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
         watchdog=watch,
     )
 
 
 def _task(info: FederationInfo) -> Task:
-    return Subject(TASK, info.settings, compute=Compute(threads=1)).load()[0]
+    return Subject(TASK, info.settings, compute=Compute(threads=1), engine="torch").load()[0]
 
 
 def _whole_round(server: str, clock: Clock) -> float:
@@ -164,9 +166,9 @@ def _whole_round(server: str, clock: Clock) -> float:
 
 def _prepare(
     planned: float, duty: float, budget: float | None, chosen: list[tuple[float, float]], clock: Clock
-) -> Callable[[Task, Manifest, FederationInfo], Prepared]:
-    def prepare(task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
-        predictor = Predictor(task, manifest, info.settings, memory=False, clock=clock)
+) -> Prepare:
+    def prepare(task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse) -> Prepared:
+        predictor = Predictor(task, manifest, info.settings, memory=False, rehearse=rehearse, clock=clock)
         if budget is not None:
             chosen.append((budget, predictor.at(budget).seconds / duty))
             return Prepared(task, budget)

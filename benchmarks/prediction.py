@@ -37,11 +37,14 @@ Row = dict[str, Any]
 
 def measure(task: str, batch: int, steps: int) -> list[Row]:
     """Return one run: a row per budget."""
-    subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
+    subject = Subject(
+        task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1), engine="torch"
+    )
     rows = []
     for cell in profile(subject, BUDGETS, steps=steps, clock=time.process_time).rows:
         measured, predicted, memory = cell.measured, cell.predicted, cell.memory
         assert measured is not None, "a machine for benchmarks has the memory"
+        assert measured.flops is not None, "PyTorch counts them"
         rows.append(
             {
                 "task": task,

@@ -62,7 +62,7 @@ SdkError
 └── MissingPart                  a package or program is not installed
 
 Three more never leave the functions above, because their callers go on without: ``ReadError``
-(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``budget.memory``).
+(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``engines.rehearsal``).
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from edge_sdk.device.trainable import check as check_trainable
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
@@ -35,19 +34,20 @@ from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.exporting import Export, export_personal
+from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
 from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watchdog, read_spent
-from edge_sdk.engines import EngineName
+from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.tasks import Task, is_module, load_task
-from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
+from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
@@ -69,7 +69,8 @@ class Result:
     ``global_share`` of the global model mixed into it; None where it is the last one. ``adapted``: it came after the
     end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
     cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
-    device came to it; None where it was given. ``warnings`` say what its user should know of the personal model.
+    device came to it; None where it was given. ``engine`` trained. ``warnings`` say what its user should know of the
+    personal model.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Result:
     evaluation: Totals
     everything: Moved
     export: Export | None
+    engine: str
     budget: float = 1.0
     choice: Choice | None = None
     warnings: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ def join(
     threads: int | None = None,
     bfloat16: bool = False,
     deterministic: bool = False,
-    engine: EngineName = "torch",
+    engine: EngineChoice = "auto",
     memory_limit: int | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
@@ -119,19 +121,18 @@ def join(
 
     task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
-    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in
-    (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
-    after every round (``edge_sdk.budget.search``). policy: when it may work;
-    None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
-    personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
-    SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for
-    a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
+    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in (0,
+    1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
+    after every round (``edge_sdk.budget.search``). policy: when it may work; None: always. conditions: what it is like
+    now, this machine's sensors by default. export: where to write the personal model as ONNX. enrolment_token: where
+    the coordinator asks for one; without, that of SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a
+    coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
     sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
     bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
-    follows from the model, not in what was measured to be fastest. engine: what trains, ``torch``, or ``onnx``: ONNX
-    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; its budget is 1
-    unless one is given. memory_limit: bytes that training may take, all that
-    the process holds included; by default what there is. trust: certificates for https.
+    follows from the model, not in what was measured to be fastest. engine: what trains: ``torch``; ``onnx``, ONNX
+    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; or ``auto``: ONNX
+    Runtime where federation and method allow it and there is no GPU. memory_limit: bytes that training may take, all
+    that the process holds included; by default what there is. trust: certificates for https.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
@@ -140,7 +141,7 @@ def join(
     """
     make_task = _task_maker(task)
     _check_numbers(budget, threads, memory_limit, patience_seconds)
-    compute = _compute(engine, accelerator, threads, bfloat16, deterministic)
+    engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
     check_name(name)
@@ -163,14 +164,13 @@ def join(
                 folder,
                 federation=federation,
                 name=name,
-                make_task=make_task if engine == "torch" else lambda info: make_task(info).on(compute),
+                make_task=lambda info: replace(make_task(info), compute=compute),
                 budget=1.0 if budget is None else budget,
                 engine=engine,
                 telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions),
                 progress=bar.training,
                 prepare=Preparation(
                     budget,
-                    compute,
                     deterministic,
                     memory_limit,
                     duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
@@ -206,17 +206,6 @@ def join(
             for text in result.warnings:
                 bar.say(text)
             return result
-
-
-def _compute(engine: EngineName, accelerator: str, threads: int | None, bfloat16: bool, deterministic: bool) -> Compute:
-    """Return how to compute. Raises CannotTrain without the engine's package, BadArgument for what it does not have."""
-    check_trainable(module="torch" if engine == "torch" else "onnxruntime")
-    if engine == "torch":
-        return Compute(choose_device(accelerator, deterministic=deterministic), threads, bfloat16=bfloat16)
-    if accelerator == "cuda" or bfloat16:
-        what = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
-        raise BadArgument(f"{what} needs PyTorch: give --engine torch, or leave it out")
-    return Compute("cpu", threads)
 
 
 def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
@@ -343,6 +332,7 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         evaluation=progress.evaluation,
         everything=session.moved,
         export=exported,
+        engine=session.engine.title,
         budget=session.budget,
         choice=session.choice,
         warnings=tuple(_warnings(progress)),
@@ -454,6 +444,7 @@ def report(result: Result, energy: str) -> str:
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
         f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}",
+        f"  engine                     {result.engine}",
         f"  energy source              {energy}",
         f"  energy per update          {_joules_per(result.training, result.rounds)}",
         f"  energy per point           {_joules_per(result.training, _points(result))}",
@@ -595,10 +586,10 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=get_args(EngineName),
-        default="torch",
+        choices=get_args(EngineChoice),
+        default="auto",
         metavar="NAME",
-        help="torch (default), or onnx, which needs no PyTorch",
+        help="onnx, which needs no PyTorch; torch; auto: onnx where it can and there is no GPU (default: auto)",
     )
     parser.add_argument("--threads", type=read.count, help="CPU threads for training (default: what is fastest)")
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")

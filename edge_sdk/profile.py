@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
@@ -33,9 +33,12 @@ from tqdm import tqdm
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB, read_setting
-from edge_sdk.budget.memory import Memory, held, room
-from edge_sdk.budget.prediction import Prediction, Predictor
+from edge_sdk.budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
 from edge_sdk.budget.search import Choice, Limits, choose
+from edge_sdk.device.opening import choose_compute, choose_engine
+from edge_sdk.engines import EngineChoice, Graphs
+from edge_sdk.engines.onnx import Sessions
+from edge_sdk.engines.rehearsal import OnnxRehearsal, Rehearse
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownWork, load_method
 from edge_sdk.methods.describing import describe_for
@@ -43,12 +46,11 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_settings
-from edge_sdk.tasks import Task, build_seeded, load_task
-from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute, choose_device
+from edge_sdk.tasks import Seeded, Task, is_module, load_task
+from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.local import as_tensor
-from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import memory
 
@@ -64,27 +66,34 @@ class Subject:
     settings: FederationSettings
     data: str | None = None
     compute: Compute = USUAL
+    engine: EngineChoice = "auto"
 
-    def load(self) -> tuple[Task, Manifest]:
-        """Return the task, and its model's manifest. Raises UnknownTask, DataError, UnsupportedLayer."""
-        task = self._task().seeded(self.settings.seed).on(self.compute)
-        if task.name in builtin_tasks():
-            return task, load_builtin(task.name).manifest
-        example = as_tensor(next(iter(task.train))[0])[:2].to(self.compute.device)
-        return task, describe_for(self.settings.method, task.model, example, task=task.name)
+    def load(self) -> tuple[Task, Manifest, Rehearse]:
+        """Return the task as the engine that was chosen takes it, its model's manifest, and what makes rehearsals.
+
+        Raises UnknownTask, DataError, UnsupportedLayer, CannotTrain.
+        """
+        task = replace(self._task(), compute=self.compute)
+        if (builtin := load_builtin(task.name) if task.name in builtin_tasks() else None) is not None:
+            manifest = builtin.manifest
+            if choose_engine(self.engine, task, manifest, self.settings.method) == "onnx":
+                task = replace(task, compute=Compute(threads=self.compute.threads or 1))
+                graphs = Graphs(builtin.graphs["step"], builtin.graphs["evaluation"])
+                return task, manifest, partial(OnnxRehearsal, sessions=cache(partial(_sessions, graphs)))
+        task = task.seeded(self.settings.seed).on(self.compute)
+        if builtin is None:
+            example = as_tensor(next(iter(task.train))[0])[:2].to(self.compute.device)
+            manifest = describe_for(self.settings.method, task.model, example, task=task.name)
+        return task, manifest, rehearse_torch
 
     def _task(self) -> Task:
         name, _, model = self.task.partition(":")
         choices = MODELS.get(name, {})
+        batch = self.settings.batch_size
         if self.data is not None or not choices or (model and model not in choices):
-            batch = self.settings.batch_size
             return load_task(self.task, self.data, device="profile", seed=self.settings.seed, batch_size=batch)
         choice = choices[model] if model else next(iter(choices.values()))
-        network = build_seeded(choice.build, self.settings.seed)
-        batch = self.settings.batch_size
-        with torch.no_grad():
-            classes = network.eval()(torch.zeros(1, *choice.shape)).shape[1]
-
+        (classes,) = load_builtin(self.task).manifest.output_shape
         random = np.random.default_rng(self.settings.seed)
 
         def batches(samples: int) -> ArrayBatches:
@@ -92,14 +101,19 @@ class Subject:
                 Arrays(random.random((samples, *choice.shape), np.float32), np.arange(samples) % classes), samples
             )
 
-        return Task(self.task, network, cross_entropy, batches(batch), batches(EVALUATION_BATCH))
+        return Task(self.task, Seeded(choice.build), cross_entropy, batches(batch), batches(EVALUATION_BATCH))
+
+
+def _sessions(graphs: Graphs, threads: int) -> Sessions:
+    return Sessions(graphs, threads=threads)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of training as measured: FLOPs; ``above`` bytes on top of the ``base`` held without it; mean seconds."""
+    """A step of training as measured: FLOPs, None where nothing counts them; ``above`` bytes on top of the ``base``
+    held without it; mean seconds."""
 
-    flops: int
+    flops: int | None
     base: int
     above: int
     seconds: float
@@ -126,8 +140,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """The result. samples: of a step. limit: bytes that may be held. whole_model: the method trains the whole model at
-    any budget. choice: of ``join`` among the budgets, by memory."""
+    """The result. subject: with the engine and compute that were chosen. samples: of a step. limit: bytes that may be
+    held. whole_model: the method trains the whole model at any budget. choice: of ``join`` among the budgets, by
+    memory."""
 
     subject: Subject
     samples: int
@@ -158,8 +173,9 @@ def profile(
     fit is not measured. progress: called with each prediction and measurement. clock: gives seconds.
     Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, BudgetTooSmall, Unpredictable, TrainingDiverged.
     """
-    task, manifest = subject.load()
-    predictor = _predictor(task, manifest, subject.settings, clock)
+    task, manifest, rehearse = subject.load()
+    subject = replace(subject, compute=task.compute, engine="torch" if is_module(task.model) else "onnx")
+    predictor = _predictor(task, manifest, subject.settings, rehearse, clock)
     budgets = sorted(budgets or [each for each in BUDGETS if each in predictor.budgets])
     predictions = []
     for budget in budgets:
@@ -178,10 +194,12 @@ def profile(
     return Profile(subject, predictor.samples, limit, whole_model, choice, tuple(rows))
 
 
-def _predictor(task: Task, manifest: Manifest, settings: FederationSettings, clock: Callable[[], float]) -> Predictor:
+def _predictor(
+    task: Task, manifest: Manifest, settings: FederationSettings, rehearse: Rehearse, clock: Callable[[], float]
+) -> Predictor:
     """Return the predictor. Raises BadArgument for a method that needs what the coordinator makes of a federation."""
     with suppress(KeyError, UnknownWork):  # a setting of the method is missing
-        predictor = Predictor(task, manifest, settings, clock=clock)
+        predictor = Predictor(task, manifest, settings, rehearse=rehearse, clock=clock)
         if predictor.budgets:
             return predictor
     raise BadArgument(
@@ -201,12 +219,12 @@ def _measured(subject: Subject, budget: float, steps: int, clock: Callable[[], f
 
 def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], float] = time.perf_counter) -> Measured:
     """Train ``steps`` steps at ``budget`` in this process, whose peak memory no other work should raise."""
-    task, manifest = subject.load()
+    task, manifest, rehearse = subject.load()
     method = load_method(subject.settings.method)
-    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow, clock=clock)
+    rehearsal = rehearse(task, manifest, subject.settings, narrow=method.narrow, clock=clock)
     effort = method.at_budget(rehearsal, budget)
     effort.train(2, 2)  # what any training loads is part of the base
-    device = subject.compute.device
+    device = task.compute.device
     base = held(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -214,9 +232,12 @@ def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], flo
         memory.forget_peak()
     seconds = fmean(effort.train(1 + steps))
     peak = torch.cuda.max_memory_reserved(device) if device == "cuda" else memory.peak_resident()
-    with FlopCounterMode(display=False) as counter:
-        effort.train(1)
-    return Measured(counter.get_total_flops(), base, max(0, peak - base), seconds)
+    flops = None
+    if is_module(task.model):
+        with FlopCounterMode(display=False) as counter:
+            effort.train(1)
+        flops = counter.get_total_flops()
+    return Measured(flops, base, max(0, peak - base), seconds)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -227,7 +248,7 @@ def table(found: Profile) -> str:
     steps = found.rows[0].predicted.steps
     lines = [
         f"{found.subject.task}, {found.subject.settings.method}, {found.samples} samples a step, {steps} steps a round "
-        f"on {found.subject.compute}",
+        f"with {found.subject.engine} on {found.subject.compute}",
         "",
         "         |     FLOPs per step    |     peak memory, MiB (above base)     |  seconds per step   |  join, round",
         "  budget |  predicted    counted |      predicted           measured     | predicted  measured |   MiB      s",
@@ -253,9 +274,13 @@ def table(found: Profile) -> str:
     return "\n".join(lines)
 
 
-def _cells(flops: int, base: int, above: int, seconds: float) -> tuple[str, str, str]:
+def _cells(flops: int | None, base: int, above: int, seconds: float) -> tuple[str, str, str]:
     inside = f"({above / MIB:,.1f})"
-    return f"{flops:10.3e}", f"{(base + above) / MIB:8,.1f} {inside:>9}", f"{seconds:9.4f}"
+    return (
+        f"{'-':>10}" if flops is None else f"{flops:10.3e}",
+        f"{(base + above) / MIB:8,.1f} {inside:>9}",
+        f"{seconds:9.4f}",
+    )
 
 
 def _measured_cells(measured: Measured | None) -> tuple[str, str, str]:
@@ -272,8 +297,9 @@ def as_json(found: Profile) -> str:
             "task": found.subject.task,
             "method": found.subject.settings.method,
             "samples": found.samples,
+            "engine": found.subject.engine,
             "device": compute.device,
-            "threads": torch.get_num_threads(),
+            "threads": compute.threads or torch.get_num_threads(),
             "bfloat16": compute.bfloat16,
             "memory_limit": found.limit,
             "largest_budget": found.largest_fitting,
@@ -310,8 +336,8 @@ def _command(options: argparse.Namespace) -> None:
         },
         options=True,
     )
-    compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
-    subject = Subject(options.task, settings, options.data, compute)
+    engine, compute = choose_compute(options.engine, options.accelerator, options.threads, bfloat16=options.bfloat16)
+    subject = Subject(options.task, settings, options.data, compute, engine)
     # Shown on a terminal only.
     with tqdm(total=2 * len(options.budget or BUDGETS), unit="part", disable=None, leave=False) as bar:
         found = profile(
@@ -342,7 +368,10 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--memory-limit", type=read.mebibytes, metavar="MIB", help="what may be held (default: what there is)"
     )
-    parser.add_argument("--threads", type=read.count, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1)")
+    parser.add_argument(
+        "--engine", choices=get_args(EngineChoice), default="auto", help="what trains, as for join (default: auto)"
+    )
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="auto", help="default: %(default)s")
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument(

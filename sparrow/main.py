@@ -25,17 +25,19 @@ DISTRIBUTION = "sparrow-fl"
 
 @dataclass(frozen=True)
 class Source:
-    """The place of a command: its module, the extra that installs its packages, and whether they include torch."""
+    """The place of a command: its module, the extra that installs its packages, whether it trains, and whether that
+    needs PyTorch."""
 
     module: str
     help: str
     extra: str | None = None
     trains: bool = False
+    torch: bool = True
 
     def load(self) -> Command:
         """Return the command. Raises MissingPart, CannotTrain."""
         if self.trains:
-            trainable.check()
+            trainable.check(module="torch" if self.torch else None)
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -62,7 +64,7 @@ COMMANDS = {
     "evaluate": Source("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "delete": Source("sparrow.delete", "delete a federation"),
-    "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
+    "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
     "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),

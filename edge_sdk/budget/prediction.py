@@ -1,9 +1,9 @@
 """Prediction of what a round takes at a budget: bytes of memory, seconds of computing, bytes on the network.
 
 There is one predictor, for ``join``, for ``sparrow profile`` and for simulated boards. It takes a few steps of local
-training as rounds at that budget take them, of the federation's own model on a copy (``training.rehearsal``). Memory
-follows from what these steps allocate (``budget.memory``), seconds from how long they take; on a simulated board, which
-cannot be timed, seconds follow from counted FLOPs.
+training as rounds at that budget take them, of the federation's own model on a copy, with the engine that will train
+(``engines.rehearsal``, ``training.rehearsal``). Memory follows from what these steps take on few samples, seconds from
+how long they take; on a simulated board, which cannot be timed, seconds follow from counted FLOPs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,95 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
-from edge_sdk.budget.memory import Memory, held, predict_memory
+from edge_sdk.engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
 from edge_sdk.methods import BudgetTooSmall, load_method
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.tasks import Task, count_examples
+from sparrow.devices import memory
 from sparrow.devices.simulation import Board
-
-if TYPE_CHECKING:
-    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 BUDGETS = tuple(tenths / 10 for tenths in range(1, 11))
 """The budgets among which a device chooses."""
 
+MODELS_HELD = 2
+"""Models that a session holds while it trains another one: the personal model, and the one it received."""
+
 TIMED_STEPS = 4
 TIMED_SECONDS = 1.0
 """A budget is timed for this many steps, of which the first does not count, and for longer where these are short."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a round takes: ``held`` by the process before, and what training, evaluation and the ``models`` that a
+    session holds add at their peaks."""
+
+    held: int
+    training: int
+    evaluation: int
+    models: int
+
+    @property
+    def total(self) -> int:
+        """Return the bytes that the process holds at the peak of a round."""
+        return self.held + self.models + max(self.training, self.evaluation)
+
+    @property
+    def without_training(self) -> int:
+        """Return the bytes that it holds at the peak of an evaluation."""
+        return self.held + self.models + self.evaluation
+
+
+def predict_memory(rehearsal: Rehearsal, effort: Effort, held_before: Callable[[], int]) -> Memory:
+    """Predict the memory of rounds that train with ``effort``, in batches of the task's size.
+
+    held_before: read after the trainings, because the first one loads what every later one finds loaded. Raises
+    Unpredictable, and what training raises.
+    """
+    training, evaluation = predict_training(rehearsal, effort), predict_evaluation(rehearsal)
+    return Memory(held_before(), training, evaluation, MODELS_HELD * rehearsal.model_bytes)
+
+
+def predict_training(rehearsal: Rehearsal, effort: Effort) -> int:
+    """Predict the bytes that training adds at its peak.
+
+    Two steps, since what an optimiser remembers exists from the second on. A gate computes other blocks for other
+    samples, so that its steps cannot be compared; the step of the whole model, which takes about as much, stands for
+    them. Raises as ``predict_memory``.
+    """
+    try:
+        return rehearsal.peak(lambda few: effort.train(2, few), rehearsal.samples)
+    except Unpredictable:
+        return rehearsal.peak(lambda few: rehearsal.train(2, samples=few), rehearsal.samples)
+
+
+def predict_evaluation(rehearsal: Rehearsal) -> int:
+    """Predict the bytes that an evaluation adds at its peak. Raises as ``predict_memory``."""
+    return rehearsal.peak(rehearsal.evaluate, rehearsal.held_out)
+
+
+def held(device: str) -> int:
+    """Return the bytes that this process holds of the memory that training on ``device`` uses, after giving back those
+    that are free."""
+    if device == "cpu":
+        memory.give_back()
+        return memory.resident()
+    import torch  # here, because nothing else of a device that trains without it needs it
+
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def room(device: str) -> int:
+    """Return the bytes that this process may hold at most: those that it holds, and those that are free."""
+    if device == "cpu":
+        return held(device) + memory.available()
+    import torch
+
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return held(device) + free
 
 
 @dataclass(frozen=True)
@@ -61,7 +132,8 @@ class Predictor:
     """Predictions for one device, each made when its budget is first asked for.
 
     timed: False counts seconds as 0. memory: False leaves memory out. board: a simulated board, whose seconds follow
-    from counted FLOPs, and which holds nothing yet. clock: gives seconds. Raises what training raises.
+    from counted FLOPs, and which holds nothing yet. rehearse: makes rehearsals, PyTorch's by default. clock: gives
+    seconds. Raises what training raises.
     """
 
     def __init__(
@@ -73,9 +145,11 @@ class Predictor:
         timed: bool = True,
         memory: bool = True,
         board: Board | None = None,
+        rehearse: Rehearse | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._task, self._manifest, self._settings = task, manifest, settings
+        self._rehearse = rehearse or rehearse_torch
         self._method = load_method(settings.method)
         self._timed, self._memory, self._board, self._clock = timed, memory, board, clock
         self._known: dict[float, Prediction] = {}
@@ -130,9 +204,8 @@ class Predictor:
 
     def _rehearsal(self) -> Rehearsal:
         # Made for each prediction, because it holds a copy of the model that training later needs the room of.
-        from edge_sdk.training.rehearsal import Rehearsal
-
-        return Rehearsal(self._task, self._manifest, self._settings, narrow=self._method.narrow, clock=self._clock)
+        given = self._task, self._manifest, self._settings
+        return self._rehearse(*given, narrow=self._method.narrow, clock=self._clock)
 
     def _possible(self, rehearsal: Rehearsal, budget: float) -> bool:
         try:
@@ -140,6 +213,20 @@ class Predictor:
         except BudgetTooSmall:
             return False
         return True
+
+
+def rehearse_torch(
+    task: Task,
+    manifest: Manifest,
+    settings: FederationSettings,
+    *,
+    narrow: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rehearsal:
+    """Return a rehearsal with PyTorch."""
+    from edge_sdk.training.rehearsal import TorchRehearsal  # here, because the other engine needs no PyTorch
+
+    return TorchRehearsal(task, manifest, settings, narrow=narrow, clock=clock)
 
 
 def _bytes(values: int, settings: FederationSettings) -> tuple[int, int]:

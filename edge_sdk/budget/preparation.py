@@ -13,12 +13,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import ClassVar
 
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.memory import Unpredictable, held, room
-from edge_sdk.budget.prediction import Predictor
+from edge_sdk.budget.prediction import Predictor, held, rehearse_torch, room
 from edge_sdk.budget.search import NOTHING, BudgetController, Choice, Learned, Limits, choose
+from edge_sdk.engines.rehearsal import Rehearsal, Rehearse, Unpredictable
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
@@ -27,9 +28,6 @@ from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit
-
-if TYPE_CHECKING:
-    from edge_sdk.training.rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +90,6 @@ class Preparation:
     """
 
     budget: float | None
-    compute: Compute
     deterministic: bool = False
     memory_limit: int | None = None
     duty: Callable[[], float] = lambda: 1.0
@@ -104,80 +101,82 @@ class Preparation:
         if self.budget is not None:
             check_budget(self.budget)
 
-    def __call__(self, task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
-        """Return ``task``, computed so, and its budget. Raises DoesNotFit, which names a budget that fits."""
-        from edge_sdk.training.rehearsal import Rehearsal
+    def __call__(
+        self, task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse = rehearse_torch
+    ) -> Prepared:
+        """Return ``task``, computed so, and its budget. rehearse: makes rehearsals of the engine that will train.
 
-        task, settings = task.on(self.compute), info.settings
-        scarce = not self._is_plenty(task, manifest, settings)
+        Raises DoesNotFit, which names a budget that fits.
+        """
+        task, settings = task.on(task.compute), info.settings
+        limit = partial(self._limit, task.compute.device)
+        scarce = not _is_plenty(rehearse(task, manifest, settings), limit())
+        predict = partial(Predictor, manifest=manifest, settings=settings, rehearse=rehearse)
         try:
             if self.budget is not None and scarce:
-                predictor = Predictor(task, manifest, settings, timed=False)
-                self._check(predictor, settings, self.budget)
+                _check(predict(task, timed=False), settings, self.budget, limit())
             if not self.deterministic:
-                rehearsal = Rehearsal(task, manifest, settings, narrow=load_method(settings.method).narrow)
+                rehearsal = rehearse(task, manifest, settings, narrow=load_method(settings.method).narrow)
                 task = task.on(fastest_compute(rehearsal, settings))
             if self.budget is None:
-                return Prepared(task, 1.0, self._controller(task, manifest, settings, scarce))
+                timed = not self.deterministic
+                predictor = predict(task, timed=timed, memory=scarce, clock=self.clock)
+                return Prepared(task, 1.0, self._controller(predictor, settings, limit))
         except (TrainingDiverged, Unpredictable) as error:
             log.warning("training could not be tried on this device before it enrols: %s", error)
         return Prepared(task, 1.0 if self.budget is None else self.budget)
 
     def _controller(
-        self, task: Task, manifest: Manifest, settings: FederationSettings, scarce: bool
+        self, predictor: Predictor, settings: FederationSettings, limit: Callable[[], int]
     ) -> BudgetController:
         """Return what chooses the budget. Raises DoesNotFit where there is too little memory for the smallest one."""
-        timed = not self.deterministic
-        predictor = Predictor(task, manifest, settings, timed=timed, memory=scarce, clock=self.clock)
         if not predictor.budgets:
             raise DoesNotFit(
                 f"{settings.method} cannot work at any budget with this federation's settings; tell its operator"
             )
 
         def limits(deadline: float) -> Limits:
-            return Limits(self._limit(), deadline if timed else math.inf)
+            return Limits(limit(), math.inf if self.deterministic else deadline)
 
         found = BudgetController(predictor, settings, limits, duty=self.duty, learned=self.learned, keep=self.keep)
         if not found.choice.fits and found.choice.limited_by is BudgetLimit.memory:
-            self._check(predictor, settings, found.budget)
+            _check(predictor, settings, found.budget, limit())
         return found
 
-    def _limit(self) -> int:
-        return self.memory_limit or room(self.compute.device)
+    def _limit(self, device: str) -> int:
+        return self.memory_limit or room(device)
 
-    def _is_plenty(self, task: Task, manifest: Manifest, settings: FederationSettings) -> bool:
-        from edge_sdk.training.rehearsal import Rehearsal
 
-        rehearsal = Rehearsal(task, manifest, settings)
-        samples = max(rehearsal.samples, rehearsal.held_out)
-        needed = PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(manifest))
-        return held(self.compute.device) + needed < self._limit()
+def _is_plenty(rehearsal: Rehearsal, limit: int) -> bool:
+    samples = max(rehearsal.samples, rehearsal.held_out)
+    needed = PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(rehearsal.manifest))
+    return held(rehearsal.task.compute.device) + needed < limit
 
-    def _check(self, predictor: Predictor, settings: FederationSettings, budget: float) -> None:
-        """Raise DoesNotFit where rounds at ``budget`` need more memory than there is."""
-        limit = self._limit()
-        if not predictor.budgets:
-            return
-        # A device whose budget is too small for its method's rounds adapts the finished model, at the smallest of all.
-        memory = predictor.at(max(budget, predictor.budgets[0])).memory
-        if memory is None or memory.total <= limit:
-            return
-        said = (
-            f"a budget of {budget:g} needs {memory.total / MIB:,.0f} MiB of memory (predicted, of which "
-            f"{memory.held / MIB:,.0f} are held already), and there are {limit / MIB:,.0f}"
-        )
-        smaller = [each for each in predictor.budgets if each < budget]
-        if smaller and (choice := choose(predictor, Limits(limit, math.inf), settings, among=smaller)).fits:
-            raise DoesNotFit(f"{said}; a budget of {choice.budget:g} fits: give --budget {choice.budget:g}")
-        if memory.without_training > limit:
-            raise DoesNotFit(
-                f"{said}; no budget fits, because evaluating the model on {predictor.held_out} samples at once takes "
-                f"more by itself: free memory, or join a federation with a smaller model"
-            )
+
+def _check(predictor: Predictor, settings: FederationSettings, budget: float, limit: int) -> None:
+    """Raise DoesNotFit where rounds at ``budget`` need more than ``limit`` bytes of memory."""
+    if not predictor.budgets:
+        return
+    # A device whose budget is too small for its method's rounds adapts the finished model, at the smallest of all.
+    memory = predictor.at(max(budget, predictor.budgets[0])).memory
+    if memory is None or memory.total <= limit:
+        return
+    said = (
+        f"a budget of {budget:g} needs {memory.total / MIB:,.0f} MiB of memory (predicted, of which "
+        f"{memory.held / MIB:,.0f} are held already), and there are {limit / MIB:,.0f}"
+    )
+    smaller = [each for each in predictor.budgets if each < budget]
+    if smaller and (choice := choose(predictor, Limits(limit, math.inf), settings, among=smaller)).fits:
+        raise DoesNotFit(f"{said}; a budget of {choice.budget:g} fits: give --budget {choice.budget:g}")
+    if memory.without_training > limit:
         raise DoesNotFit(
-            f"{said}; no budget fits: free memory, or join a federation with smaller batches (here "
-            f"{predictor.samples} samples) or a smaller model"
+            f"{said}; no budget fits, because evaluating the model on {predictor.held_out} samples at once takes "
+            f"more by itself: free memory, or join a federation with a smaller model"
         )
+    raise DoesNotFit(
+        f"{said}; no budget fits: free memory, or join a federation with smaller batches (here "
+        f"{predictor.samples} samples) or a smaller model"
+    )
 
 
 def check_budget(budget: object) -> None:
@@ -193,15 +192,10 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
     """Return the task's compute with the thread count and memory format that are fastest; as it is where trying cannot
     pay.
 
-    settings: say how long rounds are. Tried are the process's threads, half of them, and so on down to 1, unless the
+    settings: say how long rounds are. Tried are the rehearsal's threads, half of them, and so on down to 1, unless the
     compute says how many; then the other memory format. Large batches are tried in part. This process then has the
     threads of what is returned. Raises what training raises.
     """
-    import torch
-    from torch import nn
-
-    from edge_sdk.training.layout import gains
-
     usual = rehearsal.task.compute
     steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
     if usual.device != "cpu" or rehearsal.flops(steps * rehearsal.samples, None) < WORTH_TRYING:
@@ -211,23 +205,22 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
     per_sample = min(rehearsal.train(STEPS, samples=few)) / few
     allowed = min(SECONDS, SHARE_OF_ROUND * steps * rehearsal.samples * per_sample)
     samples = max(few, min(rehearsal.samples, int(allowed / 5 / STEPS / max(per_sample, 1e-9))))
-    default = torch.get_num_threads()
     best, least = usual, math.inf
 
     def attempt(candidate: Compute) -> None:
         nonlocal best, least
         if time.monotonic() - begin > allowed - STEPS * samples * per_sample:
             return
-        torch.set_num_threads(candidate.threads or default)
         taken = min(rehearsal.train(STEPS, samples=samples, compute=candidate))
         if taken < WORTH * least:
             best, least = candidate, taken
 
-    for threads in [usual.threads] if usual.threads else [default >> shift for shift in range(default.bit_length())]:
+    most = rehearsal.threads
+    for threads in [usual.threads] if usual.threads else [most >> shift for shift in range(most.bit_length())]:
         attempt(replace(usual, threads=threads))
-    if usual.channels_last is None and any(isinstance(module, nn.Conv2d) for module in rehearsal.model.modules()):
-        attempt(replace(best, channels_last=not gains(rehearsal.model)))
-    torch.set_num_threads(best.threads or default)
+    for other in rehearsal.formats(best):
+        attempt(other)
+    rehearsal.task.on(best)
     return best
 
 

@@ -3,24 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edge_sdk.budget.prediction import rehearse_torch
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.engines import Engine, Graphs
+from edge_sdk.device.trainable import check as check_trainable
+from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
-from edge_sdk.methods import DeviceMethod
+from edge_sdk.methods import load_method
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
+from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
 
 if TYPE_CHECKING:
     from torch import nn
 
-Prepare = Callable[[Task, Manifest, FederationInfo], Prepared]
+    from edge_sdk.engines.rehearsal import Rehearse
+
+Prepare = Callable[[Task, Manifest, FederationInfo, "Rehearse"], Prepared]
+
+
+def choose_compute(
+    engine: EngineChoice, accelerator: str, threads: int | None, *, bfloat16: bool, deterministic: bool = False
+) -> tuple[EngineChoice, Compute]:
+    """Return what trains, as far as it is known yet, and how to compute. Raises CannotTrain without the package of an
+    engine that was asked for, BadArgument for what it does not have."""
+    if accelerator == "cuda" or bfloat16:
+        if engine == "onnx":
+            what = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
+            raise BadArgument(f"{what} needs PyTorch: give --engine torch, or leave it out")
+        engine = "torch"
+    check_trainable(module=None if engine == "auto" else "torch" if engine == "torch" else "onnxruntime")
+    device = choose_device("cpu" if engine == "onnx" else accelerator, deterministic=deterministic)
+    return engine, Compute(device, threads, bfloat16=bfloat16)
+
+
+def choose_engine(asked: EngineChoice, task: Task, manifest: Manifest, method: str) -> EngineName:
+    """Return what trains ``task`` with a method: what was asked for, or for ``auto`` ONNX Runtime, unless it cannot,
+    or the task has a model and is to be computed by a GPU or in bfloat16.
+
+    Raises CannotTrain where that is not installed, or cannot train this; BadArgument where PyTorch is
+    needed and the task has no model.
+    """
+    lacks = _onnx_lacks(manifest, method)
+    compute = task.compute
+    accelerated = compute.device != PROCESSOR or compute.bfloat16
+    if asked == "onnx" or (asked == "auto" and not lacks and not (accelerated and task.model is not None)):
+        if lacks:
+            raise CannotTrain(f"{lacks}: join with --engine torch")
+        return "onnx"
+    try:
+        check_trainable()
+    except CannotTrain as error:
+        raise CannotTrain(f"{lacks}, and {error}" if lacks else str(error)) from None
+    if task.model is None:
+        why = f"is needed, because {lacks}: give one" if lacks else "PyTorch trains: give one, or --engine onnx"
+        raise BadArgument(f"the task has no model, which {why}")
+    return "torch"
+
+
+def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
+    """Return why ONNX Runtime cannot train a model on this device; None where it can."""
+    if "onnx" not in load_method(method).engines:
+        return f"{method} needs PyTorch to train"
+    if "step" not in manifest.graphs:
+        return "the model was published without a training step"
+    missing = [package for package in ("onnx", "onnxruntime") if find_spec(package) is None]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def open_torch(
@@ -35,40 +92,35 @@ def open_torch(
 
     task = task.seeded(info.settings.seed)
     if checks:
-        if task.model is None:
-            raise BadArgument("the task has no model; give one, or join with --engine onnx, which needs data alone")
         check_model(task.model, manifest)
         check_task(task, manifest)
-    prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info)
+    prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info, rehearse_torch)
     return prepared, TorchEngine(prepared.task, manifest)
 
 
 def open_onnx(
-    task: Task,
-    manifest: Manifest,
-    info: FederationInfo,
-    fetch: Callable[[], Graphs | None],
-    method: DeviceMethod,
-) -> Engine:
-    """Return ONNX Runtime's engine for a federation's training step, which ``fetch`` gives.
+    task: Task, manifest: Manifest, info: FederationInfo, graphs: Graphs, prepare: Prepare | None, budget: float
+) -> tuple[Prepared, Engine]:
+    """Return the task as it is to be computed with its budget, and ONNX Runtime's engine for a federation's step.
 
-    Raises CannotTrain where the federation has none, or its method needs PyTorch; BadArgument for data that are not as
-    the model takes them; ManifestError where the device's own part of the model has no recipe.
+    Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
+    model has no recipe.
     """
     from edge_sdk.engines.engine import OnnxEngine
     from edge_sdk.engines.onnx import Network, Sessions
+    from edge_sdk.engines.rehearsal import OnnxRehearsal
 
-    instead = "join with --engine torch"
-    if "onnx" not in method.engines:
-        raise CannotTrain(f"{info.method} needs PyTorch to train: {instead}")
-    if (graphs := fetch()) is None:
-        raise CannotTrain(f"federation {info.name} has no training step as a graph: {instead}")
     for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if batches is not None:
             _check_data(name, batches, manifest)
-    network = Network(manifest, Sessions(graphs, threads=task.compute.threads or 1))
+    task = replace(task, compute=Compute(threads=task.compute.threads))
+    prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
+    if prepare is not None:
+        prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
+    network = Network(manifest, sessions(prepared.task.compute.threads or 1))
+    sessions.cache_clear()  # what was tried, and not chosen
     network.load(own_initial_values(manifest, info.settings.seed))
-    return OnnxEngine(network, classification=task.classification)
+    return prepared, OnnxEngine(network, classification=task.classification)
 
 
 def _check_data(name: str, batches: Batches, manifest: Manifest) -> None:

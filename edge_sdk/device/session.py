@@ -28,13 +28,13 @@ from pydantic import ValidationError
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.heartbeat import Heartbeat
-from edge_sdk.device.opening import open_onnx, open_torch
+from edge_sdk.device.opening import Prepare, choose_engine, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
-from edge_sdk.engines import Engine, EngineName, Graphs, evaluate_held_out
+from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
 from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
 from edge_sdk.errors import (
     Damaged,
@@ -149,12 +149,13 @@ class Session:
 
     make_task: gives the task once the federation's settings are known. telemetry: made from the transport's counters.
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
-    steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
-    returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
-    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watchdog: holds the
-    device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
-    hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains; ``onnx`` needs of the task
-    its data alone, and no PyTorch. Raises what ``errors`` lists; the state folder stays usable.
+    steps in all, loss) while the device trains. prepare: given task, manifest, federation and what makes the
+    engine's rehearsals before the device enrols; returns the task as it is to be computed, or raises where that cannot
+    be. known: what else would be asked for; the task is then trusted to fit. announce: whether a device that is
+    enrolled says that it is there. watchdog: holds the device to its policy, between assignments and between batches.
+    hosted: whether it is one of many that a process hosts in turn: such a device may be silent, and sends no
+    heartbeats. engine: what trains (``choose_engine``); ONNX Runtime needs of the task its data alone. Raises what
+    ``errors`` lists; the state folder stays usable.
     """
 
     def __init__(
@@ -169,12 +170,12 @@ class Session:
         telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
         profile: DeviceProfile | None = None,
         progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
-        prepare: Callable[[Task, Manifest, FederationInfo], Prepared] | None = None,
+        prepare: Prepare | None = None,
         known: Known | None = None,
         announce: bool = True,
         watchdog: Watchdog | None = None,
         hosted: bool = False,
-        engine: EngineName = "torch",
+        engine: EngineChoice = "auto",
     ) -> None:
         self._transport = transport
         self._hosted = hosted
@@ -207,14 +208,15 @@ class Session:
         task = make_task(self.info)
         self._prepared: Prepared
         self.engine: Engine
-        if engine == "onnx":
-            self._prepared = Prepared(task, budget)
-            self.engine = open_onnx(task, self.manifest, self.info, lambda: self.graphs, self._method)
+        if choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
+            assert self.graphs is not None, "the manifest names them"
+            self._prepared, self.engine = open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
         else:
             self._prepared, self.engine = open_torch(
                 task, self.manifest, self.info, prepare, budget, checks=known is None
             )
         self.task = self._prepared.task
+        log.info("%s trains with %s", name, self.engine.title)
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)

@@ -1,8 +1,8 @@
 """A check that this device can train, made before anything that needs torch is imported.
 
-Training takes a 64-bit Python 3.10 or newer with PyTorch. A device without can still run an exported model, and that is
-what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
-system, and PyTorch is not made for those. This file must load in Python 3.6, to tell what is wrong with it.
+Training takes a 64-bit Python 3.10 or newer, with ONNX Runtime or PyTorch. A device without can still run an exported
+model, and that is what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel
+often runs a 32-bit system, and neither is made for those. This file must load in Python 3.6, to tell what is wrong.
 """
 
 import importlib
@@ -46,7 +46,7 @@ def check(
     if pointer_bytes < 8:
         raise CannotTrain(
             f"this device cannot train, because its Python is one of {8 * pointer_bytes} bits ({platform}) and PyTorch "
-            f"is made for 64; {ADVICE}"
+            f"and ONNX Runtime are made for 64; {ADVICE}"
         )
     if version < OLDEST_PYTHON:
         found, oldest = (".".join(str(part) for part in numbers) for numbers in (version, OLDEST_PYTHON))

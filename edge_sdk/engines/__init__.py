@@ -19,6 +19,8 @@ from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches
 
 EngineName = Literal["onnx", "torch"]
+EngineChoice = Literal["auto", "onnx", "torch"]
+"""``auto``: ONNX Runtime where federation, method and device allow it, and no GPU is there; PyTorch otherwise."""
 
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, running loss) of local training."""

@@ -58,6 +58,10 @@ class Sessions:
         self.narrow: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
 
+    def anew(self) -> Sessions:
+        """Return others of the same graphs, of which none is made."""
+        return Sessions(self.graphs, threads=self.threads)
+
     def step(self, parts: Parts, lowest: Collection[str]) -> onnxruntime.InferenceSession:
         """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
         key = ("step", *sorted(parts.items()), *sorted(lowest))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
     from edge_sdk.training.engine import TorchEngine
-    from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 
 class MethodSettings(BaseModel):
@@ -290,7 +290,7 @@ class DeviceMethod:
         """Return what rounds at ``budget`` have to do, to be tried on this device. Raises BudgetTooSmall."""
         if self.effort is not None:
             return self.effort(rehearsal, budget)
-        from edge_sdk.training.rehearsal import MaskedEffort
+        from edge_sdk.engines.rehearsal import MaskedEffort
 
         return MaskedEffort(rehearsal, self.sample_mask(rehearsal.manifest, budget))
 

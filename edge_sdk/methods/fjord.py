@@ -56,7 +56,7 @@ from edge_sdk.protocol.masks import NeuronMask, count_values
 from edge_sdk.protocol.neurons import first_neurons
 
 if TYPE_CHECKING:
-    from edge_sdk.training.rehearsal import Effort, Rehearsal
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
     from edge_sdk.training.widths import Distillation
 
 
@@ -125,7 +125,7 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds at ``budget`` take them."""
-    from edge_sdk.training.rehearsal import MaskedEffort
+    from edge_sdk.engines.rehearsal import MaskedEffort
     from edge_sdk.training.widths import WidthsEffort
 
     own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)

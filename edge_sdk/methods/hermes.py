@@ -54,7 +54,7 @@ from edge_sdk.protocol.neurons import (
 )
 
 if TYPE_CHECKING:
-    from edge_sdk.training.rehearsal import Effort, Rehearsal
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):
@@ -142,7 +142,7 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return what rounds have to do until the device has pruned: the whole network, whatever its budget."""
-    from edge_sdk.training.rehearsal import MaskedEffort
+    from edge_sdk.engines.rehearsal import MaskedEffort
 
     once = rehearsal.settings.method_settings.get("pruning") == "once"
     return MaskedEffort(rehearsal, first_neurons(rehearsal.manifest, budget) if once and budget < FULL_RATIO else None)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edge_sdk.engines.rehearsal import Effort, Rehearsal
 from edge_sdk.engines.training import LocalResult, derive_seed
 from edge_sdk.methods import (
     BudgetTooSmall,
@@ -65,7 +66,7 @@ from edge_sdk.training.gates.gated import (
 from edge_sdk.training.gates.gating import GatingLayer, Sees, fitting_pool
 from edge_sdk.training.gates.network import check_gated
 from edge_sdk.training.local import as_tensor, evaluate, take_steps
-from edge_sdk.training.rehearsal import Effort, Rehearsal, block_nanoseconds
+from edge_sdk.training.rehearsal import TorchRehearsal, block_nanoseconds
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
@@ -102,6 +103,7 @@ def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps under a new gate, which picks blocks within ``budget``. Raises BudgetTooSmall."""
+    assert isinstance(rehearsal, TorchRehearsal), "its engine is PyTorch's"
     return _GatedEffort(rehearsal, budget)
 
 
@@ -340,7 +342,7 @@ def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpos
 class _GatedEffort:
     """Steps of the model under a gate that has learned nothing yet: how many blocks are on follows from the budget."""
 
-    def __init__(self, rehearsal: Rehearsal, budget: float) -> None:
+    def __init__(self, rehearsal: TorchRehearsal, budget: float) -> None:
         self._rehearsal, self._budget = rehearsal, budget
         rules = own_settings(rehearsal.settings, Settings)
         if budget < rules.smallest_budget - 1e-9:

@@ -206,6 +206,7 @@ class Host:
                 known=self._known,
                 announce=announce,
                 hosted=True,
+                engine="torch",
             )
         except BaseException:
             folder.close()

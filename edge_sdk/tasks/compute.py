@@ -9,11 +9,15 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from edge_sdk.errors import BadArgument
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PROCESSOR = "cpu"
+
+DRIVERS = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
+"""Device nodes of the drivers of GPUs that PyTorch computes on: NVIDIA's, on a Jetson, in WSL, and AMD's."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,13 @@ class Compute:
 USUAL = Compute()
 
 
-def choose_device(accelerator: str, *, deterministic: bool = False) -> str:
+def choose_device(accelerator: str, *, deterministic: bool = False, nodes: Path = Path("/dev")) -> str:
     """Return the device, cpu or cuda, that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where
     there is one and PyTorch is installed, which alone computes on it.
 
-    deterministic: results are to be the same bit for bit, which is promised on a processor only. Raises BadArgument
-    where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.
+    deterministic: results are to be the same bit for bit, which is promised on a processor only. nodes: the folder of
+    device nodes; without a GPU's driver in it, ``auto`` does not import PyTorch, which takes seconds. Raises
+    BadArgument where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.
     """
     if accelerator not in ACCELERATORS:
         raise BadArgument(f"accelerator={accelerator!r} is not known; give one of {', '.join(ACCELERATORS)}")
@@ -70,6 +75,8 @@ def choose_device(accelerator: str, *, deterministic: bool = False) -> str:
         return PROCESSOR
     if deterministic:
         raise BadArgument("the same bits are promised on a processor only; give --accelerator cpu")
+    if accelerator == "auto" and not any((nodes / driver).exists() for driver in DRIVERS):
+        return PROCESSOR
     try:
         import torch
     except ImportError:

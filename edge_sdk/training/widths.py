@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edge_sdk.engines import Progress
+from edge_sdk.engines.rehearsal import MaskedEffort, Rehearsal
 from edge_sdk.engines.training import LocalResult
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest
@@ -23,9 +24,8 @@ from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import take_steps
-from edge_sdk.training.narrow import Inner, Narrow
+from edge_sdk.training.narrow import Inner
 from edge_sdk.training.optimisation import Optimisation
-from edge_sdk.training.rehearsal import MaskedEffort, Rehearsal
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class WidthsEffort:
     def _work(self, steps: int, samples: int | None) -> tuple[Callable[[Callable[[], int], Progress], AtWidths], int]:
         """Return a function of a draw and of what is told of progress, and how many narrower widths there are."""
         rehearsal = self._rehearsal
-        network = Narrow(rehearsal.model, rehearsal.manifest, self._mask, None)
-        engine = TorchEngine(replace(rehearsal.task, model=network.model), network.manifest)
+        engine = rehearsal.engine(self._mask)
+        assert isinstance(engine, TorchEngine), "these widths are PyTorch's"
         settings = rehearsal.settings.model_copy(update={"local_steps": steps})
-        below = narrower(network.manifest, self._below)
+        below = narrower(engine.manifest, self._below)
 
         def work(draw: Callable[[], int], progress: Progress) -> AtWidths:
             batches = [rehearsal.batch(samples)]

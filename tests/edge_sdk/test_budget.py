@@ -8,8 +8,7 @@ import pytest
 
 from edge_sdk import profile
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.memory import Memory
-from edge_sdk.budget.prediction import BUDGETS, Prediction, Predictor
+from edge_sdk.budget.prediction import BUDGETS, Memory, Prediction, Predictor
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import (
     DEADLINE_SHARE,
@@ -228,15 +227,16 @@ def test_what_was_learned_survives_a_restart_and_a_damaged_file_counts_for_nothi
 # --- trying and counting ---------------------------------------------------------------------------------------------
 
 
-def subject(method, **settings):
-    found = profile.Subject("digits", FederationSettings(method=method, batch_size=16, **settings))
+def subject(method, engine="torch", **settings):
+    found = profile.Subject("digits", FederationSettings(method=method, batch_size=16, **settings), engine=engine)
     return found, *found.load()
 
 
-@pytest.mark.parametrize("method", ["fedspu", "heterofl"])
-def test_less_of_a_model_takes_fewer_bytes(method):
-    _, task, manifest = subject(method)
-    predictor = Predictor(task, manifest, federation(method, early_stopping="off"), timed=False, memory=False)
+@pytest.mark.parametrize(("method", "engine"), [("fedspu", "onnx"), ("fedspu", "torch"), ("heterofl", "torch")])
+def test_less_of_a_model_takes_fewer_bytes(method, engine):
+    _, task, manifest, rehearse = subject(method, engine)
+    settings = federation(method, early_stopping="off")
+    predictor = Predictor(task, manifest, settings, timed=False, memory=False, rehearse=rehearse)
     low, high = predictor.at(0.2), predictor.at(1.0)
     assert low.bytes_up < high.bytes_up / 2
     assert (low.memory, low.seconds, predictor.budgets) == (None, 0.0, BUDGETS)
@@ -244,7 +244,7 @@ def test_less_of_a_model_takes_fewer_bytes(method):
 
 def test_fjord_is_predicted_at_the_widths_that_rounds_draw():
     own = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight": 1.0, "distil_temperature": 1.0}
-    _, task, manifest = subject("fjord")
+    _, task, manifest, _ = subject("fjord")
     found = {}
     for name, changed in (("paper", {}), ("no teacher", {"distil": False}), ("fixed", {"widths": "fixed"})):
         settings = federation("fjord", early_stopping="off", method_settings=own | changed)
@@ -259,13 +259,13 @@ def test_fjord_is_predicted_at_the_widths_that_rounds_draw():
 
 def test_a_narrow_network_takes_less_memory():
     # FedSPU's does not: the whole model runs forward, and on one so small masks take what gradients save.
-    _, task, manifest = subject("heterofl")
+    _, task, manifest, _ = subject("heterofl")
     predictor = Predictor(task, manifest, federation("heterofl", early_stopping="off"), timed=False)
     assert predictor.at(0.2).memory.training < predictor.at(1.0).memory.training
 
 
 def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
-    _, task, manifest = subject("fedspu")
+    _, task, manifest, _ = subject("fedspu")
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     predictor = Predictor(task, manifest, federation(local_steps=7), memory=False)
     prediction = predictor.at(0.5)
@@ -373,13 +373,18 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
 
 
 @pytest.mark.parametrize(
-    ("method", "possible"), [("fedspu", BUDGETS), pytest.param("pfedgate", BUDGETS[2:], marks=pytest.mark.slow)]
+    ("method", "engine", "possible"),
+    [
+        ("fedspu", "onnx", BUDGETS),
+        ("fedspu", "torch", BUDGETS),
+        pytest.param("pfedgate", "torch", BUDGETS[2:], marks=pytest.mark.slow),
+    ],
 )
-def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, possible):
+def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, engine, possible):
     """A device finds out in round 1 that it is far slower than it thought; round 2 asks less of it."""
     predictor = Known(seconds=1.0, budgets=possible)
 
-    def prepare(task, manifest, info):
+    def prepare(task, manifest, info, rehearse):
         return Prepared(task, 1.0, BudgetController(predictor, info.settings, lambda deadline: Limits(None, deadline)))
 
     def grow_slow(assignment, done, total, loss):
@@ -396,6 +401,7 @@ def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settin
                 make_task=lambda info, index=index: task_of(index),
                 prepare=prepare if index == 0 else None,
                 progress=grow_slow,
+                engine=engine,
             )
             for index in range(5)
         ]

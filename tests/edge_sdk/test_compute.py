@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
-from edge_sdk.training.rehearsal import Rehearsal
+from edge_sdk.training.rehearsal import TorchRehearsal
 from sparrow.command_line.exits import Exit
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -71,12 +72,20 @@ def test_without_a_gpu_auto_is_the_processor_and_cuda_is_refused():
         choose_device("cuda")
 
 
-def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch):
+def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto") == choose_device("cuda") == "cuda"
-    assert choose_device("auto", deterministic=True) == choose_device("cpu") == "cpu"
+    (tmp_path / "nvidiactl").touch()
+    assert choose_device("auto", nodes=tmp_path) == choose_device("cuda") == "cuda"
+    assert choose_device("auto", deterministic=True, nodes=tmp_path) == choose_device("cpu") == "cpu"
     with pytest.raises(BadArgument, match="give --accelerator cpu"):
         choose_device("cuda", deterministic=True)
+
+
+def test_pytorch_is_not_asked_for_a_gpu_without_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert choose_device("auto", nodes=tmp_path) == "cpu"
+    with pytest.raises(BadArgument, match="needs PyTorch, which is not installed"):
+        choose_device("cuda")
 
 
 @NO_GPU
@@ -134,7 +143,7 @@ def test_threads_are_the_processs(task, threads):
 # --- what is fastest -------------------------------------------------------------------------------------------------
 
 
-class Scripted(Rehearsal):
+class Scripted(TorchRehearsal):
     """Takes the seconds that it is told a step takes, (threads, channels last) -> seconds."""
 
     def __init__(self, task, seconds):
@@ -145,6 +154,7 @@ class Scripted(Rehearsal):
     def train(self, steps, *, mask=None, samples=None, compute=None):
         if compute is None:
             return [1e-3] * (steps - 1)
+        self.task.on(compute)
         self.tried.append((torch.get_num_threads(), compute.channels_last))
         return [self.seconds(*self.tried[-1])] * (steps - 1)
 

@@ -1,7 +1,9 @@
 """What the command line says; whole federations are in tests/system."""
 
 import json
+import sys
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -9,16 +11,19 @@ import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.opening import choose_engine
 from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
 from edge_sdk.device.state import StateFolder, Totals, default_root
+from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Graphs
-from edge_sdk.errors import FederationDeleted, NotAuthenticated
+from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.simulation import in_process
+from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
@@ -62,6 +67,7 @@ def result(**given):
         "evaluation": Totals(),
         "everything": Moved(),
         "export": None,
+        "engine": "PyTorch",
     }
     return join.Result(**{**usual, **given})
 
@@ -95,6 +101,49 @@ def test_what_is_not_known_is_said_to_be_unknown():
     assert "energy per update          unknown" in text
     assert "no temperature known, throttling unknown, paused for 0 s" in text
     assert "budget                     1, as given" in text
+
+
+DIGITS = load_builtin("digits").manifest
+UNTRAINED = Manifest.model_validate({**DIGITS.model_dump(), "step_sha256": None, "evaluation_sha256": None})
+
+
+def engine_of(asked="auto", *, method="fedspu", manifest=DIGITS, compute=USUAL, model=True):
+    task = replace(load("index=0,of=20", device="pi", seed=0, batch_size=16), compute=compute)
+    task = task if model else replace(task, model=None, loss=None)
+    return choose_engine(asked, task, manifest, method)
+
+
+def test_onnx_runtime_trains_where_federation_and_method_allow_it_and_no_gpu_is_there():
+    assert engine_of() == engine_of("onnx", compute=Compute("cuda")) == engine_of(model=False) == "onnx"
+    assert engine_of(compute=Compute("cuda"), model=False) == "onnx", "what has no model PyTorch cannot train"
+    assert engine_of(compute=Compute("cuda")) == engine_of(compute=Compute(bfloat16=True)) == "torch"
+    assert engine_of("torch") == engine_of(method="pfedgate") == engine_of(manifest=UNTRAINED) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"method": "pfedgate"}, "pfedgate needs PyTorch to train"),
+        ({"manifest": UNTRAINED}, "the model was published without a training step"),
+    ],
+)
+def test_where_pytorch_is_needed_what_is_missing_is_said(monkeypatch, given, why):
+    with pytest.raises(CannotTrain, match=f"{why}: join with --engine torch"):
+        engine_of("onnx", **given)
+    with pytest.raises(BadArgument, match=f"the task has no model, which is needed, because {why}: give one"):
+        engine_of(model=False, **given)
+    with pytest.raises(BadArgument, match="no model, which PyTorch trains: give one, or --engine onnx"):
+        engine_of("torch", model=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CannotTrain, match=f"{why}, and this device cannot train, because PyTorch is not .*pip install"):
+        engine_of(**given)
+
+
+def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
+    monkeypatch.setattr("edge_sdk.device.opening.find_spec", lambda name: None)
+    assert engine_of() == "torch"
+    with pytest.raises(CannotTrain, match="onnx is not installed: join with --engine torch"):
+        engine_of("onnx")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +274,7 @@ def session(spoiling, tmp_path):
             federation="f",
             name="pi",
             make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
+            engine="torch",
         )
 
 

@@ -13,8 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk import profile
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.memory import HEAP, MODELS_HELD, Memory, predict_evaluation, predict_memory, predict_training
-from edge_sdk.budget.prediction import Predictor
+from edge_sdk.budget.prediction import (
+    MODELS_HELD,
+    Memory,
+    Predictor,
+    predict_evaluation,
+    predict_memory,
+    predict_training,
+)
 from edge_sdk.budget.preparation import DoesNotFit, Preparation
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
@@ -22,8 +28,7 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.tasks.compute import USUAL
-from edge_sdk.training.rehearsal import Rehearsal
+from edge_sdk.training.rehearsal import HEAP
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -31,10 +36,10 @@ from sparrow.coordinator.settings import Settings
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
 
-def rehearse(task, batch, **settings):
-    subject = profile.Subject(task, FederationSettings(method="fedspu", batch_size=batch, **settings))
-    loaded, manifest = subject.load()
-    return Rehearsal(loaded, manifest, subject.settings), manifest
+def rehearse(task, batch, engine="torch", **settings):
+    settings = FederationSettings(method="fedspu", batch_size=batch, **settings)
+    loaded, manifest, make = profile.Subject(task, settings, engine=engine).load()
+    return make(loaded, manifest, settings), manifest
 
 
 def counted_peak(work):
@@ -85,12 +90,40 @@ def test_a_round_takes_the_larger_of_training_and_evaluation_and_two_models():
     assert Memory(7, MIB, 2 * MIB, 10).total == Memory(7, MIB, 2 * MIB, 10).without_training == 2 * MIB + 17
 
 
+def test_both_engines_choose_by_the_same_rules(engine):
+    settings = {"local_steps": 10, "batch_size": 8, "early_stopping": "off", "personal_model": "last"}
+    settings = FederationSettings(method="fedspu", deadline_seconds=2.93, **settings)
+    task, manifest, make = profile.Subject(TASK, settings, engine=engine).load()
+
+    def rehearse(*given, **how):  # on a device of a gigaflop per second
+        made = make(*given, **how)
+        made.train = lambda steps, mask=None, samples=None, compute=None: [made.flops(8, mask) / 1e9] * (steps - 1)
+        return made
+
+    prepare = Preparation(None, memory_limit=2**40, clock=lambda: 0.0)
+    found = prepare(task, manifest, SimpleNamespace(method="fedspu", settings=settings), rehearse)
+    assert (found.budget, found.limited_by) == (0.6, BudgetLimit.deadline)
+
+
+def test_onnx_runtimes_memory_follows_from_what_few_samples_take():
+    def predicted(batch, budget):
+        rehearsal, _ = rehearse(TASK, batch, engine="onnx")
+        return predict_training(rehearsal, load_method("fedspu").at_budget(rehearsal, budget))
+
+    whole, part, more = predicted(64, 1.0), predicted(64, 0.2), predicted(128, 1.0)
+    assert part < 0.8 * whole < whole < 0.8 * more
+    settings = FederationSettings(method="fedspu", batch_size=64)
+    (row,) = profile.profile(profile.Subject(TASK, settings, engine="onnx"), (1.0,), steps=2).rows
+    assert row.measured.flops is None
+    assert 0.7 < row.memory.training / row.measured.above < 1.4
+
+
 def test_a_rehearsal_leaves_the_model_and_chance_as_they_were():
-    subject = profile.Subject("cifar10", FederationSettings())
-    task, manifest = subject.load()
+    subject = profile.Subject("cifar10", FederationSettings(), engine="torch")
+    task, manifest, make = subject.load()
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     state = torch.get_rng_state()
-    assert len(Rehearsal(task, manifest, subject.settings).train(3)) == 2
+    assert len(make(task, manifest, subject.settings).train(3)) == 2
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in task.model.state_dict().items())
 
@@ -118,12 +151,12 @@ def test_profile_shows_the_prediction_that_join_chooses_by(monkeypatch):
     monkeypatch.setattr("edge_sdk.budget.prediction.held", lambda device: 100 * MIB)
     monkeypatch.setattr(profile, "_measured", lambda *_: None)
     settings = {"local_steps": 5, "batch_size": 8, "early_stopping": "off", "deadline_seconds": 600_000}
-    subject = profile.Subject("mnist", FederationSettings(method="fedspu", **settings))
+    subject = profile.Subject("mnist", FederationSettings(method="fedspu", **settings), engine="torch")
     limit = 130 * MIB
     shown = profile.profile(subject, (0.2, 0.5, 1.0), limit=limit, clock=Counting())
-    task, manifest = subject.load()
+    task, manifest, _ = subject.load()
     info = SimpleNamespace(method="fedspu", settings=subject.settings)
-    joined = Preparation(None, USUAL, memory_limit=limit, clock=Counting())(task, manifest, info)
+    joined = Preparation(None, memory_limit=limit, clock=Counting())(task, manifest, info)
     for row in shown.rows:
         used = joined.controller.predictor.at(row.predicted.budget)
         assert row.predicted == used
@@ -225,20 +258,27 @@ SETTINGS = {
 TASK = "mnist:leaf"
 
 
+@pytest.fixture(scope="module", params=["onnx", "torch"])
+def engine(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def large():
     """8 MiB of weights, of which a budget trains some; judged in batches as small as it is trained in."""
-    task, manifest = profile.Subject(TASK, FederationSettings(**SETTINGS)).load()
+    task, manifest, _ = profile.Subject(TASK, FederationSettings(**SETTINGS), engine="torch").load()
     return replace(task, validation=task.train), manifest
 
 
 @pytest.fixture
-def needs(large, monkeypatch):
+def needs(large, engine, monkeypatch):
     """Bytes that rounds at a budget need, or that evaluating the model takes alone, where a process holds 100 MiB: what
     this one does changes by more than a budget takes, by what other tests leave and a first session brings."""
     for module in ("preparation", "prediction"):
         monkeypatch.setattr(f"edge_sdk.budget.{module}.held", lambda device: 100 * MIB)
-    predictor = Predictor(*large, FederationSettings(**SETTINGS), timed=False)
+    settings = FederationSettings(**SETTINGS)
+    rehearse = profile.Subject(TASK, settings, engine=engine).load()[2]
+    predictor = Predictor(*large, settings, timed=False, rehearse=rehearse)
 
     def of(budget=None):
         found = predictor.at(budget or 1.0).memory
@@ -248,7 +288,8 @@ def needs(large, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def client(tmp_path_factory, engine):
+    """A coordinator with a federation that one device has not joined yet, for each engine."""
     settings = Settings(data_dir=tmp_path_factory.mktemp("coordinator"), default_task="", tick_seconds=0.05)
     with inprocess.running(create_app(settings)) as client:
         publish("", "f", TASK, client=client, **SETTINGS)
@@ -262,22 +303,24 @@ def take_part(client, large, folder, **how):
 
 
 def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_does_is_named(
-    client, large, needs, tmp_path
+    client, large, needs, engine, tmp_path
 ):
     limit = (needs(0.2) + needs(1.0)) // 2
-    said = _refused(client, large, tmp_path / "pi", memory_limit=limit, budget=1.0)
+    said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=limit, budget=1.0)
     assert said.startswith("a budget of 1 needs ")
     assert f"and there are {limit / MIB:,.0f}; a budget of 0." in said
     assert " fits: give --budget 0." in said
     assert client.get("/v1/federations/f").json()["devices"] == 0
     named = float(said.rsplit(" ", 1)[1])
     assert 0.1 <= named < 1
-    assert take_part(client, large, tmp_path / "pi", memory_limit=limit, budget=named).rounds == 1
+    assert take_part(client, large, tmp_path / "pi", engine=engine, memory_limit=limit, budget=named).rounds == 1
 
 
 @pytest.mark.slow
-def test_without_a_budget_a_device_takes_the_largest_that_fits(client, large, needs, tmp_path):
-    found = take_part(client, large, tmp_path / "auto", name="auto", memory_limit=(needs(0.2) + needs(1.0)) // 2)
+def test_without_a_budget_a_device_takes_the_largest_that_fits(client, large, needs, engine, tmp_path):
+    found = take_part(
+        client, large, tmp_path / "auto", engine=engine, name="auto", memory_limit=(needs(0.2) + needs(1.0)) // 2
+    )
     assert 0.2 <= found.budget < 1
     assert found.choice.limited_by is BudgetLimit.memory
     assert "the next larger one has too little memory" in str(found.choice)
@@ -295,18 +338,18 @@ def _refused(*what, **how):
 
 
 @pytest.mark.slow
-def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, tmp_path):
-    said = _refused(client, large, tmp_path / "pi", memory_limit=(needs() + needs(0.1)) // 2)
+def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, engine, tmp_path):
+    said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=(needs() + needs(0.1)) // 2)
     assert "no budget fits: free memory, or join a federation with smaller batches (here 8 samples)" in said
 
 
 @pytest.mark.slow
-def test_where_evaluating_takes_too_much_smaller_batches_would_not_help(client, large, tmp_path):
-    said = _refused(client, large, tmp_path / "pi", memory_limit=MIB)
+def test_where_evaluating_takes_too_much_smaller_batches_would_not_help(client, large, engine, tmp_path):
+    said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=MIB)
     assert "no budget fits, because evaluating the model on 8 samples at once takes more by itself" in said
 
 
-def test_where_there_is_plenty_nothing_is_tried(client, large, tmp_path, monkeypatch):
+def test_where_there_is_plenty_nothing_is_tried(client, large, engine, tmp_path, monkeypatch):
     monkeypatch.setattr("edge_sdk.budget.prediction.predict_memory", lambda *_: pytest.fail("tried"))
-    done = take_part(client, large, tmp_path / "late", name="late", memory_limit=2**40)
+    done = take_part(client, large, tmp_path / "late", engine=engine, name="late", memory_limit=2**40)
     assert done.rounds == 1 or done.adapted

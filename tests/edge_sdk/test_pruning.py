@@ -26,7 +26,7 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensors, get_tensors
-from edge_sdk.training.rehearsal import Rehearsal
+from edge_sdk.training.rehearsal import TorchRehearsal
 
 MANIFEST = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
 SIZES = MANIFEST.group_sizes
@@ -115,10 +115,10 @@ def test_hermes_trains_the_whole_network_until_it_has_pruned_and_counts_what_it_
     assert trained.update.values.size == MANIFEST.shared_values
     judged = EXAMPLES * forward_flops(MANIFEST)
     assert trained.flops == training_flops(MANIFEST, EPOCHS * EXAMPLES) + judged
-    rehearsal = Rehearsal(job.task, MANIFEST, job.assignment.settings, narrow=True)
+    rehearsal = TorchRehearsal(job.task, MANIFEST, job.assignment.settings, narrow=True)
     assert HERMES.at_budget(rehearsal, 0.3).values == MANIFEST.shared_values, "what a device must be able to afford"
     once = job_of({**GRADUAL, "pruning": "once"}).assignment.settings
-    rehearsal = Rehearsal(job.task, MANIFEST, once, narrow=True)
+    rehearsal = TorchRehearsal(job.task, MANIFEST, once, narrow=True)
     assert HERMES.at_budget(rehearsal, 0.3).values == count_values(MANIFEST, first_neurons(MANIFEST, 0.3))
 
 

@@ -62,7 +62,7 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
         trainable.check(module="half_torch")
 
 
-@pytest.mark.parametrize("command", ["join", "fleet", "profile", "publish"])
+@pytest.mark.parametrize("command", ["fleet", "profile", "publish"])
 def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
     options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]
@@ -76,8 +76,7 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
     assert done.returncode == Exit.CANNOT
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    program = "edge_sdk.join" if command == "join" else f"sparrow {command}"
-    assert line.startswith(f"{program}: this device cannot train, because PyTorch is not installed")
+    assert line.startswith(f"sparrow {command}: this device cannot train, because PyTorch is not installed")
     assert not state.exists()
 
 

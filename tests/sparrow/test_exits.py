@@ -233,16 +233,26 @@ def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch
     )
 
 
-@pytest.mark.parametrize("name", [name for name, source in COMMANDS.items() if source.trains])
+@pytest.mark.parametrize("name", [name for name, source in COMMANDS.items() if source.trains and source.torch])
 def test_a_device_without_torch_cannot_train(fails, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "this device cannot train, because PyTorch is not installed" in fails(Exit.CANNOT, name)
 
 
+def test_a_device_without_torch_joins_unless_it_asks_for_it(fails, closed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    where = ["join", "--server", closed, "--patience", "0"]
+    assert "does not answer" in fails(Exit.UNREACHABLE, *where)
+    for asked in (["--engine", "torch"], ["--bfloat16"]):
+        assert "because PyTorch is not installed" in fails(Exit.CANNOT, *where, *asked)
+
+
 def test_a_budget_that_does_not_fit_is_more_than_this_machine_can(fails, guarded, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
     where = ["--server", guarded, "--name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
-    assert "MiB" in fails(Exit.CANNOT, "join", *where, "--budget", "1", "--memory-limit", "1", "--quiet")
+    assert "MiB" in fails(
+        Exit.CANNOT, "join", *where, "--budget", "1", "--memory-limit", "1", "--quiet", "--engine", "torch"
+    )
 
 
 # --- 4 ---------------------------------------------------------------------------------------------------------------

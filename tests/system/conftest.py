@@ -372,12 +372,13 @@ class Devices:
         return self._known(self._nursery().start(name, arguments, log, resumed=resumed))
 
     def without_torch(self, server: str, federation: str, name: str, *more: str) -> Device:
-        """Run ``python -m edge_sdk.join --engine onnx`` where PyTorch cannot be imported."""
+        """Run ``python -m edge_sdk.join`` where PyTorch cannot be imported; its output tells where that is tried."""
         hidden = self.folder / "no-torch"
         hidden.mkdir(exist_ok=True)
-        (hidden / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+        missing = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+        (hidden / "torch.py").write_text(f"print('PyTorch was asked for')\n{missing}\n")
         path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return self.command(server, federation, name, "--engine", "onnx", *more, PYTHONPATH=path)
+        return self.command(server, federation, name, *more, PYTHONPATH=path)
 
     def command(self, server: str, federation: str, name: str, *more: str, **given: str) -> Device:
         """Run ``python -m edge_sdk.join``; ``given``: of its environment."""

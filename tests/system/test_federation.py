@@ -214,11 +214,13 @@ def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordi
 def test_a_device_without_pytorch_trains_beside_one_with_it(coordinator, device):
     """The one has numpy and ONNX Runtime, takes the other half of the images, and exports what it has become."""
     coordinator.create("mixed", method="fedspu", min_devices=2, **SETTINGS)
-    small = device.without_torch(coordinator.url, "mixed", "small", "--budget", "0.4", "--data", "index=0,of=2")
-    large = device.command(coordinator.url, "mixed", "large", "--data", "index=1,of=2")
+    small = device.without_torch(coordinator.url, "mixed", "small", "--budget", "auto", "--data", "index=0,of=2")
+    large = device.command(coordinator.url, "mixed", "large", "--engine", "torch", "--data", "index=1,of=2")
     for each in (small, large):
         assert each.wait() == 0, each.output
     assert "largest difference from ONNX Runtime" in small.output
+    assert "PyTorch was asked for" not in small.output
+    assert "budget 1: a round takes" in small.output
     assert "largest difference from PyTorch" in large.output
     rounds = coordinator.rounds("mixed")
     assert [record["updates"] for record in rounds] == [2] * ROUNDS
