@@ -170,8 +170,8 @@ def install(sources: Path, folder: Path, extra: str) -> tuple[Path, int]:
     shutil.copytree(sources, folder / "sources", ignore=left_out)
     subprocess.run([sys.executable, "-m", "venv", folder / "environment"], check=True)
     python, before = folder / "environment" / "bin" / "python", _bytes(folder / "environment")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    constraints = ["--constraint", folder / "sources" / "constraints.txt"]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    constraints = ["--constraint", str(folder / "sources" / "constraints.txt")]
     subprocess.run([*pip, *constraints, f"{folder / 'sources'}[{extra}]"], check=True)
     return python, _bytes(folder / "environment") - before
 

@@ -3,6 +3,7 @@
 As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
 running the model, its ONNX skeleton made by torch's exporter, its training step compiled (``publishing.step``), and all
 are sent with the model's weights: as they are, or where the model is ``tasks.Seeded`` those of the federation's seed.
+A built-in task is a name, which needs no PyTorch here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
@@ -20,14 +21,11 @@ if __name__ == "__main__":
 
 import httpx
 import numpy as np
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
-from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.errors import MissingPart
@@ -38,14 +36,14 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
 )
-from edge_sdk.publishing.skeleton import make_skeleton
-from edge_sdk.publishing.untraced import RunningStatistics
+from edge_sdk.publishing import RunningStatistics
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.training.checking import check_task
-from edge_sdk.training.local import as_tensors, get_tensors
 from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
 from sparrow.command_line.table import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +98,9 @@ def publish(
             )
         wanted, manifest = CompareFederation(task=task, settings=request.settings), None
     else:
+        from edge_sdk.training.checking import check_task
+        from edge_sdk.training.local import as_tensors
+
         task = task.seeded(asked.seed)
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
@@ -135,6 +136,8 @@ def _manifest(
     running_statistics: RunningStatistics,
     blocks: Mapping[str, Sequence[int]],
 ) -> Manifest:
+    from edge_sdk.methods.describing import describe_for
+
     manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
@@ -145,6 +148,9 @@ def _manifest(
 
 def _checkpoint(request: CreateFederation, task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> bytes:
     """Return what is sent of a task of one's own. example: inputs and targets of a few samples."""
+    from edge_sdk.publishing.skeleton import make_skeleton
+    from edge_sdk.training.local import get_tensors
+
     skeleton = make_skeleton(task.model, example[0], manifest)
     graphs: dict[GraphName, bytes] = {"skeleton": skeleton, **_compiled(task, example, manifest)}
     manifest = manifest.with_graphs(graphs)
@@ -159,6 +165,8 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
     """Return the task's training step and evaluation; nothing, and say why, where they cannot be compiled."""
     try:
         # Here, because a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
+        import torch
+
         from edge_sdk.engines.checking import check_graphs
         from edge_sdk.publishing.step import compile_step
 

@@ -387,7 +387,7 @@ class Walk:
         from onnx.reference import ReferenceEvaluator
 
         evaluator = ReferenceEvaluator(node)
-        return evaluator.run(None, {name: self._data[name] for name in node.input if name})
+        return list(evaluator.run(None, {name: self._data[name] for name in node.input if name}))
 
 
 def _columns(node: NodeProto, shape: Callable[[str], list[int]]) -> int:

@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
     if name != "SdkError":
         from edge_sdk.device import trainable
 
-        trainable.check(module="torch" if name in ("publish", "simulate") else None)
+        trainable.check(module="torch" if name == "publish" else None)
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -65,7 +65,7 @@ COMMANDS = {
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "delete": Source("sparrow.delete", "delete a federation"),
     "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
-    "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
+    "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),

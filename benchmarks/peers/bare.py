@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sparrow.benchmarks import peers
 from sparrow.benchmarks.peers import report
 
 
@@ -35,7 +36,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     model = work.Net()
     torch.optim.SGD(model.parameters())  # imports much when first made: before the fork, so that all share it
     shared = parameters_to_vector(model.parameters()).detach().clone()
-    trained = torch.zeros(work.COHORT, len(shared))
+    trained = torch.zeros(peers.COHORT, len(shared))
     for tensor in (shared, trained):
         tensor.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -57,10 +58,10 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     sentinels = [worker.sentinel for worker in workers]
     draw = np.random.default_rng(seed)
     for number in range(rounds):
-        cohort = draw.choice(work.DEVICES, work.COHORT, replace=False).tolist()
+        cohort = draw.choice(peers.DEVICES, peers.COHORT, replace=False).tolist()
         for slot, device in enumerate(cohort):
             jobs.put((slot, device, number))
-        waiting = set(range(work.COHORT))
+        waiting = set(range(peers.COHORT))
         while waiting:
             for ready in connection.wait([*readers, *sentinels]):
                 if not isinstance(ready, connection.Connection):
@@ -78,7 +79,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     clock.stopped = time.time()
     vector_to_parameters(shared.clone(), model.parameters())
     judged = work.accuracy(model, work.load(data, "test"))
-    return report.outcome("bare", f"torch {torch.__version__}", clock, work.COHORT, judged)
+    return report.outcome("bare", f"torch {torch.__version__}", clock, peers.COHORT, judged)
 
 
 def main(arguments: list[str] | None = None) -> int:

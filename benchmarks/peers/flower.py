@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sparrow.benchmarks import peers
 from sparrow.benchmarks.peers import report
 from sparrow.benchmarks.peers.install import PYTHON
 
@@ -45,7 +46,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
         run_simulation(
             server,
             client,
-            num_supernodes=work.DEVICES,
+            num_supernodes=peers.DEVICES,
             backend_config={
                 "init_args": {"num_cpus": processes, "_temp_dir": folder},
                 "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -57,7 +58,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     model = work.Net()
     model.load_state_dict(last())
     judged = work.accuracy(model, work.load(data, "test"))
-    return report.outcome("flower", version("flwr"), clock, work.COHORT, judged)
+    return report.outcome("flower", version("flwr"), clock, peers.COHORT, judged)
 
 
 def main(arguments: list[str] | None = None) -> int:

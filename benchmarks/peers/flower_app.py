@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
+from sparrow.benchmarks import peers
 from sparrow.benchmarks.peers import work
 from sparrow.benchmarks.peers.report import Clock
 
@@ -48,8 +49,8 @@ def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, C
 
     def count(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         """Note the end of a round; FedAvg calls this once a round after averaging."""
-        if len(replies) != work.COHORT:
-            raise RuntimeError(f"{len(replies)} of {work.COHORT} devices answered")
+        if len(replies) != peers.COHORT:
+            raise RuntimeError(f"{len(replies)} of {peers.COHORT} devices answered")
         for reply in replies:
             clock.device_trained(float(reply["metrics"]["at"]), float(reply["metrics"]["processor"]))
         clock.round_ended()
@@ -59,10 +60,10 @@ def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, C
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         strategy = FedAvg(
-            fraction_train=work.COHORT / work.DEVICES,
+            fraction_train=peers.COHORT / peers.DEVICES,
             fraction_evaluate=0.0,
-            min_train_nodes=work.COHORT,
-            min_available_nodes=work.DEVICES,
+            min_train_nodes=peers.COHORT,
+            min_available_nodes=peers.DEVICES,
             train_metrics_aggr_fn=count,
         )
         result = strategy.start(

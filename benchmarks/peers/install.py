@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-peers"
 PYTHON = FOLDER / "bin" / "python"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")

@@ -19,13 +19,14 @@ from typing import Any
 
 import httpx
 
+from sparrow.benchmarks import peers
 from sparrow.benchmarks.peers import report
 from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     """Return one run as ``report.outcome`` has it."""
-    # The coordinator starts while this process loads torch and the data.
+    # The coordinator starts while this process loads the data and its imports.
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         loading = pool.submit(_load, data)
         with coordinator(Path(folder)) as server:
@@ -35,12 +36,10 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 def _load(data: Path) -> tuple[Any, Any]:
     """Load the samples, train and test, and all imports."""
     importlib.import_module("edge_sdk.simulation.fleet")
-    from sparrow.benchmarks.peers import work
-
-    return work.load(data), work.load(data, "test")
+    return peers.read(data, "train"), peers.read(data, "test")
 
 
-def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed: int) -> dict[str, Any]:
+def _run(server: str, train: Any, test: Any, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     import numpy as np
 
     from edge_sdk.protocol.messages import FederationInfo, Kind, RoundRecord
@@ -50,20 +49,18 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
     from edge_sdk.tasks import Task
     from edge_sdk.tasks.loading import Chosen, Scale, classification
     from edge_sdk.tasks.public import MODELS
-    from sparrow.benchmarks.peers import work
 
     clock = report.Clock()
-    shares = work.deal(len(samples), seed)
-    images, test_images = (part.images.unsqueeze(1).numpy() for part in (samples, test))
-    targets, test_targets = samples.targets.numpy(), test.targets.numpy()
+    (images, targets), (test_images, test_targets) = ((part[:, None], classes) for part, classes in (train, test))
+    shares = peers.deal(len(images), seed)
     network = MODELS["mnist"]["small"]
     scale = Scale(network.mean, network.deviation)
 
     def make_task(index: int, info: FederationInfo) -> Task:
-        judged = np.arange(index, len(test), work.DEVICES)
+        judged = np.arange(index, len(test_images), peers.DEVICES)
         held_out = Chosen(test_images, test_targets, judged, scale)
-        mine = Chosen(images, targets, shares[index].numpy(), scale)
-        return classification(info.task, network.build(), mine, held_out, held_out, batch_size=info.settings.batch_size)
+        mine = Chosen(images, targets, shares[index], scale)
+        return classification(info.task, None, mine, held_out, held_out, batch_size=info.settings.batch_size)
 
     def note(stepped: Stepped) -> None:
         if stepped.kind is Kind.train:
@@ -75,23 +72,23 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
         "mnist",
         method="fedavg",
         rounds=rounds,
-        cohort=work.COHORT,
-        min_devices=work.DEVICES,
+        cohort=peers.COHORT,
+        min_devices=peers.DEVICES,
         local_epochs=1,
-        batch_size=work.BATCH,
-        learning_rate=work.LEARNING_RATE,
+        batch_size=peers.BATCH,
+        learning_rate=peers.LEARNING_RATE,
         early_stopping="off",
         evaluation_interval=0,
         seed=seed,
         draws="seed",
     )
-    plan = Plan("speed", devices=work.DEVICES, make_task=make_task)
+    plan = Plan("speed", devices=peers.DEVICES, make_task=make_task)
     run_fleet(server, plan, processes=processes, in_memory=True, quiet=True, on_step=note)
     clock.stopped = time.time()
     records = [RoundRecord.model_validate(each) for each in httpx.get(f"{server}/v1/federations/speed/rounds").json()]
     clock.rounds = [datetime.fromisoformat(str(record.closed_at)).timestamp() for record in records]
     assert records[-1].accuracy_global is not None, "the last round is followed by an evaluation"
-    return report.outcome("sparrow", "this commit", clock, work.COHORT, records[-1].accuracy_global)
+    return report.outcome("sparrow", "this commit", clock, peers.COHORT, records[-1].accuracy_global)
 
 
 def main(arguments: list[str] | None = None) -> int:

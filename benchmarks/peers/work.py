@@ -1,4 +1,4 @@
-"""The work of every peer: MNIST's small network, 100 devices with equal shares, FedAvg of 10 a round.
+"""The work of a device of every peer, on MNIST's small network.
 
 Plain PyTorch as its tutorials write it, one local epoch, batches of 50, SGD at 0.05. Images stay bytes in memory; a
 device's share is scaled when it trains, which takes a hundredth of its time.
@@ -10,15 +10,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DEVICES = 100
-COHORT = 10
-BATCH = 50
-LEARNING_RATE = 0.05
+from sparrow.benchmarks import peers
+from sparrow.benchmarks.peers import BATCH, LEARNING_RATE
+
 MEAN, DEVIATION = 255 * 0.1307, 255 * 0.3081
 
 
@@ -57,16 +55,13 @@ class Samples:
 
 
 def load(file: Path, part: str = "train") -> Samples:
-    """Load the part ``train`` or ``test`` of an npz file with x_train, y_train, x_test and y_test."""
-    with np.load(file, allow_pickle=False) as arrays:
-        return Samples(torch.from_numpy(arrays[f"x_{part}"]), torch.from_numpy(arrays[f"y_{part}"].astype(np.int64)))
+    """Load the part ``train`` or ``test`` of MNIST."""
+    return Samples(*map(torch.from_numpy, peers.read(file, part)))
 
 
 def deal(samples: int, seed: int) -> list[Tensor]:
-    """Return the samples of each device: a seeded permutation of all, cut into equal shares."""
-    order = np.random.default_rng(seed).permutation(samples)
-    share = samples // DEVICES
-    return [torch.from_numpy(order[device * share : (device + 1) * share]) for device in range(DEVICES)]
+    """Return the samples of each device."""
+    return [torch.from_numpy(share) for share in peers.deal(samples, seed)]
 
 
 def train(model: nn.Module, samples: Samples, share: Tensor, seed: int) -> float:

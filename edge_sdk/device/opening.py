@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -17,8 +18,8 @@ from edge_sdk.device.trainable import check as check_trainable
 from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, own_initial_values
+from edge_sdk.protocol.errors import GraphError, ManifestError
+from edge_sdk.protocol.manifest import Data, GraphName, Manifest, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
@@ -26,6 +27,7 @@ from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
 if TYPE_CHECKING:
     from torch import nn
 
+    from edge_sdk.engines.onnx import Sessions
     from edge_sdk.engines.rehearsal import Rehearse
 
 Prepare = Callable[[Task, Manifest, FederationInfo, "Rehearse"], Prepared]
@@ -76,24 +78,27 @@ def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
         return f"{method} needs PyTorch to train"
     if "step" not in manifest.graphs:
         return "the model was published without a training step"
+    shared = {spec.name for spec in manifest.shared}
+    for spec in manifest.kept:
+        if spec.name not in shared and isinstance(spec.init, Data):
+            return f"{spec.name} stays on devices, and its first values were not published"
     missing = [package for package in ("onnx", "onnxruntime") if find_spec(package) is None]
     return f"{missing[0]} is not installed" if missing else None
 
 
 def open_torch(
-    task: Task, manifest: Manifest, info: FederationInfo, prepare: Prepare | None, budget: float, *, checks: bool
+    task: Task, manifest: Manifest, info: FederationInfo, prepare: Prepare | None, budget: float
 ) -> tuple[Prepared, Engine]:
     """Return the task as it is to be computed with its budget, and PyTorch's engine for it.
 
-    checks: whether model and data are tried first. Raises BadArgument, ManifestError, DoesNotFit.
+    Model and data are tried first. Raises BadArgument, ManifestError, DoesNotFit.
     """
     from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
     from edge_sdk.training.engine import TorchEngine
 
     task = task.seeded(info.settings.seed)
-    if checks:
-        check_model(task.model, manifest)
-        check_task(task, manifest)
+    check_model(task.model, manifest)
+    check_task(task, manifest)
     prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info, rehearse_torch)
     return prepared, TorchEngine(prepared.task, manifest)
 
@@ -103,24 +108,58 @@ def open_onnx(
 ) -> tuple[Prepared, Engine]:
     """Return the task as it is to be computed with its budget, and ONNX Runtime's engine for a federation's step.
 
-    Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
-    model has no recipe.
+    Raises as ``share_onnx``.
     """
-    from edge_sdk.engines.engine import OnnxEngine
-    from edge_sdk.engines.onnx import Network, Sessions
+    from edge_sdk.engines.onnx import Sessions
     from edge_sdk.engines.rehearsal import OnnxRehearsal
 
-    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
-        if batches is not None:
-            _check_data(name, batches, manifest)
     task = replace(task, compute=Compute(threads=task.compute.threads))
     prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
     if prepare is not None:
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
-    network = Network(manifest, sessions(prepared.task.compute.threads or 1))
+    engine = share_onnx(task, manifest, info, sessions(prepared.task.compute.threads or 1))
     sessions.cache_clear()  # what was tried, and not chosen
+    return prepared, engine
+
+
+def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: Sessions) -> Engine:
+    """Return ONNX Runtime's engine for a federation's training step; several engines may share ``sessions``.
+
+    Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
+    model has no recipe.
+    """
+    from edge_sdk.engines.engine import OnnxEngine
+    from edge_sdk.engines.onnx import Network
+
+    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+        if batches is not None:
+            _check_data(name, batches, manifest)
+    network = Network(manifest, sessions)
     network.load(own_initial_values(manifest, info.settings.seed))
-    return prepared, OnnxEngine(network, classification=task.classification)
+    return OnnxEngine(network, classification=task.classification)
+
+
+def fetch_graphs(manifest: Manifest, fetch: Callable[[GraphName], bytes]) -> Graphs | None:
+    """Return the training step and the evaluation of a model, checked; None where it was published without.
+
+    fetch: gives a graph by name. Raises GraphError for graphs that are not the manifest's, or must not be run.
+    """
+    if "step" not in manifest.graphs:
+        return None
+    from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
+
+    graphs = Graphs(fetch("step"), fetch("evaluation"))
+    check_digest(manifest, "step", graphs.step)
+    check_digest(manifest, "evaluation", graphs.evaluation)
+    check_graphs(graphs, manifest)
+    return graphs
+
+
+def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:
+    """Raise GraphError unless a graph has the digest in the manifest."""
+    digest, wanted = hashlib.sha256(graph).hexdigest(), manifest.graphs.get(name)
+    if digest != wanted:
+        raise GraphError(f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again")
 
 
 def _check_data(name: str, batches: Batches, manifest: Manifest) -> None:

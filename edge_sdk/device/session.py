@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.heartbeat import Heartbeat
-from edge_sdk.device.opening import Prepare, choose_engine, open_onnx, open_torch
+from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
@@ -54,7 +54,7 @@ from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.methods.merging import is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError, GraphError, ProtocolError
+from edge_sdk.protocol.errors import BundleError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
@@ -151,10 +151,11 @@ class Session:
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
     steps in all, loss) while the device trains. prepare: given task, manifest, federation and what makes the
     engine's rehearsals before the device enrols; returns the task as it is to be computed, or raises where that cannot
-    be. known: what else would be asked for; the task is then trusted to fit. announce: whether a device that is
-    enrolled says that it is there. watchdog: holds the device to its policy, between assignments and between batches.
-    hosted: whether it is one of many that a process hosts in turn: such a device may be silent, and sends no
-    heartbeats. engine: what trains (``choose_engine``); ONNX Runtime needs of the task its data alone. Raises what
+    be. known: what else would be asked for. announce: whether a device that is enrolled says that it is there.
+    watchdog: holds the device to its policy, between assignments and between batches. hosted: whether it is one of
+    many that a process hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains
+    (``choose_engine``); ONNX Runtime needs of the task its data alone; or an engine itself, which devices may use one
+    after another. Raises what
     ``errors`` lists; the state folder stays usable.
     """
 
@@ -175,7 +176,7 @@ class Session:
         announce: bool = True,
         watchdog: Watchdog | None = None,
         hosted: bool = False,
-        engine: EngineChoice = "auto",
+        engine: EngineChoice | Engine = "auto",
     ) -> None:
         self._transport = transport
         self._hosted = hosted
@@ -208,13 +209,13 @@ class Session:
         task = make_task(self.info)
         self._prepared: Prepared
         self.engine: Engine
-        if choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
+        if not isinstance(engine, str):
+            self._prepared, self.engine = Prepared(task, budget), engine
+        elif choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
             assert self.graphs is not None, "the manifest names them"
             self._prepared, self.engine = open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
         else:
-            self._prepared, self.engine = open_torch(
-                task, self.manifest, self.info, prepare, budget, checks=known is None
-            )
+            self._prepared, self.engine = open_torch(task, self.manifest, self.info, prepare, budget)
         self.task = self._prepared.task
         log.info("%s trains with %s", name, self.engine.title)
         if known is None:
@@ -297,13 +298,7 @@ class Session:
     def graphs(self) -> Graphs | None:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
-        if "step" not in self.manifest.graphs:
-            return None
-        from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
-
-        graphs = Graphs(self._graph("step"), self._graph("evaluation"))
-        check_graphs(graphs, self.manifest)
-        return graphs
+        return fetch_graphs(self.manifest, self._graph)
 
     def _graph(self, name: GraphName) -> bytes:
         """Return a graph that has the digest in the manifest, downloaded once. Raises GraphError."""
@@ -311,11 +306,7 @@ class Session:
         graph = self._folder.cached(file)
         if graph is None or hashlib.sha256(graph).hexdigest() != wanted:
             graph = self._transport.graph(self._federation, name)
-            digest = hashlib.sha256(graph).hexdigest()
-            if digest != wanted:
-                raise GraphError(
-                    f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again"
-                )
+            check_digest(self.manifest, name, graph)
             self._folder.cache(file, graph, durable=False)
         return graph
 

@@ -45,15 +45,17 @@ class Narrow:
 
 def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str, Label]]:
     counts = {group: len(mask.active[group]) for group in network.manifest.group_sizes}
-    kept, widths = network.sessions.narrow, tuple(counts.values())
-    if widths not in kept:
-        step, labels = cut_graph(network.sessions.graphs.step, network.manifest, counts)
-        evaluation, more = cut_graph(network.sessions.graphs.evaluation, network.manifest, counts)
-        kept[widths] = Sessions(Graphs(step, evaluation), threads=network.sessions.threads), {**labels, **more}
-    kept[widths] = kept.pop(widths)  # the last that was used
-    while len(kept) > KEPT:
-        del kept[next(iter(kept))]
-    found: tuple[Sessions, Mapping[str, Label]] = kept[widths]
+    whole, widths = network.sessions, tuple(counts.values())
+    kept = whole.narrow
+    with whole.lock:
+        if widths not in kept:
+            step, labels = cut_graph(whole.graphs.step, network.manifest, counts)
+            evaluation, more = cut_graph(whole.graphs.evaluation, network.manifest, counts)
+            kept[widths] = Sessions(Graphs(step, evaluation), threads=whole.threads), {**labels, **more}
+        found: tuple[Sessions, Mapping[str, Label]] = kept.pop(widths)
+        kept[widths] = found  # the last that was used
+        while len(kept) > KEPT:
+            del kept[next(iter(kept))]
     return found
 
 

@@ -7,6 +7,7 @@ that are used again, so that a step copies nothing but its batch.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -48,13 +49,15 @@ onnxruntime.create_and_register_allocator(
 
 
 class Sessions:
-    """The runtime's sessions of a task's graphs, made when they are first needed; networks of one shape share them.
+    """The runtime's sessions of a task's graphs, made when they are first needed; networks of one shape share them, in
+    whichever threads they are.
 
-    threads: that one step may use. narrow: what is kept for narrow networks, by their widths.
+    threads: that one step may use. narrow: what is kept for narrow networks, by their widths. lock: held while any of
+    this is made.
     """
 
     def __init__(self, graphs: Graphs, *, threads: int = 1) -> None:
-        self.graphs, self.threads = graphs, threads
+        self.graphs, self.threads, self.lock = graphs, threads, threading.RLock()
         self.narrow: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
 
@@ -76,16 +79,17 @@ class Sessions:
         return self._of(("judgement",), lambda: judge_outputs(self.graphs.evaluation))
 
     def _of(self, key: tuple[Any, ...], graph: Callable[[], bytes]) -> onnxruntime.InferenceSession:
-        if key not in self._made:
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = self.threads
-            options.inter_op_num_threads = 1
-            options.log_severity_level = 3
-            options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
-            options.add_session_config_entry("session.use_env_allocators", "1")
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
-        return self._made[key]
+        with self.lock:
+            if key not in self._made:
+                options = onnxruntime.SessionOptions()
+                options.intra_op_num_threads = self.threads
+                options.inter_op_num_threads = 1
+                options.log_severity_level = 3
+                options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
+                options.add_session_config_entry("session.use_env_allocators", "1")
+                options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+                self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
+            return self._made[key]
 
 
 class Network:

@@ -10,8 +10,9 @@ from torch import nn
 from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.coupling import UnsupportedLayer, describe
-from edge_sdk.publishing.untraced import RunningStatistics, describe_whole
+from edge_sdk.publishing.untraced import describe_whole
 
 
 def describe_for(

@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
+from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.coupling import UnsupportedLayer, refuse_types, spec_of
-
-RunningStatistics = Literal["shared", "personal"]
 
 PARAMETER = "parameter"
 """The kind of a layer that is a parameter which ``forward`` uses by itself."""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from edge_sdk.device.state import default_root
 from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.tls import Tls
@@ -89,6 +90,7 @@ def run_on_ray(
     *,
     address: str,
     workers: int | None = None,
+    engine: EngineChoice = "auto",
     state_dir: Path | None = None,
     in_memory: bool = False,
     enrolment_token: str | None = None,
@@ -116,6 +118,7 @@ def run_on_ray(
         transport.token = observer_token or enrolment_token
         transport.federation(plan.federation)  # its errors, before a cluster is started
         options = {
+            "engine": engine,
             "in_memory": in_memory,
             "enrolment_token": enrolment_token,
             "observer_token": observer_token,

@@ -1,9 +1,10 @@
-"""Many simulated devices, hosted by a few processes of one thread each.
+"""Many simulated devices, hosted by a few threads of this process or, where PyTorch trains, by a few processes.
 
-The coordinator is asked who is being waited for. Those devices are handed to whichever process is free, which opens the
-device's session from its state folder, lets it do its one thing and closes it. A device that is not asked for anything
-costs nothing but its files. This works over HTTP or, with the coordinator's application, in one process without
-sockets: the same sessions, the same calls, the same final model.
+ONNX Runtime computes without Python's interpreter lock, so that threads share what processes would each have: imports,
+data, the runtime's sessions. The coordinator is asked who is being waited for. Those devices are handed to whichever
+host is free, which opens the device's session from its state folder, lets it do its one thing and closes it. A device
+that is not asked for anything costs nothing but its files. This works over HTTP or, with the coordinator's application,
+in one process without sockets: the same sessions, the same calls, the same final model.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from tqdm import tqdm
 
+from edge_sdk.device.opening import choose_engine, fetch_graphs
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.simulation import in_process
-from edge_sdk.simulation.host import Host, Plan, Stepped
+from edge_sdk.simulation.host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
+from edge_sdk.tasks import Task
 
 LOOK_SECONDS = 10.0
-"""How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
+"""How long the coordinator is asked to wait for news; a host that failed is noticed no later."""
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
@@ -135,6 +138,7 @@ def run_fleet(
     plan: Plan,
     *,
     app: Any = None,
+    engine: EngineChoice = "auto",
     processes: int | None = None,
     state_dir: Path | None = None,
     in_memory: bool = False,
@@ -150,7 +154,9 @@ def run_fleet(
     """Run the devices of ``plan`` until their federation has ended, and return what was done.
 
     server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
-    processes: how many host devices, one per core by default, one where they train on an accelerator. state_dir: where
+    engine: what trains; auto: ONNX Runtime where the federation has its training step as a graph, and PyTorch
+    otherwise, or where ``plan`` needs it. processes: how many devices work at once, one per core by default: in threads
+    of this process with ONNX Runtime, in processes with PyTorch, and one at a time on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
     forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
     where the coordinator asks for them, the latter to see who is being waited for; without, those of
@@ -159,15 +165,11 @@ def run_fleet(
     Ctrl-C, which reaches only a process's main thread. Raises SdkError; KeyboardInterrupt once every device has
     finished the step it was in.
     """
-    torch.set_num_threads(1)
     if (server is None) == (app is None):
         raise BadArgument("give the coordinator's address, or its application")
-    if app is not None and processes not in (None, 1):
-        raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
     accelerated = plan.compute.device != "cpu"
     if accelerated and processes not in (None, 1):
         raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
-    number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or in_process.ADDRESS, plan.federation))
@@ -175,23 +177,60 @@ def run_fleet(
         enrolment_token = enrolment_token or token_of("enrolment")
         transport.token = observer_token or token_of("observer") or enrolment_token
         known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
+        task_of = cache(lambda index: plan.task(index, known.info))
+        chosen = _chosen(engine, plan, known, task_of(0))
+        in_threads = chosen == "onnx"
+        if app is not None and not in_threads and processes not in (None, 1):
+            raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
+        number = 1 if accelerated or (app is not None and not in_threads) else processes or os.cpu_count() or 1
         reference = _reference(root, transport, plan.federation, known.manifest)
+        make_trainer = _trainers(chosen, plan, known, transport, task_of)
 
         def make_host() -> Host:
             return Host(
                 plan,
-                client if number == 1 else connect(str(server), trust),
+                client if number == 1 or in_threads else connect(str(server), trust),
                 root,
                 known,
+                task_of,
+                make_trainer(),
                 reference=reference,
                 enrolment_token=enrolment_token,
                 patience_seconds=patience_seconds,
             )
 
-        executor: Executor = stack.enter_context(_InProcess(make_host) if number == 1 else _pool(number, make_host))
+        make_executor = _threads if in_threads else _pool
+        executor = stack.enter_context(_InProcess(make_host) if number == 1 else make_executor(number, make_host))
         mine = frozenset(range(plan.total) if indices is None else indices)
         run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted)
         return run.until_over()
+
+
+def _chosen(asked: EngineChoice, plan: Plan, known: Known, first: Task) -> EngineName:
+    """Return what trains the devices of ``plan``. Raises CannotTrain, and BadArgument for what does not go together."""
+    if not plan.budgets:
+        if asked == "onnx":
+            raise BadArgument("what a board can afford is found out with PyTorch: give --engine torch, or --budgets")
+        asked = "torch"
+    task = replace(first, compute=plan.compute)
+    return choose_engine(asked, task, known.manifest, known.info.method)
+
+
+def _trainers(
+    engine: EngineName, plan: Plan, known: Known, transport: Transport, task_of: Callable[[int], Task]
+) -> Callable[[], Trainer]:
+    """Return the function that makes what trains in one thread or process."""
+    if engine == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+        return lambda: TorchTrainer(task_of(0), known, plan.compute)
+    from edge_sdk.engines.onnx import Sessions
+
+    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
+    assert graphs is not None, "the engine was chosen because they are there"
+    sessions = Sessions(graphs)
+    return lambda: OnnxTrainer(task_of(0), known, sessions)
 
 
 def connect_to(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
@@ -229,17 +268,15 @@ def _reference(root: Path, transport: Transport, federation: str, manifest: Mani
 
 # --- who does the work -----------------------------------------------------------------------------------------------
 
-_host: Host | None = None
-"""The host of a worker process."""
+_here = threading.local()
+"""``host``: the host of this thread, which may be the only one of a worker process."""
 
 
 def _become_worker(make_host: Callable[[], Host]) -> None:
     # Ctrl-C reaches every process of a terminal; here it is the parent's business, which lets steps end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    torch.set_num_threads(1)
-    global _host
-    _host = make_host()
+    _here.host = make_host()
 
 
 def _end_with_parent() -> None:
@@ -251,11 +288,10 @@ def _end_with_parent() -> None:
 
 
 def _call(what: str, index: int) -> Any:
-    assert _host is not None, "the pool's initializer has made it"
-    return getattr(_host, what)(index)
+    return getattr(_here.host, what)(index)
 
 
-def _pool(processes: int, make_host: Callable[[], Host]) -> ProcessPoolExecutor:
+def _pool(processes: int, make_host: Callable[[], Host]) -> Executor:
     """Worker processes, forked from this one: torch and the data that it has loaded are shared, not loaded again."""
     # The first task of the fleet's data set, made here, loads it once.
     make_host()
@@ -266,12 +302,17 @@ def _pool(processes: int, make_host: Callable[[], Host]) -> ProcessPoolExecutor:
     return pool
 
 
+def _threads(number: int, make_host: Callable[[], Host]) -> Executor:
+    """Threads of this process; their hosts are made here, where an error of the first is raised."""
+    hosts = [make_host() for _ in range(number)]
+    return ThreadPoolExecutor(number, "host", initializer=lambda: setattr(_here, "host", hosts.pop()))
+
+
 class _InProcess(Executor):
     """Does the work where it is asked for, at once."""
 
     def __init__(self, make_host: Callable[[], Host]) -> None:
-        global _host
-        _host = make_host()
+        _here.host = make_host()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return the finished future of ``fn``; KeyboardInterrupt passes."""

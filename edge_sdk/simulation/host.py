@@ -1,8 +1,9 @@
-"""One process that hosts simulated devices: opens a device's session, lets it do one thing, closes it again.
+"""Hosting simulated devices in a process or a thread: open a device's session, let it do one thing, close it again.
 
-Nothing of a device stays in the process between its steps but its task, which is little more than the indices of its
-samples: what it keeps lies in its state folder, so that any process of a fleet can host any of its devices next. The
-module that is trained, what is known of the federation and the connection are shared by all.
+Nothing of a device stays between its steps but its task, which is little more than the indices of its samples: what it
+keeps lies in its state folder, so that any host of a fleet can have any of its devices next. A host has one model,
+which its devices train in turn. Hosts in threads of one process share what is known of the federation, the connection,
+the tasks, and ONNX Runtime's sessions.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
-import torch
 
-from edge_sdk.budget.search import board_budget
-from edge_sdk.device.opening import check_model
+from edge_sdk.device.opening import check_model, share_onnx
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.engines import Engine
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import USUAL, Compute
-from edge_sdk.training.checking import check_task
 from sparrow.devices import EnergyMeter
 from sparrow.devices.simulation import Board
+
+if TYPE_CHECKING:
+    from edge_sdk.engines.onnx import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +125,76 @@ class Stepped:
     failed: str | None = None
 
 
-class Host:
-    """Opens and closes sessions of one fleet's devices in this process.
+class Trainer(Protocol):
+    """Has the one model that the devices of a host train in turn."""
 
-    client: the connection to the coordinator. root: where the devices' state folders lie. reference: the model that
-    personal models are stored as differences from. durable: whether state is flushed to the disk.
+    def task(self, task: Task) -> Task:
+        """Return a device's task as it is trained here."""
+
+    def engine(self, task: Task) -> Engine:
+        """Return the engine that trains a device's task; what never crosses the wire (local running statistics) is as
+        new, and not the device's before."""
+
+
+class TorchTrainer:
+    """Trains with PyTorch. first: the task of any device, whose model and data are checked against the manifest.
+
+    Raises BadArgument, ManifestError.
+    """
+
+    def __init__(self, first: Task, known: Known, compute: Compute) -> None:
+        from edge_sdk.training.checking import check_task  # here, because the other trainer needs no PyTorch
+
+        first = first.seeded(known.info.settings.seed)
+        check_model(first.model, known.manifest)
+        check_task(first, known.manifest)
+        self._known, self._compute = known, compute
+        self._model = first.on(compute).model
+        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
+        self._own = {name: tensor.clone() for name, tensor in self._model.state_dict().items() if name not in shared}
+
+    def task(self, task: Task) -> Task:
+        """Return a device's task with the shared model."""
+        return replace(task, model=self._model, compute=self._compute)
+
+    def engine(self, task: Task) -> Engine:
+        """Return the engine of the shared model."""
+        import torch
+
+        from edge_sdk.training.engine import TorchEngine
+
+        state = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in self._own.items():
+                state[name].copy_(tensor)
+        return TorchEngine(task, self._known.manifest)
+
+
+class OnnxTrainer:
+    """Trains with ONNX Runtime. first: the task of any device, whose data are checked against the manifest. sessions:
+    may be shared by trainers in several threads. Raises BadArgument, ManifestError.
+    """
+
+    def __init__(self, first: Task, known: Known, sessions: Sessions) -> None:
+        self._engine = share_onnx(first, known.manifest, known.info, sessions)
+        shared = {spec.name for spec in known.manifest.shared}
+        self._own = {name: tensor for name, tensor in self._engine.read().items() if name not in shared}
+
+    def task(self, task: Task) -> Task:
+        """Return the task as it is."""
+        return task
+
+    def engine(self, task: Task) -> Engine:
+        """Return the one engine."""
+        self._engine.load(self._own)
+        return self._engine
+
+
+class Host:
+    """Opens and closes sessions of one fleet's devices, one at a time.
+
+    client: the connection to the coordinator. root: where the devices' state folders lie. task_of: gives the task of a
+    device. trainer: what trains it. reference: the model that personal models are stored as differences from.
     """
 
     def __init__(
@@ -135,6 +203,8 @@ class Host:
         client: httpx.Client,
         root: Path,
         known: Known,
+        task_of: Callable[[int], Task],
+        trainer: Trainer,
         *,
         reference: Reference | None,
         enrolment_token: str | None = None,
@@ -144,20 +214,14 @@ class Host:
         self._client = client
         self._root = root
         self._known = known
+        self._task_of = task_of
+        self._trainer = trainer
         self._reference = reference
         self._enrolment_token = enrolment_token
         self._patience_seconds = patience_seconds
         self._meter = EnergyMeter()
-        self._tasks: dict[int, Task] = {}
         self._chosen: dict[int, float] = {}
-        first = plan.task(0, known.info).seeded(known.info.settings.seed)
-        check_model(first.model, known.manifest)
-        check_task(first, known.manifest)
-        first = first.on(plan.compute)
         load_method(known.info.method)
-        self._model = first.model
-        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
-        self._own = {name: tensor.clone() for name, tensor in first.model.state_dict().items() if name not in shared}
 
     def start(self, index: int) -> None:
         """Enrol a device, or say that it is back."""
@@ -194,48 +258,40 @@ class Host:
         try:
             transport = Transport(self._client, patience_seconds=self._patience_seconds)
             transport.token = self._enrolment_token
+            task = self._trainer.task(self._task_of(index))
             session = Session(
                 transport,
                 folder,
                 federation=self._plan.federation,
                 name=name,
-                make_task=lambda info: self._task(index),
-                budget=self._budget(index, board),
+                make_task=lambda info: task,
+                budget=self._budget(index, board, task),
                 telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
                 profile=None if board is None else _profile(board),
                 known=self._known,
                 announce=announce,
                 hosted=True,
-                engine="torch",
+                engine=self._trainer.engine(task),
             )
         except BaseException:
             folder.close()
             raise
         return folder, session
 
-    def _budget(self, index: int, board: Board | None) -> float:
+    def _budget(self, index: int, board: Board | None, task: Task) -> float:
         given = self._plan.budget(index)
         if given is not None or board is None:
             return 1.0 if given is None else given
         if index not in self._chosen:
-            choice = board_budget(board, self._task(index), self._known.manifest, self._known.info.settings)
+            from edge_sdk.budget.search import board_budget  # which tries the model with PyTorch
+
+            choice = board_budget(board, task, self._known.manifest, self._known.info.settings)
             self._chosen[index] = choice.budget
             log.info("%s on a %s: %s", self._plan.name(index), board.name, choice)
         return self._chosen[index]
 
     def _telemetry(self, traffic: Traffic) -> Telemetry:
         return Telemetry(self._meter, traffic)
-
-    def _task(self, index: int) -> Task:
-        if index not in self._tasks:
-            task = self._plan.task(index, self._known.info)
-            self._tasks[index] = replace(task, model=self._model, compute=self._plan.compute)
-        # What never crosses the wire (local running statistics, counters) is the device before's: begin as new.
-        state = self._model.state_dict()
-        with torch.no_grad():
-            for name, tensor in self._own.items():
-                state[name].copy_(tensor)
-        return self._tasks[index]
 
 
 def _profile(board: Board) -> DeviceProfile:

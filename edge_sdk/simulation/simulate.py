@@ -17,15 +17,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("sparrow fleet")  # before what follows imports torch
+    exit_unless_trainable("sparrow fleet", None)  # before what follows imports what needs 64 bits
 
 from edge_sdk.arguments import read_setting
+from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.transport import Transport, token_of
+from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
@@ -34,7 +36,7 @@ from edge_sdk.simulation.cluster import run_on_ray
 from edge_sdk.simulation.fleet import Result, connect_to, run_fleet
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
+from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 
@@ -51,6 +53,7 @@ def simulate(
     data: str | None = None,
     budgets: Sequence[float] = (1.0,),
     boards: Sequence[Board] = (),
+    engine: EngineChoice = "auto",
     accelerator: str = "auto",
     bfloat16: bool = False,
     processes: int | None = None,
@@ -73,10 +76,11 @@ def simulate(
     only adapt the finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it.
     budgets: shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for
     what each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
-    (``load_boards``). accelerator, bfloat16, trust, patience_seconds: as in ``join``. processes: how many host the
-    devices, one per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of
-    workers. state_dir: where devices keep their state; a second call with the same folder continues. in_memory:
-    keep it in memory, and forget it in the end.
+    (``load_boards``). engine: what trains (``fleet.run_fleet``). accelerator, bfloat16, trust, patience_seconds: as in
+    ``join``. processes: how many devices work at once, in threads with ONNX Runtime and in processes with PyTorch; one
+    per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of workers.
+    state_dir: where devices keep their state; a second call with the same folder continues. in_memory: keep it in
+    memory, and forget it in the end.
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
@@ -86,9 +90,10 @@ def simulate(
         raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
-    read_settings(settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "accelerator"))
+    read_settings(settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "accelerator", "engine"))
     if (server is None) == (app is None):
         raise BadArgument("give the coordinator's address or its application, and not both")
+    engine, compute = choose_compute(engine, accelerator, None, bfloat16=bfloat16)
     plan = Plan(
         federation,
         devices,
@@ -96,13 +101,14 @@ def simulate(
         data=data,
         budgets=tuple(budgets),
         boards=tuple(boards),
-        compute=Compute(choose_device(accelerator), bfloat16=bfloat16),
+        compute=compute,
         make_task=(lambda index, info: task(index)) if callable(task) else None,
     )
     app = _load_app(app) if isinstance(app, str) else app
     if task is not None:
         _create(server, app, plan, task, settings, trust, patience_seconds)
     common: dict[str, Any] = {
+        "engine": engine,
         "state_dir": None if state_dir is None else Path(state_dir),
         "in_memory": in_memory,
         "patience_seconds": patience_seconds,
@@ -174,6 +180,7 @@ def _command(options: argparse.Namespace) -> None:
             data=_data(options.data, options.partition),
             budgets=options.budgets,
             boards=options.boards,
+            engine=options.engine,
             accelerator=options.accelerator,
             bfloat16=options.bfloat16,
             processes=options.processes,
@@ -262,10 +269,20 @@ def _options(parser: Parser) -> None:
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
     )
     parser.add_argument(
+        "--engine",
+        choices=get_args(EngineChoice),
+        default="auto",
+        help="what trains: ONNX Runtime, or PyTorch (default: the first where the federation allows it)",
+    )
+    parser.add_argument(
         "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
     )
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
-    parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="how many work at once: threads with onnx, processes with torch (default: per core)",
+    )
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",

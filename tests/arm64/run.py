@@ -1,10 +1,10 @@
 """``make test-arm64``: the device's side on aarch64, under user-mode QEMU, against a coordinator on this machine.
 
 In a Debian arm64 root (``root.py``) without PyTorch it runs the tests of ``devices/`` and of the wire's format; then a
-device in there and one on this machine, which trains with PyTorch, are a federation of two. The one inside must complete
-rounds of FedSPU, export its personal model, and predict with the file what the host predicts with it. Everything made
-lies below ``.arm64``: the first run takes minutes for the root and the wheels, later ones use them. Exit status: 0; 1
-with what failed.
+device in there and one on this machine, which trains with PyTorch, are a federation of two. The one inside must
+complete rounds of FedSPU, export its personal model, and predict with the file what the host predicts with it.
+Everything made lies below ``.arm64``: the first run takes minutes for the root and the wheels, later ones use them.
+Exit status: 0; 1 with what failed.
 """
 
 from __future__ import annotations

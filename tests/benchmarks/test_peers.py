@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from sparrow.benchmarks.peers import COHORT
 from sparrow.benchmarks.peers.memory import TreeMemory, measure, process_age
-from sparrow.benchmarks.peers.work import COHORT, Net
+from sparrow.benchmarks.peers.work import Net
 
 MB = 1_000_000
 HOLD = f"b = bytearray(b'x') * (100 * {MB}); import time; time.sleep(0.8)"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
 
+from edge_sdk.device.opening import fetch_graphs
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
+from edge_sdk.engines.onnx import Sessions
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.messages import Kind
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.simulation.host import Host, Plan
+from edge_sdk.simulation.host import Host, OnnxTrainer, Plan, TorchTrainer
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 from sparrow.coordinator.main import create_app
@@ -123,11 +126,17 @@ def client(tmp_path):
         yield client
 
 
-def host_of(client, plan, folder):
+def host_of(client, plan, folder, engine="onnx"):
     """A host of these devices, as a fleet makes it."""
     transport = Transport(client)
     known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
-    return Host(plan, client, folder, known, reference=None)
+    task_of = cache(lambda index: plan.task(index, known.info))
+    if engine == "torch":
+        trainer = TorchTrainer(task_of(0), known, plan.compute)
+    else:
+        graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
+        trainer = OnnxTrainer(task_of(0), known, Sessions(graphs))
+    return Host(plan, client, folder, known, task_of, trainer, reference=None)
 
 
 def digits(index, of=2):
@@ -156,22 +165,23 @@ def personal_bytes(client, folder, federation):
 
 
 @pytest.mark.slow
-def test_devices_that_share_a_module_end_as_those_that_have_one_each(tmp_path):
-    """With personal running statistics: what never crosses the wire must not pass from a device to the next."""
+@pytest.mark.parametrize(
+    ("engine", "published", "settings", "own"),
+    [
+        ("onnx", "digits", {"method": "fedper"}, "out.weight"),
+        ("torch", digits(0), {"running_statistics": "personal"}, "bn1.running_mean"),
+    ],
+    ids=["onnx", "torch"],
+)
+def test_devices_that_share_a_model_end_as_those_that_have_one_each(tmp_path, engine, published, settings, own):
+    """What never crosses the wire, running statistics or a layer, must not pass from a device to the next."""
     plan = Plan("personal", 2, make_task=lambda index, info: digits(index))
     ended = []
     for folder in (tmp_path / "shared", tmp_path / "apart"):
         with coordinator(folder / "coordinator") as client, ExitStack() as stack:
-            publish(
-                inprocess.ADDRESS,
-                "personal",
-                digits(0),
-                running_statistics="personal",
-                client=client,
-                **SETTINGS,
-            )
+            publish(inprocess.ADDRESS, "personal", published, client=client, **SETTINGS, **settings)
             if folder.name == "shared":
-                host = host_of(client, plan, folder)
+                host = host_of(client, plan, folder, engine)
                 host.start(0), host.start(1)
                 step = host.step
             else:
@@ -182,6 +192,7 @@ def test_devices_that_share_a_module_end_as_those_that_have_one_each(tmp_path):
                         federation="personal",
                         name=plan.name(index),
                         make_task=lambda info, index=index: digits(index),
+                        engine=engine,
                     )
                     for index in range(2)
                 ]
@@ -195,8 +206,7 @@ def test_devices_that_share_a_module_end_as_those_that_have_one_each(tmp_path):
             stack.close()
             models = personal_bytes(client, folder, "personal")
             ended.append((Transport(client).federation("personal").model_sha256, models))
-    statistics = {key: values for key, values in ended[0][1].items() if key[1] == "bn1.running_mean"}
-    assert len(set(statistics.values())) == 2, "each device has its own"
+    assert len({values for (_, tensor), values in ended[0][1].items() if tensor == own}) == 2, "each has its own"
     assert ended[0] == ended[1]
 
 
@@ -238,10 +248,10 @@ def test_a_folder_is_free_after_each_step_whatever_came_of_it(client, tmp_path):
     host = host_of(client, Plan("night", 2, make_task=make_task), tmp_path)
     broken.append(True)
     with pytest.raises(DataError, match="no such file"):
-        host.start(0)
+        host.start(1)
     broken.clear()
-    host.start(0)
-    with closing(StateFolder(tmp_path / "device-0")) as state:
+    host.start(1)
+    with closing(StateFolder(tmp_path / "device-1")) as state:
         assert state.known_identity().token is not None
 
 
@@ -249,7 +259,7 @@ def test_another_model_than_the_federations_is_refused_before_anything_is_done(c
     other = replace(digits(0), model=torch.nn.Linear(2, 2))
     publish(inprocess.ADDRESS, "night", "digits", client=client, **SETTINGS)
     with pytest.raises(ManifestError, match=r"this device's model"):
-        host_of(client, Plan("night", 2, make_task=lambda index, info: other), tmp_path)
+        host_of(client, Plan("night", 2, make_task=lambda index, info: other), tmp_path, "torch")
     assert client.get("/v1/federations/night/devices").json() == []
 
 

@@ -1,4 +1,4 @@
-"""A part is imported when its command is called, counted in a process of its own; and a device is a small installation."""
+"""A part is imported when its command is called, counted in a process of its own; a device is a small installation."""
 
 from __future__ import annotations
 

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import psutil
 import pytest
 
@@ -43,6 +45,8 @@ SETTINGS: dict[str, Any] = {
     "seed": 5,
     "draws": "seed",
 }
+CREATED = ("--task", "digits", *(f"--set={key}={value}" for key, value in SETTINGS.items()))
+"""The federation as the command creates it."""
 BUDGETS = (0.3, 0.6, 1.0)
 PLAN = Plan(NAME, DEVICES, budgets=BUDGETS)
 
@@ -55,11 +59,12 @@ class Fleets:
         folder.mkdir()
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def __call__(self, server: str, *more: str, name: str = "fleet") -> subprocess.Popen[bytes]:
+    def __call__(self, server: str, *more: str, name: str = "fleet", without: str = "") -> subprocess.Popen[bytes]:
+        """without: a package that cannot be imported."""
+        script = "import sys; sys.modules[sys.argv.pop(1)] = None; from edge_sdk.simulation.simulate import main"
         command = [
             sys.executable,
-            "-m",
-            "edge_sdk.simulation.simulate",
+            *("-P", "-c", f"{script}; sys.exit(main())", without),
             "--server",
             server,
             "--federation",
@@ -143,15 +148,16 @@ def test_in_one_process_with_the_coordinator(undisturbed, tmp_path):
     with inprocess.running(app) as client:
         publish(inprocess.ADDRESS, NAME, "digits", client=client, **SETTINGS)
         client.get("/readyz")
+    with pytest.raises(BadArgument, match="served by one: set 1"):
+        run_fleet(None, PLAN, app=app, engine="torch", processes=2, state_dir=tmp_path / "fleet", quiet=True)
     run_fleet(None, PLAN, app=app, state_dir=tmp_path / "fleet", quiet=True)
     with inprocess.running(app) as client:
         found = outcome(lambda path: client.get(f"/v1/federations/{NAME}{path}").raise_for_status().json())
     assert found == undisturbed
 
 
-def test_in_two_processes(undisturbed, coordinator, command):
-    coordinator.create(NAME, **SETTINGS)
-    process = command(coordinator.url, "--processes", "2", "--memory")
+def test_in_two_threads_without_pytorch(undisturbed, coordinator, command):
+    process = command(coordinator.url, "--processes", "2", "--memory", *CREATED, without="torch")
     assert process.wait(60) == 0, command.output()
     said = command.output()
     assert f"{DEVICES} devices, {ROUNDS * 4} device-rounds and {2 * DEVICES} evaluations in" in said
@@ -159,6 +165,51 @@ def test_in_two_processes(undisturbed, coordinator, command):
     assert "training moved " in said
     assert "the federation is finished" in command.output()
     assert outcome_at(coordinator) == undisturbed
+
+
+@pytest.mark.slow
+def test_pytorch_in_two_processes_and_in_one(machine):
+    found = []
+    for processes in (1, 2):
+        coordinator, _ = machine()
+        coordinator.create(NAME, **SETTINGS)
+        run_fleet(coordinator.url, PLAN, engine="torch", processes=processes, in_memory=True, quiet=True)
+        found.append(outcome_at(coordinator))
+    assert found[0] == found[1]
+
+
+class Counting:
+    """An ASGI application, and the calls of it by path."""
+
+    def __init__(self, app: Any) -> None:
+        self._app, self.router, self.state = app, app.router, app.state
+        self.calls: Counter[str] = Counter()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls[scope["path"]] += 1
+        await self._app(scope, receive, send)
+
+
+def test_devices_share_one_fetch_of_the_graphs_and_one_session_of_each(tmp_path, monkeypatch):
+    made = []
+    session = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda *given, **more: made.append(0) or session(*given, **more)
+    )
+    app = Counting(create_app(Settings(data_dir=tmp_path / "data", default_task="")))
+    with inprocess.running(app) as client:
+        settings = SETTINGS | {"method": "fedavg", "rounds": 2, "cohort": DEVICES}
+        publish(inprocess.ADDRESS, NAME, "digits", client=client, **settings)
+        client.get("/readyz")
+    result = run_fleet(None, Plan(NAME, DEVICES), app=app, processes=2, in_memory=True, quiet=True)
+    assert result.device_rounds == 2 * DEVICES
+    asked = {path.rpartition("/")[2]: count for path, count in app.calls.items()}
+    assert {name: asked[name] for name in ("manifest", "step.onnx", "evaluation.onnx")} == {
+        "manifest": 1,
+        "step.onnx": 1,
+        "evaluation.onnx": 1,
+    }
+    assert len(made) == 2
 
 
 @pytest.mark.slow
@@ -203,12 +254,14 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_models(undisturbed, coordinator, command):
+@pytest.mark.parametrize(("engine", "processes"), [("onnx", 0), ("torch", 2)])
+def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undisturbed, engine, processes):
     coordinator.create(NAME, **SETTINGS)
-    first = command(coordinator.url, "--processes", "2", "--state-dir", "state", name="first")
+    more = ("--processes", "2", "--engine", engine, "--state-dir", "state")
+    first = command(coordinator.url, *more, name="first")
     coordinator.wait_for_log(r"round 1 closes")
     family = psutil.Process(first.pid).children(recursive=True)
-    assert len(family) >= 2
+    assert len(family) == processes
     for each in [psutil.Process(first.pid), *family]:  # as a terminal does
         with contextlib.suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGINT)
@@ -218,8 +271,10 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_mode
     assert "Traceback" not in command.output("first")
     assert coordinator.info(NAME)["status"] == "running"
 
-    assert command(coordinator.url, "--processes", "2", "--state-dir", "state").wait(60) == 0, command.output()
-    assert outcome_at(coordinator) == undisturbed
+    assert command(coordinator.url, *more).wait(60) == 0, command.output()
+    found = outcome_at(coordinator)
+    assert found["status"] == undisturbed["status"]
+    assert engine == "torch" or found == undisturbed, "the same models"
 
 
 @pytest.mark.slow
@@ -324,7 +379,7 @@ def test_a_device_that_missed_its_deadline_comes_back(coordinator, tmp_path, mon
         return type(task)(**{**vars(task), "loss": loss})
 
     plan = Plan(NAME, 1, make_task=make_task)
-    result = run_fleet(coordinator.url, plan, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    result = run_fleet(coordinator.url, plan, engine="torch", processes=1, state_dir=tmp_path / "fleet", quiet=True)
     assert result.status is FederationStatus.finished
     records = coordinator.rounds(NAME)
     assert [(record["expired"], record["updates"]) for record in records] == [(1, 0), (0, 1)]
@@ -423,7 +478,6 @@ def test_a_device_that_fails_later_ends_the_fleet_with_its_error(coordinator, tm
     [
         ({"server": None}, "give the coordinator's address, or its application"),
         ({"server": "http://127.0.0.1:1", "app": object()}, "give the coordinator's address, or its application"),
-        ({"server": None, "app": object(), "processes": 2}, "served by one: set 1"),
     ],
 )
 def test_a_fleet_has_one_coordinator(arguments, said):
@@ -444,14 +498,18 @@ def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordin
 @pytest.mark.slow
 def test_a_fleet_that_is_killed_takes_its_processes_along(coordinator, command):
     coordinator.create(NAME, **SETTINGS | {"rounds": 1000})
-    process = command(coordinator.url, "--processes", "2", "--state-dir", str(command.folder / "state"))
+    process = command(
+        coordinator.url, "--engine", "torch", "--processes", "2", "--state-dir", str(command.folder / "state")
+    )
     family = psutil.Process(process.pid)
     workers = wait_until(lambda: len(family.children()) == 2 and family.children(), "two processes that host devices")
     wait_until(lambda: coordinator.get(f"/v1/federations/{NAME}").json()["round"] > 1, "the second round")
     process.kill()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
-    again = command(coordinator.url, "--processes", "2", "--state-dir", str(command.folder / "state"))
+    again = command(
+        coordinator.url, "--engine", "torch", "--processes", "2", "--state-dir", str(command.folder / "state")
+    )
     before = coordinator.get(f"/v1/federations/{NAME}").json()["round"]
     wait_until(lambda: coordinator.get(f"/v1/federations/{NAME}").json()["round"] > before + 1, "rounds going on")
     again.send_signal(signal.SIGINT)
