@@ -45,6 +45,7 @@ SdkError
 │   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
 ├── TrainingDiverged             a loss or weight is not finite (``engines.training``): the round is handed back
 │   └── UnsoundModel             the model received gives no finite loss, before any training (``engines.training``)
+├── ModelReplaced                the model has a new version, and the device's code is the old: start it with the new
 ├── NothingTrained               a device comes to its end without a model of its own; its text says why
 ├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
 ├── Damaged                      a download never matches its digest: a device hands its work back, and goes on
@@ -181,6 +182,10 @@ class BadArgument(SdkError):
 
 class WrongSettings(BadArgument):
     """A federation cannot be created with these settings."""
+
+
+class ModelReplaced(SdkError):
+    """The federation's model has a new version, and the device trains with code of the one before."""
 
 
 class NothingTrained(SdkError):

@@ -29,7 +29,7 @@ from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.errors import MissingPart
-from edge_sdk.protocol.manifest import GraphName, Manifest
+from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors
 from edge_sdk.protocol.messages import (
     CompareFederation,
     CreateFederation,
@@ -48,7 +48,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0
-ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
+ARGUMENTS = (
+    "running_statistics",
+    "blocks",
+    "exist_ok",
+    "replace",
+    "admin_token",
+    "trust",
+    "client",
+    "patience_seconds",
+)
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
 
@@ -61,6 +70,7 @@ def publish(
     running_statistics: RunningStatistics = "shared",
     blocks: Mapping[str, Sequence[int]] | None = None,
     exist_ok: bool = False,
+    replace: bool = False,
     admin_token: str | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
@@ -74,13 +84,16 @@ def publish(
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
     exist_ok: ask first, and return the federation that exists instead of raising NameTaken, where its method,
     settings and model are those asked for. What the model's weights begin as is not compared, nor what an operator has
-    changed since. Nothing of the model is uploaded then, and an enrolment token is enough. admin_token: where the
+    changed since. Nothing of the model is uploaded then, and an enrolment token is enough. replace: give the federation
+    that exists this version of its model, between rounds, without settings: forward pass, loss and dropout become the
+    task's, weights stay. Devices that train without PyTorch take it by themselves. admin_token: where the
     coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
     how long to wait for a coordinator that does not answer; None: for ever.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
-    cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference.
+    cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference, and with
+    replace where tensors, inputs or outputs are not the federation's.
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
@@ -90,35 +103,36 @@ def publish(
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task, or the name of a built-in one, such as digits"
         )
+    if replace and (isinstance(task, str) or settings or exist_ok):
+        raise BadArgument(
+            "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
+        )
     request = CreateFederation(name=name, task=task if isinstance(task, str) else None, settings=asked)
-    if isinstance(task, str):
-        if blocks:
-            raise BadArgument(
-                f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
-            )
-        wanted, manifest = CompareFederation(task=task, settings=request.settings), None
-    else:
-        from edge_sdk.training.checking import check_task
-        from edge_sdk.training.local import as_tensors
-
-        task = task.seeded(asked.seed)
-        check_task(task)
-        inputs, targets = as_tensors(next(iter(task.train)))
-        example = inputs[:2], targets[:2]
-        manifest = _manifest(task, example[0], asked.method, running_statistics, blocks or {})
-        wanted = CompareFederation(task=task.name, model_digest=manifest.model_digest, settings=request.settings)
     own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
         transport.token = admin_token or token_of("admin", "enrolment", "observer")
+        if replace:
+            asked = transport.federation(name).settings
+        if isinstance(task, str):
+            if blocks:
+                raise BadArgument(
+                    f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
+                )
+            wanted, model = CompareFederation(task=task, settings=asked), None
+        else:
+            model = _Model(task.seeded(asked.seed), asked.method, running_statistics, blocks or {})
+            if replace:
+                return transport.replace_model(name, checkpoint.save(model.described(), ""))
+            digest = model.manifest.model_digest
+            wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
-            if isinstance(task, str) or manifest is None:
-                body, media_type = request.model_dump_json().encode(), "application/json"
-            else:
-                body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
-            return transport.create_federation(body, media_type)
+            if model is None:
+                return transport.create_federation(request.model_dump_json().encode(), "application/json")
+            body = checkpoint.save({**model.described(), **model.weights()}, request.model_dump_json())
+            return transport.create_federation(body, checkpoint.MEDIA_TYPE)
         except NameTaken:
             # Another device may have been first, meanwhile.
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
@@ -127,6 +141,40 @@ def publish(
     finally:
         if client is None:
             own.close()
+
+
+class _Model:
+    """A task's model, as a method takes it. Raises BadArgument for a task whose data, model and loss do not work."""
+
+    def __init__(
+        self, task: Task, method: str, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
+    ) -> None:
+        from edge_sdk.training.checking import check_task
+        from edge_sdk.training.local import as_tensors
+
+        check_task(task)
+        inputs, targets = as_tensors(next(iter(task.train)))
+        self._task, self._example = task, (inputs[:2], targets[:2])
+        self.manifest = _manifest(task, self._example[0], method, running_statistics, blocks)
+
+    def described(self) -> Tensors:
+        """Return what is published beside weights: the manifest, and the graphs that it names."""
+        from edge_sdk.publishing.skeleton import make_skeleton
+
+        skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
+        graphs: dict[GraphName, bytes] = {"skeleton": skeleton, **_compiled(self._task, self._example, self.manifest)}
+        vectors: dict[str, bytes] = {
+            "manifest": self.manifest.with_graphs(graphs).model_dump_json().encode(),
+            **{str(name): graphs[name] for name in graphs},
+        }
+        return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
+
+    def weights(self) -> Tensors:
+        """Return the weights, as they are."""
+        from edge_sdk.training.local import get_tensors
+
+        everything = get_tensors(self._task.model, self.manifest)
+        return {spec.name: everything[spec.name] for spec in self.manifest.shared}
 
 
 def _manifest(
@@ -144,21 +192,6 @@ def _manifest(
     if unknown:
         raise BadArgument(f"blocks: the model has no parameter {unknown[0]!r}")
     return manifest.with_blocks({name: [count * rows[name] for count in counts] for name, counts in blocks.items()})
-
-
-def _checkpoint(request: CreateFederation, task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> bytes:
-    """Return what is sent of a task of one's own. example: inputs and targets of a few samples."""
-    from edge_sdk.publishing.skeleton import make_skeleton
-    from edge_sdk.training.local import get_tensors
-
-    skeleton = make_skeleton(task.model, example[0], manifest)
-    graphs: dict[GraphName, bytes] = {"skeleton": skeleton, **_compiled(task, example, manifest)}
-    manifest = manifest.with_graphs(graphs)
-    everything = get_tensors(task.model, manifest)
-    tensors = {spec.name: everything[spec.name] for spec in manifest.shared}
-    tensors["sparrow.manifest"] = np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8)
-    tensors |= {f"sparrow.{name}": np.frombuffer(graph, dtype=np.uint8) for name, graph in graphs.items()}
-    return checkpoint.save(tensors, request.model_dump_json())
 
 
 def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> dict[GraphName, bytes]:

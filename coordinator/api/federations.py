@@ -207,6 +207,27 @@ def get_model(
     return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)
 
 
+@router.patch(
+    "/{name}/model",
+    dependencies=[AdminOnly],
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
+    """Replace the model's graphs, between rounds: a checkpoint of manifest and graphs, whose tensors are the same."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
+        raise WrongMediaType(f"send manifest and graphs as {checkpoint.MEDIA_TYPE}")
+    body = await read_body(request, coordinator.settings.max_model_bytes)
+    info = await coordinator.writers.run(coordinator.federations.replace_model, name, body)
+    coordinator.fact_recorded()
+    coordinator.wake()
+    return info
+
+
 @router.get("/{name}/models", dependencies=[ObserverOnly])
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
     """Return the global models that are kept, oldest first: a rollback can go back to these."""

@@ -44,10 +44,10 @@ from sparrow.coordinator.errors import (
     explain,
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
-from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.models.global_models import Models, carry_out_replacement, settings_of
 from sparrow.coordinator.models.judging import CHUNK, judge
 from sparrow.coordinator.rounds import rollback
-from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted
+from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted, open_round
 from sparrow.coordinator.rounds.buffered import check_buffer
 from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
 from sparrow.coordinator.rounds.cleanup import clear_deleted
@@ -103,18 +103,59 @@ class Federations:
             tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
-        manifest_json = _taken(tensors, "manifest")
-        if len(manifest_json) > MAX_MANIFEST:
-            raise TooLarge(f"the manifest has {len(manifest_json):,} bytes, at most {MAX_MANIFEST:,} are accepted")
         with callers_data():
-            manifest = Manifest.model_validate_json(manifest_json)
+            manifest, graphs = _take_manifest(tensors)
             if 4 * manifest.shared_values > largest:
                 raise TooLarge(
                     f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}"
                 )
-            graphs = {graph: _taken(tensors, graph) for graph in manifest.graphs}
             manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, graphs, tensors, len(body))
+
+    def replace_model(self, name: str, body: bytes) -> FederationInfo:
+        """Give the model new graphs, and a manifest that names them: now, or when the open round has closed.
+
+        body: a checkpoint as a publication, without weights: those stay. The same again changes nothing. Raises
+        NotFound, BadContent, TooLarge, and DifferentFederation where the model's values are not the federation's.
+        """
+        with self._store.reading() as db:
+            federation = find(db, name)
+            model = self._models.model(federation, federation.model_version)
+        with callers_data():
+            tensors, _ = checkpoint.load(body)
+            published, graphs = _take_manifest(tensors)
+            if tensors:
+                raise BadContent(f"{next(iter(tensors))}: weights are not replaced; leave them out, or publish anew")
+            method = _check_model(federation.method, published)
+            manifest = method.manifest(published, settings_of(federation))
+        has = self._models.manifest(federation)
+        difference = _difference(has, manifest, masked=model.mask is not None)
+        if difference:
+            raise DifferentFederation(
+                f"{difference}. A model of other values, inputs or outputs needs a federation of its own: publish it "
+                f"under another name"
+            )
+        if "step" in has.graphs and "step" not in manifest.graphs:
+            raise BadContent(
+                "step_sha256: the federation's model has a training step, with which devices train without PyTorch, "
+                "and this version has none; publish one that compiles"
+            )
+        with callers_data():
+            _check_graphs(graphs, manifest)
+        self._models.add_graphs(federation.id, manifest, graphs)
+        with self._store.writing() as db:
+            now = find(db, name)
+            if now.id != federation.id:
+                raise NotFound(f"{name} was deleted meanwhile, and published anew; try again")
+            text = manifest.model_dump_json()
+            now.replacement = None if text == now.manifest else text
+            if now.published is not None:
+                now.published = {**now.published, "model_digest": published.model_digest}
+            if open_round(db, now) is None:
+                carry_out_replacement(now)
+        # Again, because a cleanup may have taken them for unneeded before the records named them.
+        self._models.add_graphs(federation.id, manifest, graphs)
+        return self.get(name)
 
     def _create(
         self,
@@ -134,13 +175,7 @@ class Federations:
         with callers_data():
             manifest = method.manifest(manifest, settings)
             check_settings(method, manifest, settings)
-            _check_graphs(graphs, manifest)
-            if published is not None:
-                from sparrow.export.skeleton import (
-                    check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
-                )
-
-                check_skeleton(graphs["skeleton"], manifest)
+            _check_graphs(graphs, manifest, built_in=published is None)
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
         fault = fault_of_model(model, settings)
@@ -349,6 +384,9 @@ class Federations:
             parameters=manifest.trainable_values,
             published_bytes=federation.published_bytes,
             manifest_digest=manifest.digest,
+            replacing=federation.replacement is not None,
+            input_shape=manifest.input_shape,
+            output_shape=manifest.output_shape,
             global_model_usable=why_unusable(federation, manifest) is None,
             settings=settings,
         )
@@ -422,8 +460,42 @@ def _taken(tensors: Tensors, name: str) -> bytes:
         raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
 
 
-def _check_graphs(graphs: Mapping[GraphName, bytes], manifest: Manifest) -> None:
-    """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge."""
+def _take_manifest(tensors: Tensors) -> tuple[Manifest, dict[GraphName, bytes]]:
+    """Take the manifest out of a checkpoint, and the graphs that it names. Raises BadContent, TooLarge."""
+    text = _taken(tensors, "manifest")
+    if len(text) > MAX_MANIFEST:
+        raise TooLarge(f"the manifest has {len(text):,} bytes, at most {MAX_MANIFEST:,} are accepted")
+    manifest = Manifest.model_validate_json(text)
+    return manifest, {graph: _taken(tensors, graph) for graph in manifest.graphs}
+
+
+def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
+    """Return the first of what a federation keeps of a model that a new version has otherwise; None for nothing.
+
+    masked: whether the model has a mask of single weights."""
+    for field in ("task", "input_shape", "output_shape"):
+        if getattr(has, field) != getattr(new, field):
+            return f"{field}: the new version has {getattr(new, field)}, the federation {getattr(has, field)}"
+    old, given = ({spec.name: spec for spec in each.tensors} for each in (has, new))
+    for name in {**old, **given}:
+        if name not in old or name not in given:
+            return f"{name}: only {'the new version' if name in given else 'the federation'} has this tensor"
+        for field in ("shape", "dtype", "policy", "trainable"):
+            one, other = getattr(old[name], field), getattr(given[name], field)
+            if one != other:
+                return f"{name}: has {field} {other} in the new version, {one} in the federation"
+    if has.values_digest != new.values_digest:
+        return "the tensors agree, but not their order, neurons, blocks or other names (tied weights)"
+    if masked and has.maskable != new.maskable:
+        return "the tensors agree, but the method prunes others of them, for they are used in other layers"
+    return None
+
+
+def _check_graphs(graphs: Mapping[GraphName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
+    """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge.
+
+    built_in: whether the skeleton is our own, and need not be read; else SkeletonError for one that is not the model's.
+    """
     if manifest.skeleton_sha256 is None:
         raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
     for graph, digest in manifest.graphs.items():
@@ -431,6 +503,10 @@ def _check_graphs(graphs: Mapping[GraphName, bytes], manifest: Manifest) -> None
             raise TooLarge(f"the {graph} has {len(graphs[graph]):,} bytes, at most {MAX_GRAPH:,} are accepted")
         if hashlib.sha256(graphs[graph]).hexdigest() != digest:
             raise BadContent(f"{graph}_sha256 of the manifest is not that of the {graph} sent; publish both together")
+    if not built_in:
+        from sparrow.export.skeleton import check_skeleton  # onnx: 7 MB, which built-in tasks do without
+
+        check_skeleton(graphs["skeleton"], manifest)
 
 
 def _built_in(name: str | None) -> BuiltinTask:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
+
+log = logging.getLogger(__name__)
 
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -90,24 +93,26 @@ class Models:
     def __init__(self, store: Store, retention: Retention | None = None) -> None:
         self._store = store
         self._retention = retention or Retention()
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests: dict[int, tuple[int, Manifest]] = {}  # by federation: as it was after so many replacements
         self._latest: dict[int, tuple[str, GlobalModel]] = {}  # by federation: the digest of its file, and the model
         self._scores: dict[int, tuple[GlobalModel, Scores]] = {}  # by federation, of the model asked for last
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
         """Return the federation's manifest. Raises Unreadable."""
-        if federation.id not in self._manifests:
+        known = self._manifests.get(federation.id)
+        if known is None or known[0] != federation.replacements:
+            columns = select(Federation.replacements, Federation.manifest).where(Federation.id == federation.id)
             with self._store.reading() as db:
-                text = db.scalars(select(Federation.manifest).where(Federation.id == federation.id)).one()
+                number, text = db.execute(columns).one()
             try:
-                self._manifests[federation.id] = Manifest.model_validate_json(text)
+                known = self._manifests[federation.id] = (number, Manifest.model_validate_json(text))
             except ValidationError as error:
                 raise unreadable(federation, "manifest", error) from None
-        return self._manifests[federation.id]
+        return known[1]
 
     def add_graphs(self, federation_id: int, manifest: Manifest, graphs: Mapping[GraphName, bytes]) -> None:
-        """Store the ONNX graphs that a new federation's manifest names durably."""
+        """Store the ONNX graphs that a manifest names durably."""
         for graph, digest in manifest.graphs.items():
             self._store.blobs.put(graph_key(federation_id, digest), graphs[graph])
 
@@ -173,8 +178,8 @@ class Models:
         return self._payloads.get((federation.id, version, "file"), lambda: body).body
 
     def packed(self, federation: Federation, version: int, pack: Callable[[], bytes]) -> bytes:
-        """Return what ``pack`` makes of a global model: once for all who ask."""
-        return self._payloads.get((federation.id, version, "packed"), pack).body
+        """Return what ``pack`` makes of a global model and the graphs: once for all who ask."""
+        return self._payloads.get((federation.id, version, ("packed", federation.replacements)), pack).body
 
     def _named(self, federation: Federation, version: int) -> Model:
         """Return what the records say of a global model. Raises NotFound."""
@@ -375,6 +380,21 @@ def state_key(federation_id: int, version: int, sha256: str) -> str:
 def graph_key(federation_id: int, sha256: str) -> str:
     """Return the key of an ONNX graph of the model, whose digest the federation's manifest names."""
     return f"{federation_id}/graphs/{sha256}"
+
+
+def graphs_named(federation: Federation) -> set[str]:
+    """Return the keys of the graphs that a federation's manifest names, and of those that are to take their place."""
+    texts = [text for text in (federation.manifest, federation.replacement) if text is not None]
+    manifests = map(Manifest.model_validate_json, texts)
+    return {graph_key(federation.id, digest) for manifest in manifests for digest in manifest.graphs.values()}
+
+
+def carry_out_replacement(federation: Federation) -> None:
+    """Have the new version of the model that waits take the place of the one before; between rounds."""
+    if federation.replacement is not None:
+        federation.manifest, federation.replacement = federation.replacement, None
+        federation.replacements += 1
+        log.warning("%s: the graphs of its model are replaced", federation.name)
 
 
 def _version_in(key: str) -> int:

@@ -13,7 +13,7 @@ from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.models.global_models import Models, mask_key
+from sparrow.coordinator.models.global_models import Models, graphs_named, mask_key
 from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
 from sparrow.coordinator.rounds.buffered import Arrival, arrivals
 from sparrow.coordinator.storage.store import Store
@@ -27,8 +27,8 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
     Updates of open assignments stay: they may be on their way to the records. What is there is listed before the
     records are read: another process may move rounds meanwhile, and what it writes must not look unneeded."""
-    folders = (f"{federation_id}/models", f"{federation_id}/masks", update_folder(federation_id))
-    found = model_keys, mask_keys, update_keys = [store.blobs.keys(folder) for folder in folders]
+    folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "graphs")), update_folder(federation_id)
+    found = model_keys, mask_keys, _, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:
         federation = db.get_one(Federation, federation_id)
         of_open = select(Assignment.id).where(Assignment.federation_id == federation_id, Assignment.status == "open")
@@ -39,12 +39,12 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
         )
         masks = {digest for digest in db.scalars(known) if digest}
         updates = _needed(db, federation_id, late).union(key for key in update_keys if assignment_of(key) in on_the_way)
-        models_needed = models.needed(db, federation_id, model_keys)
+        models_needed, graphs_needed = models.needed(db, federation_id, model_keys), graphs_named(federation)
     if mask_keys:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
-    needed = (models_needed, {mask_key(federation_id, digest) for digest in masks}, updates)
+    needed = (models_needed, {mask_key(federation_id, digest) for digest in masks}, graphs_needed, updates)
     for folder, keys, keep in zip(folders, found, needed, strict=True):
         store.blobs.retain(folder, keep, keys)
 

@@ -191,6 +191,7 @@ class Dispatch:
             work=work,
             plan=assignment.plan or {},
             model_sha256=self._models.digest(federation, assignment.model_version),
+            manifest_digest=self._models.manifest(federation).digest,
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:

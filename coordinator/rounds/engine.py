@@ -52,7 +52,7 @@ from sparrow.coordinator.errors import Damaged, Unavailable
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
 from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
-from sparrow.coordinator.models.global_models import ModelFiles, Models, settings_of
+from sparrow.coordinator.models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
 from sparrow.coordinator.rounds.assignments import (
     COHORT_KINDS,
     DAMAGED,
@@ -423,7 +423,8 @@ class Rounds:
     def _is_final(federation: Federation, number: int) -> bool:
         """Return whether a buffered round is the last one: it takes all that came, and waits for nobody."""
         stopped, last = federation.status == "stopped", settings_of(federation).rounds
-        return stopped or number >= last or federation.rollback_version is not None
+        asked = federation.rollback_version is not None or federation.replacement is not None
+        return stopped or number >= last or asked
 
     def _top_up(self, federation_id: int, number: int) -> bool:
         """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
@@ -624,6 +625,7 @@ class Rounds:
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
             carry_out(db, federation)
+            carry_out_replacement(federation)
             if federation.status == "running":
                 self._evaluate_in_between(db, federation, before, now)
             self._models.drop_old(db, federation, models_in_use(db, federation))

@@ -24,7 +24,9 @@ class Federation(Base):
     wrong, last. ``secret`` is what its draws follow from (``rounds.draws``), ``noise_key`` what a private federation's
     noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
     for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
-    ``arrivals`` numbers the updates of buffered rounds. An ``id`` is never given twice.
+    ``arrivals`` numbers the updates of buffered rounds. ``replacement`` is the manifest of a new version of the model,
+    which takes the place of ``manifest`` when the open round has closed; ``replacements`` counts these. An ``id`` is
+    never given twice.
     """
 
     __tablename__ = "federations"
@@ -37,6 +39,8 @@ class Federation(Base):
     method: Mapped[str] = mapped_column(String(64))
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     manifest: Mapped[str] = mapped_column(Text, deferred=True)  # long, and read once: coordinator.models keeps it
+    replacement: Mapped[str | None] = mapped_column(Text)
+    replacements: Mapped[int] = mapped_column(default=0, server_default="0")
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(String(32))
     warning: Mapped[str | None] = mapped_column(Text)

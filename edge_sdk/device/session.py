@@ -40,6 +40,7 @@ from edge_sdk.errors import (
     Damaged,
     FederationDeleted,
     FederationOver,
+    ModelReplaced,
     NameTaken,
     NotAllowed,
     NotAuthenticated,
@@ -54,7 +55,7 @@ from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.methods.merging import is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError, ProtocolError
+from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
@@ -204,16 +205,17 @@ class Session:
             transport.token = self._enrolment_token
             self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
-        self.manifest = known.manifest if known else self._load_manifest()
+        self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
         task = make_task(self.info)
+        self._own_graphs = False  # the engine trains with them, and is this session's alone
         self._prepared: Prepared
         self.engine: Engine
         if not isinstance(engine, str):
             self._prepared, self.engine = Prepared(task, budget), engine
         elif choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
-            assert self.graphs is not None, "the manifest names them"
-            self._prepared, self.engine = open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
+            self._own_graphs = True
+            self._prepared, self.engine = self._open_onnx(task, prepare, budget)
         else:
             self._prepared, self.engine = open_torch(task, self.manifest, self.info, prepare, budget)
         self.task = self._prepared.task
@@ -280,12 +282,13 @@ class Session:
 
     # --- identity ------------------------------------------------------------------------------------------------
 
-    def _load_manifest(self) -> Manifest:
+    def _load_manifest(self, wanted: str) -> Manifest:
+        """Return the federation's manifest, downloaded once: anew if the one that is there is not ``wanted``."""
         cached = self._folder.cached(personal.MANIFEST)
         manifest = None
         with suppress(ValidationError):  # damaged on the disk
             manifest = Manifest.model_validate_json(cached) if cached else None
-        if manifest is None or manifest.digest != self.info.manifest_digest:
+        if manifest is None or manifest.digest != wanted:
             manifest = self._transport.manifest(self._federation)
             self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
         return manifest
@@ -299,6 +302,37 @@ class Session:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
         return fetch_graphs(self.manifest, self._graph)
+
+    def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
+        assert self.graphs is not None, "the manifest names them"
+        return open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
+
+    def _take_new_version(self, digest: str) -> None:
+        """Go on with a new version of the federation's model, of the same values and of other graphs.
+
+        digest: its manifest's. Raises ModelReplaced where PyTorch trains, with code of the version before, and for one
+        device of a fleet, whose engine is not its own.
+        """
+        manifest = self._load_manifest(digest)
+        if manifest.values_digest != self.manifest.values_digest:
+            raise ManifestError("the federation's model has other values than this device's; join under another name")
+        if not self._own_graphs:
+            raise ModelReplaced(
+                f"the model of federation {self.info.name} has a new version, and this device trains the one before: "
+                f"start it again, with the new code where PyTorch trains (--engine onnx needs none)"
+            )
+        log.warning("the federation's model has a new version; this device goes on with it")
+        before, self.manifest = self.manifest, manifest
+        self.__dict__.pop("graphs", None)
+        try:
+            _, engine = self._open_onnx(self.task, None, self.budget)
+        except SdkError:
+            self.manifest = before  # so that it is tried again
+            raise
+        engine.load(self.engine.read())
+        self.engine = engine
+        with suppress(SdkError):  # so that the personal model can be exported later, as in ``join``
+            self.skeleton()
 
     def _graph(self, name: GraphName) -> bytes:
         """Return a graph that has the digest in the manifest, downloaded once. Raises GraphError."""
@@ -432,9 +466,15 @@ class Session:
         self._working_on = assignment
         failed, to_blame = None, True
         try:
+            if assignment.manifest_digest not in (None, self.manifest.digest):
+                self._take_new_version(assignment.manifest_digest)
             with self._heard(assignment.assignment_id, assignment.settings):
+                self._judge_best_again()
                 self._work(assignment, self._watched_work(assignment))
         except BundleError:  # of the payload
+            raise
+        except ModelReplaced as error:
+            self._give_up(assignment, str(error))
             raise
         except (TrainingDiverged, ProtocolError) as error:
             failed, to_blame = str(error), not isinstance(error, UnsoundModel)
@@ -705,7 +745,7 @@ class Session:
         assert state.personal is not None, "adapting ends with a personal model"
         best = None
         if self._keeps_best:
-            best = Best(round=job.assignment.round, validation=self._validate(state.personal))
+            best = self._best_of(job, self._validate(state.personal))
         receipt = Receipt(
             personal=self.evaluate(state.personal),
             inference_flops=nonzero_flops(self.manifest, state.personal),
@@ -844,7 +884,23 @@ class Session:
             return before
         found = trained.personal_validation or self._validate(state.personal)
         better = is_better(found, before.validation if before else None)
-        return Best(round=job.assignment.round, validation=found) if better else before
+        return self._best_of(job, found) if better else before
+
+    def _best_of(self, job: Job, found: Evaluation, global_share: float = 0.0) -> Best:
+        number, manifest = job.assignment.round, self.manifest.digest
+        return Best(round=number, validation=found, global_share=global_share, manifest=manifest)
+
+    def _judge_best_again(self) -> None:
+        """Judge the best personal model by the federation's model as it is now, if that was replaced since."""
+        tensors, best = self.best, self.progress.best
+        if tensors is None or best is None or best.manifest == self.manifest.digest:
+            return
+        try:
+            found = {"validation": self._validate(tensors), "manifest": self.manifest.digest}
+        except TrainingDiverged:  # a model of which nothing can be said is not the best
+            self._save_progress(best=None)
+        else:
+            self._save_progress(best=best.model_copy(update=found))
 
     def _mix_with_global(self, job: Job) -> None:
         """Keep a mixture of the personal model and the finished global one as the best model, where validation data
@@ -861,7 +917,7 @@ class Session:
             except TrainingDiverged:  # a model of which nothing can be said is not the best
                 continue
             if is_better(found, self.progress.best.validation):
-                best = Best(round=job.assignment.round, validation=found, global_share=share)
+                best = self._best_of(job, found, share)
                 self.progress = self.progress.model_copy(update={"best": best})
                 self._folder.save_best(self.manifest, mixture, self.progress)
 

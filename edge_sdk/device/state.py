@@ -126,14 +126,15 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 
 class Best(BaseModel):
-    """The personal model that is the best so far: the round it is of, that model on validation data, and the share of
-    the global model that was mixed into it."""
+    """The personal model that is the best so far: the round it is of, that model on validation data, the share of the
+    global model that was mixed into it, and the digest of the manifest whose graphs judged it."""
 
     model_config = ConfigDict(frozen=True)
 
     round: int
     validation: Evaluation
     global_share: float = 0.0
+    manifest: str = ""
 
 
 class Progress(BaseModel):
@@ -282,7 +283,7 @@ class StateFolder:
         updates: name -> float32; empty where there are none.
         """
         saved = self._read(personal.MODEL)
-        progress, digest, tensors = Progress(), manifest.digest, None
+        progress, digest, tensors = Progress(), manifest.values_digest, None
         if saved is not None:
             progress, digest = saved.progress, saved.file.manifest
             self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
@@ -323,7 +324,7 @@ class StateFolder:
         return _Read(saved, progress, tensors if saved.model else None)
 
     def _check(self, manifest: Manifest, digest: str, tensors: Tensors | None) -> None:
-        if digest != manifest.digest:
+        if digest != manifest.values_digest:
             raise StateError(
                 f"{self.path} holds a model of another manifest; use another --state-dir for this federation"
             )
@@ -389,7 +390,7 @@ class StateFolder:
             stored=stored,
             own={},
             feedback={},
-            manifest=manifest.digest,
+            manifest=manifest.values_digest,
             save=save,
             model=model is not None,
             reference=reference,

@@ -287,6 +287,11 @@ class Transport:
         except BadContent as refused:
             raise WrongSettings(refused.detail) from refused
 
+    def replace_model(self, name: str, body: bytes) -> FederationInfo:
+        """Give a federation's model new graphs. Raises DifferentFederation where its values are others."""
+        headers = {"Content-Type": checkpoint.MEDIA_TYPE}
+        return self._ask(FederationInfo, "PATCH", f"/v1/federations/{name}/model", content=body, headers=headers)
+
     def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
         """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
         which names the differences."""

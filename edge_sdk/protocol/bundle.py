@@ -11,7 +11,7 @@
 Metadata, all strings as safetensors wants them:
 
     sparrow   version of this format, "1"
-    manifest  digest of the manifest that gives the values their names and shapes
+    manifest  digest of what gives the values their names and shapes (``Manifest.values_digest``)
     mask      {"form": "full"} | of neurons: {"form": "draw", key, ratio}, {"form": "bits"},
               {"form": "index"}, {"form": "first", counts} | of elements: {"form": "known", digest},
               {"form": "elements"}, {"form": "changed", digest} | of blocks: {"form": "blocks"}
@@ -155,7 +155,7 @@ def encode(
     header: dict[str, Any] = {
         "__metadata__": {
             "sparrow": FORMAT,
-            "manifest": manifest.digest,
+            "manifest": manifest.values_digest,
             "mask": _canonical(description),
             "report": report,
         },
@@ -183,7 +183,7 @@ def decode(
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
     metadata = _metadata(header)
-    if metadata["manifest"] != manifest.digest:
+    if metadata["manifest"] != manifest.values_digest:
         raise BundleError("the bundle was made for another model; fetch the federation's manifest again and restart")
     entries = {name: _entry(header, name) for name in _PARTS if name in header}
     _check_layout(entries, len(buffer) - start)

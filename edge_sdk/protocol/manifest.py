@@ -306,15 +306,25 @@ class Manifest(_Record):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the manifest's JSON: two parties with the same digest speak of the same model."""
+        """SHA-256 of the manifest's JSON: two parties with the same digest have the same description of a model."""
         return hashlib.sha256(self.model_dump_json(exclude_none=True).encode()).hexdigest()
+
+    @cached_property
+    def values_digest(self) -> str:
+        """SHA-256 of what gives a model's values their names, shapes and neurons, of its inputs and outputs: the same for
+        a new version of its graphs and layers. Bundles and a device's state name it."""
+        return self._digest_without("layers")
 
     @cached_property
     def model_digest(self) -> str:
         """SHA-256 of the model itself: the same for who begins with other weights, or has its graphs exported by
         another version of torch."""
-        graphs = {"skeleton_sha256": True, "step_sha256": True, "evaluation_sha256": True}
-        model = self.model_dump(mode="json", exclude={"task": True, **graphs, "tensors": {"__all__": {"init"}}})
+        return self._digest_without("task")
+
+    def _digest_without(self, name: str) -> str:
+        """Return the SHA-256 of all but the field ``name``, the graphs and the first weights."""
+        left_out = dict.fromkeys((name, "skeleton_sha256", "step_sha256", "evaluation_sha256"), True)
+        model = self.model_dump(mode="json", exclude={**left_out, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
     def with_graphs(self, graphs: Mapping[GraphName, bytes]) -> Manifest:

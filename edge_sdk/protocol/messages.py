@@ -431,6 +431,11 @@ class FederationInfo(Answer):
         default=0, description="Bytes of the publication: weights, manifest and graphs; 0: built in"
     )
     manifest_digest: str
+    replacing: bool = Field(
+        default=False, description="Whether a new version of the model takes its place when the open round has closed"
+    )
+    input_shape: tuple[int, ...] = Field(default=(), description="Shape of a sample, as the model takes it")
+    output_shape: tuple[int, ...] = Field(default=(), description="Shape of what the model answers to a sample")
     global_model_usable: bool
     settings: FederationSettings
 
@@ -624,6 +629,10 @@ class Assignment(Answer):
     )
     model_sha256: Digest | None = Field(
         default=None, description="The global model that the payload is of, where a device may later hold on to it"
+    )
+    manifest_digest: Digest | None = Field(
+        default=None,
+        description="The federation's manifest as it is now; another one than the device's names new graphs",
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 EVALUATION_BATCH = 64
-"""Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest batch has taken."""
+"""Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest has taken."""
 
 
 class DataError(SdkError):

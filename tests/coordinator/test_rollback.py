@@ -1,17 +1,25 @@
-"""Older global models: which are kept, and what going back to one means to rounds, records and devices."""
+"""Older global models: which are kept, and what going back to one means to rounds, records and devices.
+
+And new versions of a model, which take the place of the one before."""
 
 from __future__ import annotations
 
 from contextlib import closing
 
 import numpy as np
+import onnx
 import pytest
 
 from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import ChangeFederation
-from sparrow.coordinator.errors import BadContent, NotFound, WrongState
+from sparrow.coordinator.commands.backup import back_up
+from sparrow.coordinator.commands.restore import bring_back
+from sparrow.coordinator.errors import BadContent, DifferentFederation, NotFound, RoundClosed, WrongState
+from sparrow.coordinator.settings import Settings
 
-from .fakes import LocalCoordinator
+from .fakes import DIGITS, LocalCoordinator
 from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -124,6 +132,142 @@ def test_a_restart_with_a_rollback_pending(tmp_path, clock, answer):
             answer(device)
         coordinator.rounds.advance()
         assert (coordinator.info().round, coordinator.info().model_version) == (4, 1)
+
+
+# --- a new version of the model ----------------------------------------------------------------------------------
+
+
+def version(number, change=lambda manifest, tensors: manifest, **left_out):
+    """A new version of digits' model as it is sent: its graphs are stamped with a number."""
+    task, graphs = load_builtin("digits"), {}
+    for name, content in task.graphs.items():
+        graph = onnx.load_from_string(content)
+        graph.producer_version = str(number)
+        if name not in left_out:
+            graphs[name] = graph.SerializeToString()
+    tensors = {f"sparrow.{name}": np.frombuffer(graph, np.uint8) for name, graph in graphs.items()}
+    bare = {**task.manifest.model_dump(), **{f"{name}_sha256": None for name in task.graphs}}
+    manifest = change(Manifest.model_validate(bare).with_graphs(graphs), tensors)
+    tensors["sparrow.manifest"] = np.frombuffer(manifest.model_dump_json().encode(), np.uint8)
+    return checkpoint.save(tensors)
+
+
+def stamp(coordinator):
+    """Which version of the model is served, all graphs alike, and whether the manifest names them."""
+    graphs = {name: coordinator.federations.graph("f", name) for name in ("skeleton", "step", "evaluation")}
+    assert coordinator.federations.manifest("f").with_graphs(graphs) == coordinator.federations.manifest("f")
+    graphs["filled"] = coordinator.federations.model_onnx("f")
+    (found,) = {onnx.load_from_string(graph).producer_version for graph in graphs.values()}
+    return found
+
+
+def graph_files(coordinator):
+    return len(coordinator.store.blobs.keys("1/graphs"))
+
+
+def test_a_new_version_waits_for_the_open_round_also_through_a_restart(tmp_path, clock, answer):
+    coordinator = LocalCoordinator(tmp_path / "again", clock)
+    devices = some_rounds(coordinator, answer, 1)
+    before, first = stamp(coordinator), devices[0].ask()
+    assert coordinator.federations.replace_model("f", version(1)).replacing
+    assert coordinator.federations.replace_model("f", version(2)).replacing, "the last counts"
+    assert stamp(coordinator) == before
+    assert devices[0].ask().manifest_digest == first.manifest_digest == coordinator.info().manifest_digest
+    coordinator.store.close()
+    coordinator = LocalCoordinator(tmp_path / "again", clock)
+    with closing(coordinator.store):
+        for device in devices:
+            device.coordinator = coordinator
+            assert answer(device).manifest_digest == first.manifest_digest
+        coordinator.rounds.advance()
+        info = coordinator.info()
+        assert (info.round, info.replacing, stamp(coordinator)) == (2, False, "2")
+        assert answer(devices[0]).manifest_digest == info.manifest_digest != first.manifest_digest
+        assert graph_files(coordinator) == 3, "those of other versions are gone"
+
+
+def test_a_backup_has_the_version_that_waits(tmp_path, clock, answer):
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        devices = some_rounds(coordinator, answer, 1)
+        coordinator.federations.replace_model("f", version(1))
+        back_up(coordinator.settings, tmp_path / "copy")
+    bring_back(Settings(data_dir=tmp_path / "new", default_task=""), tmp_path / "copy")
+    coordinator = LocalCoordinator(tmp_path / "new", clock)
+    with closing(coordinator.store):
+        for device in devices:
+            device.coordinator = coordinator
+            answer(device)
+        coordinator.rounds.advance()
+        assert (coordinator.info().round, stamp(coordinator)) == (2, "1")
+
+
+def test_between_rounds_a_new_version_counts_at_once_and_goes_for_all_models(coordinator, play):
+    coordinator.create(rounds=3)
+    play(coordinator, coordinator.enrol("a", "b"))
+    weights, old = coordinator.model(), coordinator.info().manifest_digest
+    info = coordinator.federations.replace_model("f", version(1))
+    assert (info.replacing, info.manifest_digest != old, stamp(coordinator)) == (False, True, "1")
+    assert coordinator.federations.replace_model("f", version(1)) == info, "the same again changes nothing"
+    assert coordinator.change(action="rollback", model_version=2).model_version == 2
+    assert stamp(coordinator) == "1"
+    assert coordinator.model() != weights
+
+
+def test_work_of_a_buffered_round_does_not_outlive_the_version_that_it_was_given_with(coordinator, answer, train):
+    coordinator.create(rounds=9, cohort=3, buffer=2)
+    a, b, slow = coordinator.enrol("a", "b", "slow")
+    coordinator.rounds.advance()
+    late = slow.ask()
+    coordinator.federations.replace_model("f", version(1))
+    for device in (a, b):
+        answer(device)
+    coordinator.rounds.advance()
+    assert (coordinator.info().round, stamp(coordinator)) == (1, "1")
+    with pytest.raises(RoundClosed):
+        slow.send(late, train(DIGITS, late))
+
+
+def reshaped(manifest, tensors):
+    first, *others = manifest.model_dump()["tensors"]
+    shape = (first["shape"][0], *first["shape"][1:-1], first["shape"][-1] + 1)
+    return Manifest.model_validate(
+        {**manifest.model_dump(), "tensors": [{**first, "shape": shape, "axes": ()}, *others]}
+    )
+
+
+def with_weights(manifest, tensors):
+    tensors["conv1.bias"] = np.zeros(3, np.float32)
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        (version(1, reshaped), DifferentFederation, r"has shape .* needs a federation of its own: publish it under an"),
+        (
+            version(1, lambda manifest, tensors: manifest.model_copy(update={"task": "letters"})),
+            DifferentFederation,
+            "task: the new version has letters, the federation digits",
+        ),
+        (
+            version(1, lambda manifest, tensors: manifest.model_copy(update={"output_shape": (11,)})),
+            DifferentFederation,
+            r"output_shape: the new version has \(11,\), the federation \(10,\)",
+        ),
+        (version(1, with_weights), BadContent, r"conv1\.bias: weights are not replaced"),
+        (version(1, step=True, evaluation=True), BadContent, "this version has none; publish one that compiles"),
+        (version(1, skeleton=True), BadContent, "the manifest names no skeleton"),
+        (b"nothing", BadContent, "safetensors"),
+    ],
+)
+def test_another_model_is_refused_as_a_new_version(coordinator, body, error, said):
+    coordinator.create()
+    before = coordinator.info()
+    with pytest.raises(error, match=said):
+        coordinator.federations.replace_model("f", body)
+    assert coordinator.info() == before
+    assert graph_files(coordinator) == 3
 
 
 # --- methods, with devices that train ----------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
         trainable.check(module="half_torch")
 
 
-@pytest.mark.parametrize("command", ["fleet", "profile", "publish"])
+@pytest.mark.parametrize("command", ["profile", "publish"])
 def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
     options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]

@@ -134,6 +134,7 @@ function stateOf(federation) {
   if (federation.status === "waiting") parts.push(`begins when ${many(federation.settings.min_devices, "device")} have enrolled`);
   if (federation.waiting_for) parts.push(`waiting for ${federation.waiting_for}`);
   if (federation.rollback_version != null) parts.push(`goes back to model ${federation.rollback_version} when this round has closed`);
+  if (federation.replacing) parts.push("takes a new version of its model when this round has closed");
   if (!federation.global_model_usable) parts.push("its global model cannot be used alone: devices export their own");
   return parts.join("; ");
 }

@@ -27,6 +27,8 @@ def upgrade() -> None:
         sa.Column("method", sa.String(length=64), nullable=False),
         sa.Column("settings", sa.JSON(), nullable=False),
         sa.Column("manifest", sa.Text(), nullable=False),
+        sa.Column("replacement", sa.Text(), nullable=True),
+        sa.Column("replacements", sa.Integer(), server_default="0", nullable=False),
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.String(length=32), nullable=True),
         sa.Column("warning", sa.Text(), nullable=True),
