@@ -8,6 +8,7 @@
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
+    engine = "torch"                what trains every method; else ONNX Runtime what it can, and PyTorch the others
     as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
@@ -67,6 +68,7 @@ from pydantic import (
     model_validator,
 )
 
+from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
@@ -139,6 +141,7 @@ class Experiment(_Part):
     evaluate_every: int = Field(ge=0)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     boards: tuple[str, ...] = ()
+    engine: EngineChoice = "auto"
     data: dict[str, Value] = {}
     upload_caps: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
     shifts: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
@@ -246,6 +249,7 @@ class Trial(_Part):
     data: dict[str, Value] = {}
     test_sets: tuple[Options, ...] = ()
     judged_as: str | None = None
+    engine: EngineChoice = "auto"
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -254,6 +258,8 @@ class Trial(_Part):
         for name in ("test_sets", "judged_as"):
             if not fields.get(name):
                 fields.pop(name, None)
+        if self.engine == "auto":
+            fields.pop("engine", None)
         return fields
 
     @property
@@ -401,6 +407,7 @@ def _trial(
         settings=complete,
         data=experiment.data,
         judged_as=run.judged_as,
+        engine=experiment.engine,
     )
 
 

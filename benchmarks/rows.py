@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_sdk.engines import EngineName
 from sparrow.benchmarks.experiment import Trial
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
 
@@ -41,7 +42,7 @@ class TrialResult:
     """The result of a trial; ``wall_seconds`` from its first call to its last.
 
     inference_flops: one sample through the whole model. idle: the counts that prove that the method acted and are zero
-    over all rounds; None in rows that are older than such counts.
+    over all rounds; None in rows that are older than such counts. engine: what trained; rows without are PyTorch's.
     """
 
     rounds: int
@@ -53,6 +54,7 @@ class TrialResult:
     wall_seconds: float
     machine: str
     idle: tuple[str, ...] | None = None
+    engine: EngineName = "torch"
 
 
 @dataclass(frozen=True)

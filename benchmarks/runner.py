@@ -19,6 +19,7 @@ import httpx
 from torch import nn
 from tqdm import tqdm
 
+from edge_sdk.engines import EngineName
 from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
@@ -155,12 +156,14 @@ def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = 
     with coordinator(folder) as server:
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
         publish(server, FEDERATION, task, exist_ok=True, **{"draws": "seed", **trial.settings})
-        run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
+        fleet = run_fleet(
+            server, plan, engine=trial.engine, processes=where.processes, state_dir=folder / "devices"
+        )
         seconds = time.monotonic() - begin
-        recorded = [collect(server, each, seconds) for each in trials]
+        recorded = [collect(server, each, seconds, fleet.engine) for each in trials]
         others: list[Recorded] = []
         if test_sets or retuned:
-            finished = read_finished(server, FEDERATION, folder)
+            finished = read_finished(server, FEDERATION, folder, fleet.engine)
             if test_sets:
                 found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
             others = [_retuned(finished, recorded[0], each, plan, where) for each in retuned]
@@ -245,8 +248,8 @@ def _data_text(where: Where, dealt: str) -> str:
     return ",".join(part for part in (where.data, dealt) if part)  # some tasks bring their data along
 
 
-def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
-    """Return the rows of an ended trial from its coordinator's records."""
+def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName) -> Recorded:
+    """Return the rows of an ended trial from its coordinator's records. engine: what trained."""
     with httpx.Client(base_url=server, timeout=60) as client:
 
         def get(path: str) -> Any:
@@ -278,6 +281,7 @@ def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
             wall_seconds=wall_seconds,
             machine=machine(),
             idle=idle(load_method(trial.method).acts, records),
+            engine=engine,
         ),
     )
 

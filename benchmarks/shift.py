@@ -19,15 +19,19 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
 import torch
 from tqdm import tqdm
 
+from edge_sdk.device.opening import fetch_graphs, share_onnx
 from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
+from edge_sdk.engines import Engine, EngineName
+from edge_sdk.engines.onnx import Sessions
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
@@ -52,7 +56,8 @@ class Finished:
     """A federation that has ended.
 
     model: the global one, or its shared part; None if evaluations send nothing. root: the devices' state folders;
-    reference: the model that personal models are differences from.
+    reference: the model that personal models are differences from. sessions: of the training step, where ONNX Runtime
+    trained; None where PyTorch did.
     """
 
     info: FederationInfo
@@ -60,10 +65,11 @@ class Finished:
     model: Tensors | None
     root: Path
     reference: Reference | None
+    sessions: Sessions | None
 
 
-def read_finished(server: str, federation: str, folder: Path) -> Finished:
-    """Return an ended federation from its coordinator and the trial's folder."""
+def read_finished(server: str, federation: str, folder: Path, engine: EngineName) -> Finished:
+    """Return an ended federation from its coordinator and the trial's folder. engine: what trained it."""
     root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
@@ -74,7 +80,9 @@ def read_finished(server: str, federation: str, folder: Path) -> Finished:
         elif load_coordinator_method(info.method).sends_values(Kind.evaluate, holds_model=True):
             model = _newest_values(folder)
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
-        return Finished(info, manifest, model, root, reference=Reference.of(stored) if stored else None)
+        graphs = fetch_graphs(manifest, partial(transport.graph, federation)) if engine == "onnx" else None
+        reference = Reference.of(stored) if stored else None
+        return Finished(info, manifest, model, root, reference, Sessions(graphs) if graphs else None)
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
@@ -122,10 +130,14 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
         folder.close()
     body = None if finished.model is None else _payload(manifest, finished.model, mask, info)
     found = []
+    engine: Engine
     for text in texts:
-        task = (
-            replace(plan, data=text).task(index, info).seeded(info.settings.seed).on(plan.compute)
-        )  # with a model of its own, made anew
+        task = replace(plan, data=text).task(index, info)
+        if finished.sessions is not None:
+            engine = share_onnx(task, manifest, info, finished.sessions)
+        else:
+            task = task.seeded(info.settings.seed).on(plan.compute)  # with a model of its own, made anew
+            engine = TorchEngine(task, manifest)
         job = Job(
             assignment=Assignment(
                 assignment_id="judging",
@@ -136,7 +148,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             ),
             manifest=manifest,
             task=task,
-            engine=TorchEngine(task, manifest),
+            engine=engine,
             state=DeviceState(None if progress.adapted else personal, progress.memory, own),
             received=None if body is None else bundle.decode(body, manifest),
             federation=info.name,

@@ -13,6 +13,9 @@ from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.tuning import open_edges
 
 
+TITLES = {"onnx": "ONNX Runtime", "torch": "PyTorch"}
+
+
 def _settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in flat(settings).items())
 
@@ -24,6 +27,17 @@ def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> 
     values = {key: sorted({str(flat(trial.trial.settings).get(key, ABSENT)) for trial in done}) for key in keys}
     text = _settings({key: " or ".join(value) for key, value in values.items()}) if done else ""
     return f"{text}, as {run.tuned_as}" if text and run.tuned_as else text or ABSENT
+
+
+def _engines(recorded: Sequence[Recorded]) -> str:
+    """Return what trained, each with the labels that it trained if there are several."""
+    labels: dict[str, list[str]] = {}
+    for each in recorded:
+        named = labels.setdefault(TITLES[each.result.engine], [])
+        named += [each.trial.label] * (each.trial.label not in named)
+    if len(labels) < 2:
+        return "".join(labels)
+    return "; ".join(f"{title} trained {', '.join(named)}" for title, named in sorted(labels.items()))
 
 
 def head_lines(experiment: Experiment, recorded: Sequence[Recorded], command: str) -> list[str]:
@@ -42,6 +56,7 @@ def head_lines(experiment: Experiment, recorded: Sequence[Recorded], command: st
         "Settings of all": _settings(experiment.settings),
         "Other settings": "as `sparrow publish` has them, early stopping included" if experiment.as_published else "",
         "Tuned": "" if experiment.tune is None else _tuning(experiment),
+        "Engine": _engines(recorded),
         "Machine": "; ".join(sorted({trial.result.machine for trial in recorded})),
         "Command": f"`{command}`",
     }

@@ -206,6 +206,7 @@ def _sum(results: list[Result]) -> Result:
     firsts = [each.seconds_to_first for each in results if each.seconds_to_first is not None]
     return Result(
         devices=sum(each.devices for each in results),
+        engine=results[0].engine,
         device_rounds=sum(each.device_rounds for each in results),
         evaluations=sum(each.evaluations for each in results),
         adapted=sum(each.adapted for each in results),

@@ -104,12 +104,13 @@ def read_ended(transport: Transport, federation: str) -> Ended | None:
 @dataclass
 class Result:
     """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
-    ``failed``: how often a device's work came to nothing.
+    ``failed``: how often a device's work came to nothing. ``engine``: what trained.
 
     ended: how the devices did, this fleet's and others', when the federation had ended; None before.
     """
 
     devices: int
+    engine: EngineName
     device_rounds: int = 0
     evaluations: int = 0
     adapted: int = 0
@@ -202,7 +203,7 @@ def run_fleet(
         make_executor = _threads if in_threads else _pool
         executor = stack.enter_context(_InProcess(make_host) if number == 1 else make_executor(number, make_host))
         mine = frozenset(range(plan.total) if indices is None else indices)
-        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted)
+        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted, chosen)
         return run.until_over()
 
 
@@ -339,6 +340,7 @@ class _Run:
     quiet: bool
     on_step: Callable[[Stepped], None]
     interrupted: Callable[[], bool]
+    engine: EngineName
     result: Result = field(init=False)
     _given: set[str] = field(default_factory=set)
     _due: Counter[int] = field(default_factory=Counter)
@@ -350,7 +352,7 @@ class _Run:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.result = Result(devices=len(self.mine))
+        self.result = Result(devices=len(self.mine), engine=self.engine)
         self._begin = time.monotonic()
         self._indices = {self.plan.name(index): index for index in self.mine}
 
