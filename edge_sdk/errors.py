@@ -37,7 +37,7 @@ SdkError
 │   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
 │   │   ├── CannotCompile        a training step cannot be written as a graph (``publishing.translations``)
 │   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``protocol.neurons``)
-│   │   ├── NoCurvature          the loss cannot be differentiated twice (``training.curvature``)
+│   │   ├── NoCurvature          the loss cannot be differentiated twice (``engines.training``)
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── GraphError               a graph that is not the manifest's, or that a device must not run
 │   ├── BundleError              bytes that are not a bundle of this manifest

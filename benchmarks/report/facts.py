@@ -12,7 +12,6 @@ from sparrow.benchmarks.report.figures import axes_title
 from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.tuning import open_edges
 
-
 TITLES = {"onnx": "ONNX Runtime", "torch": "PyTorch"}
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull
+from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
@@ -81,12 +82,26 @@ class Engine(Protocol):
         visit: Callable[[str, NDArray[Any]], None],
         *,
         moves: bool = False,
-    ) -> float:
-        """Return the loss on ``batches`` taken as one, in training mode, and hand ``visit`` the name and the gradient
-        of each parameter in ``names``.
+        teacher: Teacher | None = None,
+    ) -> tuple[float, NDArray[Any]]:
+        """Return loss and outputs [N, ...] for ``batches`` taken as one, in training mode, and hand ``visit`` the name
+        and the gradient of each parameter in ``names``.
 
         A gradient is the engine's own, and lasts until the next call; ``visit`` must not change the model. moves:
-        whether running statistics do, as in a step.
+        whether running statistics do, as in a step. teacher: teaches in place of, or beside, the targets.
+        """
+
+    def curvature(self, batches: Sequence[Batch], direction: Mapping[str, NDArray[np.float32]]) -> Tensors:
+        """Return the Hessian of the loss times ``direction``, which has parameters' names and shapes, for these.
+
+        The loss is that of ``differentiate``; the model stays as it is. Raises NoCurvature where the engine cannot
+        differentiate it twice.
+        """
+
+    def take_statistics(self, batches: Batches) -> int:
+        """Give batch norms the means of the batches' statistics; return how many samples that took, 0 without any.
+
+        The model is run in evaluation mode, but for batch norms, and learns nothing.
         """
 
     def evaluate(self, batches: Batches) -> Evaluation:
@@ -98,16 +113,21 @@ class Engine(Protocol):
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the model's outputs [N, C, ...] on ``batches``, float32, in evaluation mode, and their targets [N]."""
 
-    def judge(self, scores: NDArray[Any], targets: NDArray[Any]) -> Evaluation:
-        """Return loss and accuracy of scores [N, C]."""
+    def loss(self, outputs: NDArray[Any], targets: Any) -> float:
+        """Return the task's loss of outputs [N, ...], for targets as a ``Batch`` has them."""
+
+    def scaled(self, scale: NDArray[np.float32]) -> Engine:
+        """Return an engine of this very model that trains on the loss of outputs [N, C, ...] times ``scale`` [C] or
+        []."""
 
     def twin(self) -> Engine:
         """Return an engine of another model of the same kind, which holds the same tensors."""
 
-    def narrow(self, mask: NeuronMask, batches: Batches) -> Cut:
-        """Return an engine of the active neurons of ``mask`` alone; the weights of all others must be zero.
+    def narrow(self, mask: NeuronMask, batches: Batches | None) -> Cut:
+        """Return an engine of the active neurons of ``mask`` alone.
 
-        batches: on whose first samples the narrow network is compared with the whole one. Raises CannotNarrow.
+        batches: on whose first samples the narrow network is compared with the whole one, where the weights of all
+        other neurons must be zero; None leaves that out. Raises CannotNarrow.
         """
 
 

@@ -149,15 +149,16 @@ def _check_inputs(model: ModelProto, manifest: Manifest) -> None:
 def _check_outputs(model: ModelProto, manifest: Manifest, *, trains: bool) -> None:
     trained = {f"grad:{spec.name}": spec.shape for spec in manifest.kept if spec.trainable}
     moved = {f"new:{spec.name}": spec.shape for spec in manifest.kept if not spec.trainable and spec.dtype == "float32"}
-    known: dict[str, tuple[int | None, ...]] = {"loss": (), "output": (None, *manifest.output_shape)}
-    known |= {**trained, **moved} if trains else {}
+    needed: dict[str, tuple[int | None, ...]] = {"loss": (), "output": (None, *manifest.output_shape)}
+    needed |= {"error": needed["output"]} if trains else {}
+    known = {**needed, **trained, **moved} if trains else needed
     _refuse_repeated("output", model.graph.output)
     for value in model.graph.output:
         if value.name not in known:
             raise GraphError(f"the output {value.name[:80]!r} is none that this graph may have of this model")
         if _described(value) != (TensorProto.FLOAT, known[value.name]):
             raise GraphError(f"the output {value.name[:80]!r} is not float32 of the shape {known[value.name]}")
-    missing = sorted({"loss", "output"} - {value.name for value in model.graph.output})
+    missing = sorted(needed.keys() - {value.name for value in model.graph.output})
     if missing:
         raise GraphError(f"it has no output {missing[0]!r}")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.engines import Progress
 from edge_sdk.engines.narrow import Narrow
@@ -21,9 +22,11 @@ from edge_sdk.engines.training import (
     LocalResult,
     Part,
     Pull,
+    Teacher,
     count_steps,
     evaluation_of,
 )
+from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
@@ -70,6 +73,7 @@ class OnnxEngine:
             seen += len(targets)
             loss_sum += loss * len(targets)
             progress(step, total, loss_sum / seen)
+        training.end()
         for name, tensor in self.network.tensors.items():
             if not np.isfinite(tensor).all():
                 raise diverged.of_tensor(name)
@@ -87,15 +91,36 @@ class OnnxEngine:
         visit: Callable[[str, Array], None],
         *,
         moves: bool = False,
-    ) -> float:
-        """Return the loss, and hand out gradients."""
-        inputs, targets = (np.concatenate([batch[part] for batch in batches]) for part in (0, 1))
-        step = self.network.step()
-        loss, _ = step.run(inputs, targets, step.draw(self._chance, len(targets)), moves=moves)
+        teacher: Teacher | None = None,
+    ) -> tuple[float, Array]:
+        """Return loss and outputs, and hand out gradients."""
+        inputs, targets = _joined(batches)
+        network = self.network if teacher is None else self.network.taught(teacher.weight, teacher.temperature)
+        step = network.step()
+        given = step.draw(self._chance, len(targets)) | ({} if teacher is None else {"teacher": teacher.outputs})
+        loss, outputs = step.run(inputs, targets, given, moves=moves)
         for name in names:
             if name in step.gradients:
                 visit(name, step.gradients[name])
-        return loss
+        return loss, outputs
+
+    def curvature(self, batches: Sequence[Batch], direction: Mapping[str, Array]) -> Tensors:
+        """Return the Hessian times a direction."""
+        inputs, targets = _joined(batches)
+        drawn = self.network.step().draw(self._chance, len(targets))
+        return self.network.flow({"input": inputs, "target": targets, **drawn}, direction)
+
+    def take_statistics(self, batches: Batches) -> int:
+        """Give batch norms the means of the batches' statistics."""
+        found, passed = dict[str, list[Array]](), 0
+        for inputs, targets in map(as_arrays, batches):
+            for name, statistics in self.network.statistics(inputs).items():
+                found.setdefault(name, []).extend(statistics)
+            if not found:
+                break
+            passed += len(targets)
+        self.network.load({name: np.asarray(np.mean(each, axis=0, dtype=np.float64)) for name, each in found.items()})
+        return passed
 
     def evaluate(self, batches: Batches) -> Evaluation:
         """Return mean loss and accuracy."""
@@ -114,19 +139,26 @@ class OnnxEngine:
         scores = [self.network.evaluation.run(inputs, targets)[1] for inputs, targets in pairs]
         return np.concatenate(scores), np.concatenate([targets for _, targets in pairs])
 
-    def judge(self, scores: Array, targets: Array) -> Evaluation:
-        """Return loss and accuracy of scores."""
-        right = int((scores.argmax(axis=1) == targets).sum())
-        loss = self.network.loss(scores, targets)
-        return Evaluation(num_examples=len(targets), loss=loss, accuracy=right / len(targets))
+    def loss(self, outputs: Array, targets: Array) -> float:
+        """Return the loss of outputs."""
+        return self.network.loss(outputs, targets)
+
+    def scaled(self, scale: NDArray[np.float32]) -> OnnxEngine:
+        """Return an engine of this model that trains on the loss of its outputs times ``scale``."""
+        return OnnxEngine(self.network.scaled(scale), classification=self._classification, chance=self._chance)
 
     def twin(self) -> OnnxEngine:
         """Return an engine of another model of the same kind."""
         return OnnxEngine(self.network.twin(), classification=self._classification, chance=self._chance)
 
-    def narrow(self, mask: NeuronMask, batches: Batches) -> OnnxCut:
+    def narrow(self, mask: NeuronMask, batches: Batches | None) -> OnnxCut:
         """Return the network of the active neurons, which is not compared: rules, not code, say what it computes."""
         return OnnxCut(Narrow(self.network, mask), classification=self._classification, chance=self._chance)
+
+
+def _joined(batches: Sequence[Batch]) -> tuple[Array, Array]:
+    inputs, targets = (np.concatenate([batch[part] for batch in batches]) for part in (0, 1))
+    return inputs, targets
 
 
 class OnnxCut:

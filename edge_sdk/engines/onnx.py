@@ -19,6 +19,7 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.parts import bits_of, leaves_of, products_of
 from edge_sdk.engines.passes import Parts, judge_outputs, optimise
+from edge_sdk.engines.tangents import ALONG, FLOW, flow_graph
 from edge_sdk.engines.training import (
     EVERYTHING,
     Change,
@@ -26,6 +27,7 @@ from edge_sdk.engines.training import (
     Pull,
     check_loadable,
 )
+from edge_sdk.engines.variants import batch_statistics, distil, scale_outputs
 from edge_sdk.protocol.manifest import Manifest, Tensors
 
 Array = NDArray[Any]
@@ -59,6 +61,7 @@ class Sessions:
     def __init__(self, graphs: Graphs, *, threads: int = 1) -> None:
         self.graphs, self.threads, self.lock = graphs, threads, threading.RLock()
         self.narrow: dict[tuple[int, ...], Any] = {}
+        self._others: dict[tuple[Any, ...], Sessions] = {}
         self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
 
     def anew(self) -> Sessions:
@@ -69,6 +72,28 @@ class Sessions:
         """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
         key = ("step", *sorted(parts.items()), *sorted(lowest))
         return self._of(key, lambda: optimise(self.graphs.step, parts, lowest))
+
+    def scaled(self) -> Sessions:
+        """Return those of the step on the loss of outputs times an input ``scale``."""
+        return self._other(("scaled",), scale_outputs)
+
+    def taught(self, weight: float, temperature: float) -> Sessions:
+        """Return those of the step on the loss of a student, whose teacher's outputs are an input ``teacher``."""
+        return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
+
+    def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:
+        if key not in self._others:
+            graphs = Graphs(make(self.graphs.step), self.graphs.evaluation)
+            self._others[key] = Sessions(graphs, threads=self.threads)
+        return self._others[key]
+
+    def flow(self, names: Collection[str]) -> onnxruntime.InferenceSession:
+        """Return the Hessian times a direction, of the weights ``names``. Raises NoCurvature."""
+        return self._of(("flow", *names), lambda: flow_graph(self.graphs.step, names))
+
+    def statistics(self) -> onnxruntime.InferenceSession:
+        """Return what batch norms find of a batch."""
+        return self._of(("statistics",), lambda: batch_statistics(self.graphs.evaluation))
 
     def evaluation(self) -> onnxruntime.InferenceSession:
         """Return what a model answers, and its loss."""
@@ -93,12 +118,22 @@ class Sessions:
 
 
 class Network:
-    """A model's tensors, and the graphs that train and judge it. index: what else these read, by name."""
+    """A model's tensors, and the graphs that train and judge it. index: what else these read, by name. tensors: those
+    of another network, which are to be this one's, too."""
 
-    def __init__(self, manifest: Manifest, sessions: Sessions, index: Mapping[str, Index] | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        sessions: Sessions,
+        index: Mapping[str, Array] | None = None,
+        tensors: Tensors | None = None,
+    ) -> None:
         self.manifest, self.sessions, self._index = manifest, sessions, dict(index or {})
-        self.tensors: Tensors = {spec.name: np.zeros(spec.shape, np.dtype(spec.dtype)) for spec in manifest.kept}
+        self.tensors: Tensors = tensors or {
+            spec.name: np.zeros(spec.shape, np.dtype(spec.dtype)) for spec in manifest.kept
+        }
         self._steps: dict[tuple[Any, ...], Step] = {}
+        self._students: dict[tuple[float, float], Network] = {}
         self._evaluation: Step | None = None
 
     def twin(self) -> Network:
@@ -106,6 +141,19 @@ class Network:
         twin = Network(self.manifest, self.sessions, self._index)
         twin.load(self.tensors)
         return twin
+
+    def scaled(self, scale: Array) -> Network:
+        """Return the same model, trained on the loss of its outputs [N, C, ...] times ``scale`` [C] or []."""
+        shape = (*self.manifest.output_shape[:1], *(1 for _ in self.manifest.output_shape[1:]))
+        factor = np.array(np.broadcast_to(np.asarray(scale, np.float32), shape[:1]).reshape(shape))
+        return Network(self.manifest, self.sessions.scaled(), {**self._index, "scale": factor}, self.tensors)
+
+    def taught(self, weight: float, temperature: float) -> Network:
+        """Return the same model, trained on the loss of a student."""
+        key = (weight, temperature)
+        if key not in self._students:
+            self._students[key] = Network(self.manifest, self.sessions.taught(*key), self._index, self.tensors)
+        return self._students[key]
 
     def load(self, tensors: Mapping[str, Array]) -> None:
         """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
@@ -134,12 +182,33 @@ class Network:
 
     def loss(self, outputs: Array, targets: Array) -> float:
         """Return the loss of outputs [N, ...]."""
-        given = {"output": outputs, "target": targets}
-        session = self.sessions.judgement()
-        feeds: dict[str, Array] = {
-            each.name: np.ascontiguousarray(given[each.name], TYPES[each.type]) for each in session.get_inputs()
+        return float(self._run(self.sessions.judgement(), {"output": outputs, "target": targets})["loss"])
+
+    def flow(self, given: Mapping[str, Array], direction: Mapping[str, Array]) -> Tensors:
+        """Return the Hessian times ``direction``, by the same names. given: a batch, and what is drawn for it. Raises
+        NoCurvature."""
+        along = {ALONG + name: each for name, each in direction.items()}
+        found = self._run(self.sessions.flow(tuple(direction)), {**given, **along})
+        return {
+            name: found[FLOW + name] if FLOW + name in found else np.zeros_like(each)
+            for name, each in direction.items()
         }
-        return float(session.run(["loss"], feeds)[0])
+
+    def statistics(self, inputs: Array) -> dict[str, list[Array]]:
+        """Return what batch norms find of a batch, by the tensors that are to hold it: one for each use of a norm."""
+        session, named = self.sessions.statistics(), dict[str, list[Array]]()
+        for place, found in (self._run(session, {"input": inputs}) if session.get_outputs() else {}).items():
+            named.setdefault(place.partition(":")[2], []).append(found)
+        return named
+
+    def _run(self, session: onnxruntime.InferenceSession, given: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the outputs of a graph that is run now and then, by name."""
+        held = {**self.tensors, **self._index, **given}
+        feeds: dict[str, Array] = {
+            each.name: np.ascontiguousarray(held[each.name], TYPES[each.type]) for each in session.get_inputs()
+        }
+        names = [each.name for each in session.get_outputs()]
+        return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 class Step:
@@ -216,7 +285,8 @@ class Step:
 class Training:
     """Steps of a network: what ``part`` names of it is moved by an optimiser that begins anew.
 
-    A parameter that the loss does not depend on never moves.
+    A parameter that the loss does not depend on never moves. Parameters that have factors are multiplied by them until
+    ``end``.
     """
 
     def __init__(self, network: Network, rule: Rule, part: Part = EVERYTHING, pull: Pull | None = None) -> None:
@@ -230,6 +300,14 @@ class Training:
             start = pull.centre or {name: leaf.whole for name, leaf in self._leaves.items()}
             self._start = {name: np.array(start[name], np.float32) for name in self._leaves}
         self._centres = self._centred()
+        for leaf in self._leaves.values():
+            if leaf.factor is not None:
+                leaf.write_back()
+
+    def end(self) -> None:
+        """Let the network be as it has become."""
+        for leaf in self._leaves.values():
+            leaf.leave()
 
     def _centred(self) -> dict[str, Array]:
         """Return to where each leaf is pulled: what does not exist, to zero."""
@@ -248,6 +326,8 @@ class Training:
         for name, leaf in self._leaves.items():
             if name in self._step.gradients:
                 gradients[name] = gradient = leaf.gradient(self._step.gradients[name])
+                if leaf.factor is not None:
+                    gradient *= leaf.factor
                 if self._pull:
                     gradient += np.float32(self._pull.weight) * (leaf.values - self._centres[name])
         self._optimiser.step(gradients)

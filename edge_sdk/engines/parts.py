@@ -26,17 +26,22 @@ class Leaf:
     """A parameter, and what is trained of it: a block, or single elements by their flat ``index``, or all.
 
     bits: int32 of its shape, -1 where it exists and 0 elsewhere, where its gradient counts as zero; None: all does. (To
-    mask so takes a pass over memory; to copy where flags say takes five where they are random.)
+    mask so takes a pass over memory; to copy where flags say takes five where they are random.) factor: what the whole
+    parameter is multiplied by when it is written back, until ``leave``.
     """
 
     whole: Array
     block: Block | None = None
     index: NDArray[np.intp] | None = None
     bits: NDArray[np.int32] | None = None
+    factor: Array | None = None
     values: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self.values = self.whole if self.block is None and self.index is None else self._take(self.whole)
+        if self.factor is not None:
+            self.values = np.array(self.whole)
+        else:
+            self.values = self.whole if self.block is None and self.index is None else self._take(self.whole)
 
     def gradient(self, computed: Array) -> Array:
         """Return the leaf's gradient, from that of the parameter or, where only it was computed, from its own."""
@@ -53,6 +58,13 @@ class Leaf:
             self.block.put(self.whole, self.values)
         elif self.index is not None:
             self.whole.reshape(-1)[self.index] = self.values
+        elif self.factor is not None:
+            np.multiply(self.values, self.factor, out=self.whole)
+
+    def leave(self) -> None:
+        """Let the parameter be as it has become, without its factor."""
+        if self.factor is not None:
+            np.copyto(self.whole, self.values)
 
     def _take(self, tensor: Array) -> Array:
         if self.block is not None:
@@ -84,7 +96,8 @@ def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Lea
             continue
         block = neuron_block(manifest, spec, part.mask)
         frozen = block.rows is not None or block.columns is not None
-        found[spec.name] = Leaf(whole, block if frozen else None, bits=bits)
+        factor = (part.factors or {}).get(spec.name)
+        found[spec.name] = Leaf(whole, block if frozen else None, bits=bits, factor=factor)
     return found
 
 

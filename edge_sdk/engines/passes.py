@@ -37,6 +37,8 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
     lowest: weights of layers whose errors are of use for active rows alone (``Layer.input_error`` of those above).
     """
     proto = onnx.load_from_string(model)
+    for unread in [each for each in proto.graph.output if each.name == "error"]:
+        proto.graph.output.remove(unread)
     editor = Editor(proto)
     train_parts(editor, parts or {})
     narrow_errors(editor, lowest)
@@ -128,6 +130,10 @@ class Editor:
         """Return the name of a new constant, int64 [n]."""
         return self.keep(np.array(values, np.int64))
 
+    def number(self, value: float) -> str:
+        """Return the name of a new constant, float32 []."""
+        return self.keep(np.array(value, np.float32))
+
     def keep(self, array: Any) -> str:
         """Return the name of a new constant."""
         self._count += 1
@@ -138,17 +144,23 @@ class Editor:
 
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave their order."""
-        made = {output for node in self.graph.node for output in node.output}
-        waiting, done, ordered = list(self.graph.node), set[str](), list[onnx.NodeProto]()
-        while waiting:
-            ready = [node for node in waiting if all(name in done or name not in made for name in node.input)]
-            first = ready[0]
-            ordered.append(first)
-            done.update(first.output)
-            waiting.remove(first)
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.graph.node]
+        makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
+        done, ordered = set[int](), list[onnx.NodeProto]()
+
+        def put(place: int) -> None:
+            if place in done:
+                return
+            done.add(place)
+            for name in nodes[place].input:
+                if name in makers:
+                    put(makers[name])
+            ordered.append(nodes[place])
+
+        for place in range(len(nodes)):
+            put(place)
         del self.graph.node[:]
-        self.graph.node.extend(copies)
+        self.graph.node.extend(ordered)
 
     def before(self, node: onnx.NodeProto) -> Builder:
         """Return what adds nodes before this one."""

@@ -31,17 +31,27 @@ class UnsoundModel(TrainingDiverged):
     """The model that was received gives no finite loss before any training: no fault of this device."""
 
 
+class NoCurvature(ManifestError):
+    """The loss cannot be differentiated twice."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The part of a model that trains.
 
     mask: active neurons; elements: name -> what exists of a parameter, the rest being and staying zero; trained: name
-    -> what moves of it, the rest staying as it is. None: everything.
+    -> what moves of it, the rest staying as it is. None: everything. factors: name -> float32 that can be broadcast to
+    the parameter, which is multiplied by it while the network trains, and so its gradient is; then everything trains.
     """
 
     mask: NeuronMask | None = None
     elements: Mapping[str, Flags] | None = None
     trained: Mapping[str, Flags] | None = None
+    factors: Mapping[str, NDArray[np.float32]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.factors is not None and (self.mask or self.elements or self.trained):
+            raise ValueError("factors are of a model that trains as a whole; give no mask, elements or trained beside")
 
 
 EVERYTHING = Part()
@@ -54,6 +64,16 @@ class Pull:
 
     weight: float
     centre: Mapping[str, NDArray[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Teaching by the outputs z' [N, classes, ...] of another network: of outputs z the loss is then, with α the
+    ``weight`` and T the ``temperature``, (1 - α) loss(z) + α T² KL(softmax(z' / T) ‖ softmax(z / T))."""
+
+    outputs: NDArray[Any]
+    weight: float
+    temperature: float
 
 
 @dataclass(frozen=True)

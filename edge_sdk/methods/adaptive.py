@@ -85,7 +85,8 @@ def judge_choice(
         scores.append(engine.scores(batches))
     (own, targets), (shared, _) = scores
     chosen = np.where(prefers_personal(own, shared, base, similarity)[:, None], own, shared)
-    return engine.judge(chosen, targets)
+    right = int((chosen.argmax(axis=1) == targets).sum())
+    return Evaluation(num_examples=len(targets), loss=engine.loss(chosen, targets), accuracy=right / len(targets))
 
 
 def _log_softmax(scores: Scores) -> Scores:

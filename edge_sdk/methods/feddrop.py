@@ -10,7 +10,8 @@ there is no personal model (FedSPU's method card, section 5):
 *Scaled* (Wen and others; inverted dropout): what is left of a layer's activations is multiplied by n / |A|, which is
 1 / (1 - dropout rate), where the next layer takes it, so that the next layer sees on average over all draws what all
 neurons would give it. The global model is not scaled. n / |A| is the layer's own: |A| is a rounded number. The paper
-draws each neuron by itself, and convolutions' channels are neurons here.
+draws each neuron by itself, and convolutions' channels are neurons here. To multiply what a layer takes is to multiply
+the columns of its weight, which is how it is done; a weight that is an embedding's, too, is left as it is.
 
 Batch norm: the whole global model is judged, so its running statistics are to be those of the whole width, which no
 narrow device can run. As in HeteroFL here, a scaled round of a narrow network ends with one pass over the device's data
@@ -21,7 +22,8 @@ scales nothing and trains as in FedAvg.
 ``scaled`` = false is the simple form of the card: neither scaling nor that pass; running statistics are those that
 training moved, at the narrow width.
 
-Counts: ``neurons_left_out`` of the network, and ``activations_scaled`` in training steps, each summed over devices.
+Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` of weights in training steps, each summed over
+devices.
 What is judged, and adapted after the end, is the whole global model, as in FedAvg.
 """
 
@@ -30,8 +32,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained, torch_engine
-from edge_sdk.methods.narrow import drawn, sample_drawn, train_narrow, train_plainly
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.training import Part
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained
+from edge_sdk.methods.narrow import drawn, multiplied, sample_drawn, train_narrow, train_plainly
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
 from edge_sdk.protocol.flops import forward_flops
@@ -58,29 +64,29 @@ def train(job: Job) -> Trained:
 
 def _train_scaled(job: Job, whole: Manifest) -> Trained:
     """Train the narrow network that is loaded, what each layer takes from dropped-out ones being scaled."""
-    from edge_sdk.training.scaling import inputs_scaled, take_statistics
-
-    engine = torch_engine(job)
-    with inputs_scaled(engine.model, scales_of(job.manifest, whole)) as scaled:
-        result = train_loaded(job)
-        trained_on = scaled()
-        passed = take_statistics(engine, job.task.train)
-        trained = conclude(job, result, personal=None, update=None, counts={"activations_scaled": trained_on})
+    factors = factors_of(job.manifest, whole)
+    result = train_loaded(job, Part(factors=factors))
+    counts = {"columns_scaled": result.steps * sum(factor.size for factor in factors.values())}
+    with multiplied(job.engine, factors):
+        passed = job.engine.take_statistics(job.task.train)
+        trained = conclude(job, result, personal=None, update=None, counts=counts)
     return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
 
 
-def scales_of(narrow: Manifest, whole: Manifest) -> dict[str, list[float]]:
-    """Return by what the inputs of each layer are multiplied, whose inputs are neurons: name -> one for each column."""
+def factors_of(narrow: Manifest, whole: Manifest) -> dict[str, NDArray[np.float32]]:
+    """Return by what the columns of each layer's weight are multiplied, whose inputs are neurons: name -> [1, columns,
+    1, ...]."""
     specs = {spec.name: spec for spec in narrow.tensors}
-    found = {}
+    found, looked_up = {}, {name for layer in narrow.layers if layer.kind == "embedding" for name in layer.tensors}
     for layer in narrow.layers:
         weight = next((specs[name] for name in layer.tensors if any(specs[name].axes[1:2])), None)
-        if layer.kind in MULTIPLYING and weight is not None:
-            found[layer.name] = [
+        if layer.kind in MULTIPLYING and weight is not None and weight.name not in looked_up:
+            scales = [
                 whole.group_sizes[each.group] / narrow.group_sizes[each.group]
                 for each in weight.axes[1]
                 for _ in range(narrow.group_sizes[each.group] * each.repeat)
             ]
+            found[weight.name] = np.array(scales, np.float32).reshape(1, -1, *(1,) * (len(weight.shape) - 2))
     return found
 
 
@@ -89,6 +95,5 @@ FEDDROP = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     active=ActiveNeurons(sample=sample_drawn, narrow=True),
-    engines=("torch",),
     acts=("neurons_left_out",),
 )

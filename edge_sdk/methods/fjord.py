@@ -34,12 +34,19 @@ whole model's under ``fixed``); ``widths_drawn``, different widths of the round,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edge_sdk.engines import Engine, Progress
+from edge_sdk.engines.optimiser import Optimiser, rule_of
+from edge_sdk.engines.training import Batch, Divergence, LocalResult, Teacher, count_steps
 from edge_sdk.methods import (
     ActiveNeurons,
     DeviceMethod,
@@ -48,16 +55,20 @@ from edge_sdk.methods import (
     MethodSettings,
     Trained,
     own_settings,
-    torch_engine,
 )
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import conclude, evaluate_both
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.neurons import first_neurons
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.neurons import Narrowing, first_neurons
+from edge_sdk.tasks import Batches, count_examples
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal
-    from edge_sdk.training.widths import Distillation
+
+Weights = dict[str, NDArray[np.float32]]
 
 
 class Settings(MethodSettings):
@@ -93,17 +104,15 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
     """Train the network that is loaded, at widths drawn from its own and those ``below``."""
-    from edge_sdk.training.widths import narrower, take_steps_at
-
-    generator, below = np.random.default_rng(job.seed("widths")), narrower(job.manifest, below)
+    generator, below = np.random.default_rng(job.seed("widths")), _narrower(job.manifest, below)
     settings = job.assignment.settings
     done = take_steps_at(
-        torch_engine(job),
+        job.engine,
         job.task.train,
         settings,
         below,
         lambda: int(generator.integers(len(below) + 1)),
-        _distillation(job.own(Settings)) if job.task.classification else None,
+        job.own(Settings) if job.task.classification and job.own(Settings).distil else None,
         learning_rate=settings.learning_rate_of(job.assignment.round),
         seed=job.seed("train"),
         progress=job.progress,
@@ -112,10 +121,100 @@ def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
     return replace(concluded, flops=done.flops, counts=done.counts)
 
 
-def _distillation(own: Settings) -> Distillation | None:
-    from edge_sdk.training.widths import Distillation
+def _narrower(manifest: Manifest, masks: Sequence[NeuronMask]) -> list[NeuronMask]:
+    """Return those of the masks that leave any neuron of the manifest's out."""
+    return [mask for mask in masks if count_values(manifest, mask) < manifest.shared_values]
 
-    return Distillation(own.distil_weight, own.distil_temperature) if own.distil else None
+
+@dataclass(frozen=True)
+class AtWidths:
+    """The result of steps at several widths, their FLOPs, and counts of them."""
+
+    result: LocalResult
+    flops: int
+    counts: dict[str, int]
+
+
+def take_steps_at(
+    engine: Engine,
+    batches: Batches,
+    settings: FederationSettings,
+    below: Sequence[NeuronMask],
+    draw: Callable[[], int],
+    distils: Settings | None,
+    *,
+    learning_rate: float,
+    seed: int,
+    progress: Progress = lambda done, total, loss: None,
+) -> AtWidths:
+    """Train the network that is loaded as in a round.
+
+    draw: returns the place in ``below`` of a step's width; the network's own is the one after the last. distils: how;
+    None: not at all. Raises TrainingDiverged.
+    """
+    manifest, total = engine.manifest, count_steps(settings, batches)
+    names = [spec.name for spec in manifest.tensors if spec.trainable]
+    weights: Weights = {name: np.array(tensor, np.float32) for name, tensor in engine.read().items() if name in names}
+    optimiser = Optimiser(rule_of(settings, learning_rate), weights)
+    diverged = Divergence(settings, learning_rate, total)
+    inner: dict[int, _Inner] = {}
+    steps, samples = Counter[int](), Counter[int]()
+    loss_sum = 0.0
+    for step, batch in enumerate(islice(engine.epochs(batches, seed), total), start=1):
+        width, gradients, loss = draw(), Weights(), 0.0
+        teacher: Teacher | None = None
+        if width == len(below) or distils:
+            loss, outputs = engine.differentiate([batch], names, partial(_keep, gradients), moves=True)
+            if distils:
+                teacher = Teacher(outputs, distils.distil_weight, distils.distil_temperature)
+        if width < len(below):
+            if width not in inner:
+                inner[width] = _Inner(engine, below[width])
+            loss += inner[width].add(batch, weights, gradients, teacher)
+        if not np.isfinite(loss):
+            raise diverged.of_loss(loss, step, inputs_finite=bool(np.isfinite(np.asarray(batch[0])).all()))
+        optimiser.step(gradients)
+        engine.load(weights)
+        steps[width] += 1
+        samples[width] += len(batch[1])
+        loss_sum += loss * len(batch[1])
+        progress(step, total, loss_sum / samples.total())
+    for name, tensor in engine.read().items():
+        if not np.isfinite(tensor).all():
+            raise diverged.of_tensor(name)
+    result = LocalResult(count_examples(batches), samples.total(), total, loss_sum / samples.total())
+    flops = training_flops(manifest, result.samples if distils else samples[len(below)])
+    flops += sum(training_flops(network.manifest, samples[width]) for width, network in inner.items())
+    narrow_steps = total - steps[len(below)]
+    distilled = narrow_steps if distils else 0
+    counts = {"narrow_steps": narrow_steps, "widths_drawn": len(steps), "distilled_steps": distilled}
+    return AtWidths(result, flops, counts)
+
+
+class _Inner:
+    """The network of some neurons of an engine's. Its running statistics are forgotten. Raises CannotNarrow."""
+
+    def __init__(self, engine: Engine, mask: NeuronMask) -> None:
+        self._engine = engine.narrow(mask, None).engine
+        self._narrowing = Narrowing.of(engine.manifest, mask)
+        self.manifest = self._engine.manifest
+
+    def add(self, batch: Batch, weights: Weights, gradients: Weights, teacher: Teacher | None) -> float:
+        """Return the loss on a batch, where the whole network has ``weights``; add its gradients to theirs."""
+        specs = {spec.name: spec for spec in self.manifest.tensors if spec.name in weights}
+        self._engine.load({name: self._narrowing.take(spec, weights[name]) for name, spec in specs.items()})
+
+        def add(name: str, gradient: NDArray[Any]) -> None:
+            block = self._narrowing.blocks[name]
+            whole = gradients.setdefault(name, np.zeros_like(weights[name]))
+            part = block.take(whole)
+            block.put(whole, np.add(part, gradient.reshape(part.shape)))
+
+        return self._engine.differentiate([batch], list(specs), add, teacher=teacher)[0]
+
+
+def _keep(gradients: Weights, name: str, gradient: NDArray[Any]) -> None:
+    gradients[name] = np.array(gradient, np.float32)
 
 
 def adapt(job: Job) -> DeviceState:
@@ -126,13 +225,60 @@ def adapt(job: Job) -> DeviceState:
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds at ``budget`` take them."""
     from edge_sdk.engines.rehearsal import MaskedEffort
-    from edge_sdk.training.widths import WidthsEffort
 
     own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)
+    fixed = MaskedEffort(rehearsal, mask)
     if own.widths == "fixed":
-        return MaskedEffort(rehearsal, mask)
+        return fixed
     below = [first_neurons(rehearsal.manifest, each) for each in widths_below(budget, own.width_steps)]
-    return WidthsEffort(rehearsal, mask, below, _distillation(own) if rehearsal.task.classification else None)
+    return _WidthsEffort(rehearsal, fixed, mask, below, own if own.distil and rehearsal.task.classification else None)
+
+
+class _WidthsEffort:
+    """Steps at each width in turn, where a round draws them: the first two hold the most at once. fixed: steps at the
+    device's own width alone."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        fixed: Effort,
+        mask: NeuronMask,
+        below: Sequence[NeuronMask],
+        distils: Settings | None,
+    ) -> None:
+        self._rehearsal, self._mask, self._below, self._distils = rehearsal, mask, below, distils
+        self.values, self.judge = fixed.values, fixed.judge
+
+    def train(self, steps: int, samples: int | None = None) -> list[float]:
+        """Take steps, the widest first."""
+        work, places = self._work(steps, samples)
+        turns = cycle(reversed(range(places + 1)))
+        return self._rehearsal.timed(lambda progress: work(partial(next, turns), progress))
+
+    def flops(self) -> int:
+        """Return the mean over the widths."""
+        work, places = self._work(1, None)
+
+        def of(width: int) -> int:
+            found: list[AtWidths] = []
+            self._rehearsal.timed(lambda progress: found.append(work(partial(int, width), progress)))
+            return found[0].flops
+
+        return sum(map(of, range(places + 1))) // (places + 1)
+
+    def _work(self, steps: int, samples: int | None) -> tuple[Callable[[Callable[[], int], Progress], AtWidths], int]:
+        """Return a function of a draw and of what is told of progress, and how many narrower widths there are."""
+        rehearsal = self._rehearsal
+        engine = rehearsal.engine(self._mask)
+        settings = rehearsal.settings.model_copy(update={"local_steps": steps})
+        batches, below = [rehearsal.batch(samples)], _narrower(engine.manifest, self._below)
+
+        def work(draw: Callable[[], int], progress: Progress) -> AtWidths:
+            return take_steps_at(
+                engine, batches, settings, below, draw, self._distils, learning_rate=0.0, seed=0, progress=progress
+            )
+
+        return work, len(below)
 
 
 FJORD = DeviceMethod(
@@ -141,6 +287,5 @@ FJORD = DeviceMethod(
     adapt=adapt,
     active=ActiveNeurons(sample=first_neurons, narrow=True),
     effort=effort,
-    engines=("torch",),
     acts=("narrow_steps",),
 )

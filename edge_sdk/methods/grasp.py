@@ -14,19 +14,33 @@ Where the paper is silent, or its released code differs:
 - F is the mean over all local samples, or over those of ``score_batches`` batches; the code draws as many of each class
   for it, which a device may not have. g is complete before H g begins: two passes over the same batches.
 - The temperature divides any task's outputs. For a loss that is not of logits give 1.
+- H g is exact: PyTorch differentiates twice, and with ONNX Runtime the step's graph is differentiated along g
+  (``engines.tangents``).
 - The network scores in training mode, as in the code, and in float32. Its running statistics stay as they were.
 - A layer that would be left without a weight keeps its best one (``protocol.sparsity``).
 """
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update, torch_engine
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines import Engine, Progress
+from edge_sdk.engines.training import Batch, NoCurvature, TrainingDiverged
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
-from edge_sdk.tasks import count_examples
+from edge_sdk.tasks import Batches, count_examples
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,
@@ -44,16 +58,18 @@ class Settings(MethodSettings):
 def prepare(job: Job) -> Trained:
     """Score the weights and choose. Raises BundleError for a payload that does not fit, TrainingDiverged, and
     UnknownWork for a model that cannot be differentiated twice."""
-    from edge_sdk.training.curvature import NoCurvature, Scoring
-
     received = whole_model(job.manifest, job.received)
     job.engine.load(received)
     own = job.own(Settings)
-    scoring = Scoring(
-        torch_engine(job), job.task.train, own.score_batches, own.temperature, job.seed("score"), job.progress
-    )
     try:
-        scored = scoring.scores()
+        scored = score(
+            job.engine,
+            job.task.train,
+            own.score_batches,
+            own.temperature,
+            seed=job.seed("score"),
+            progress=job.progress,
+        )
     except NoCurvature as error:
         raise UnknownWork(f"GraSP differentiates the loss twice, which this model does not take: {error}") from error
     mask = keep_by_score(scored.scores, weight_budget(job.manifest, own.density))
@@ -71,12 +87,75 @@ def prepare(job: Job) -> Trained:
     )
 
 
+@dataclass(frozen=True)
+class Scored:
+    """scores: name -> float32, of every maskable tensor. loss: of the model as it is, without a temperature."""
+
+    scores: dict[str, NDArray[np.float32]]
+    samples: int
+    loss: float
+
+
+def score(
+    engine: Engine,
+    batches: Batches,
+    count: int,
+    temperature: float,
+    *,
+    seed: int,
+    progress: Progress = lambda done, total, loss: None,
+) -> Scored:
+    """Return θ ⊙ H g of the model that is loaded, which is left as it is.
+
+    count: of the batches, the first so many; 0: all. Raises ValueError where there is none, NoCurvature,
+    TrainingDiverged.
+    """
+    number = min(count or len(batches), len(batches))
+    if number == 0:
+        raise ValueError("the task's training data has no batches; give it at least one sample")
+    cool = engine.scaled(np.array(1 / temperature, np.float32))
+    names = [spec.name for spec in engine.manifest.maskable]
+    weights = {name: np.asarray(tensor, np.float32) for name, tensor in engine.read().items() if name in names}
+    seen, loss_sum = 0, 0.0
+
+    def mean(of_batch: Callable[[Batch, Callable[[str, NDArray[Any]], None]], None], done: int) -> dict[str, Any]:
+        sums = {name: np.zeros_like(weight) for name, weight in weights.items()}
+        for step, batch in enumerate(islice(cool.epochs(batches, seed), number), start=done + 1):
+            of_batch(batch, partial(_add, sums, np.float32(len(batch[1]))))
+            progress(step, 2 * number, loss_sum / seen)
+        return {name: total / np.float32(seen) for name, total in sums.items()}
+
+    def slope(batch: Batch, add: Callable[[str, NDArray[Any]], None]) -> None:
+        nonlocal seen, loss_sum
+        _, outputs = cool.differentiate([batch], names, add)
+        loss = engine.loss(outputs, batch[1])
+        if not math.isfinite(loss):
+            raise TrainingDiverged(f"the loss is {loss} before any training; publish a sound model")
+        seen += len(batch[1])
+        loss_sum += loss * len(batch[1])
+
+    gradient = mean(slope, 0)
+
+    def bend(batch: Batch, add: Callable[[str, NDArray[Any]], None]) -> None:
+        for name, part in cool.curvature([batch], gradient).items():
+            add(name, part)
+
+    scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
+    for name, each in scores.items():
+        if not np.isfinite(each).all():
+            raise TrainingDiverged(f"{name}: a score is not finite; publish a sound model, or raise temperature")
+    return Scored(scores, seen, loss_sum / seen)
+
+
+def _add(sums: dict[str, NDArray[Any]], share: np.float32, name: str, part: NDArray[Any]) -> None:
+    sums[name] += share * part
+
+
 GRASP = DeviceMethod(
     train=train_pulled,
     prepare=prepare,
     evaluate=evaluate_global,
     adapt=adapt_global,
-    engines=("torch",),
     acts=("prepare_pruned",),
 )
 """FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""

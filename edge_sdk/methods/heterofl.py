@@ -5,7 +5,8 @@ ICLR 2021, arXiv:2010.01264, after pFedGate's method card, section 5:
 
 - a device of width ratio r has the first ceil(r n_l) neurons of each hidden layer, all inputs and all classes;
 - *scaler*: what a hidden layer answers is divided by r while the narrow network trains and is judged for early
-  stopping, so that the next layer sees about what all neurons would give it. The global model is not scaled;
+  stopping, so that the next layer sees about what all neurons would give it: its weights and biases are, wherever the
+  network is run. The global model is not scaled;
 - *masked loss*: scores of classes that a device has no training sample of count as 0 in the training loss, so that it
   unlearns nothing of them. Other tasks than classification train with their own loss;
 - its counterpart: the output layer's rows of these classes are not sent, so that they count in no average (the released
@@ -30,8 +31,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained, torch_engine
-from edge_sdk.methods.narrow import drawn, train_narrow
+from edge_sdk.engines.training import Part
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
+from edge_sdk.methods.narrow import drawn, multiplied, train_narrow
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
 from edge_sdk.protocol.flops import forward_flops
@@ -63,18 +65,18 @@ def _seen(job: Job) -> NDArray[np.int64]:
 
 def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:
     """Train the narrow network that is loaded."""
-    from edge_sdk.training.scaling import blind_to, outputs_divided, take_statistics
-
-    engine, specs = torch_engine(job), {spec.name: spec for spec in job.manifest.tensors}
-    hidden = [
-        layer.name
+    engine, specs = job.engine, {spec.name: spec for spec in job.manifest.tensors}
+    factors = {
+        name: np.array(1 / ratio, np.float32)
         for layer in job.manifest.layers
-        if layer.kind in MULTIPLYING and any(_hidden(specs[name]) for name in layer.tensors)
-    ]
-    with outputs_divided(engine.model, hidden, ratio):
-        blind = replace(job, engine=blind_to(engine, seen)) if job.task.classification else job
-        result = train_loaded(blind)
-        passed = take_statistics(engine, job.task.train)
+        if ratio < 1 and layer.kind in MULTIPLYING and any(_hidden(specs[name]) for name in layer.tensors)
+        for name in layer.tensors
+    }
+    if job.task.classification:
+        engine = engine.scaled(np.isin(np.arange(job.manifest.output_shape[0]), seen).astype(np.float32))
+    result = train_loaded(replace(job, engine=engine), Part(factors=factors))
+    with multiplied(job.engine, factors):
+        passed = job.engine.take_statistics(job.task.train)
         trained = conclude(job, result, personal=None, update=None)
     return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
 
@@ -89,6 +91,5 @@ HETEROFL = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     active=ActiveNeurons(sample=first_neurons_up, narrow=True),
-    engines=("torch",),
     acts=("neurons_left_out",),
 )

@@ -56,8 +56,8 @@ def train_mixture(
     mixture.load(_mix(private, shared, weight))
     for step, batch in enumerate(islice(engine.epochs(batches, seed), total), start=1):
         gradients, mixed = (dict[str, NDArray[Any]]() for _ in range(2))
-        loss = engine.differentiate([batch], names, gradients.__setitem__, moves=True)
-        mixed_loss = mixture.differentiate([batch], names, mixed.__setitem__, moves=True)
+        loss, _ = engine.differentiate([batch], names, gradients.__setitem__, moves=True)
+        mixed_loss, _ = mixture.differentiate([batch], names, mixed.__setitem__, moves=True)
         if not (math.isfinite(loss) and math.isfinite(mixed_loss)):
             raise TrainingDiverged(f"a loss is not finite at step {step} of {total}; lower the learning rate")
         if step == total:

@@ -6,11 +6,15 @@ what the narrow one does (``training.narrow``). What goes up are the values betw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edge_sdk.engines import Engine
 from edge_sdk.methods import DeviceState, Job, Trained, Update
 from edge_sdk.methods.merging import merge
 from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
@@ -66,6 +70,15 @@ def train_narrow(
     left = count_neurons(job.manifest, None) - count_neurons(job.manifest, mask)
     counts = {**trained.counts, "neurons_left_out": left}
     return replace(trained, state=replace(trained.state, personal=personal), update=update, counts=counts)
+
+
+@contextmanager
+def multiplied(engine: Engine, factors: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
+    """Multiply tensors of the model by ``factors``, which have their names; afterwards they are what they were."""
+    tensors: dict[str, NDArray[Any]] = engine.read()
+    engine.load({name: tensors[name] * factor for name, factor in factors.items()})
+    yield
+    engine.load({name: tensors[name] for name in factors})
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:

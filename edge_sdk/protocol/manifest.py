@@ -311,8 +311,10 @@ class Manifest(_Record):
 
     @cached_property
     def values_digest(self) -> str:
-        """SHA-256 of what gives a model's values their names, shapes and neurons, of its inputs and outputs: the same for
-        a new version of its graphs and layers. Bundles and a device's state name it."""
+        """SHA-256 of what gives a model's values their names, shapes and neurons, of its inputs and outputs.
+
+        It is the same for a new version of the model's graphs and layers. Bundles and a device's state name it.
+        """
         return self._digest_without("layers")
 
     @cached_property

@@ -3,12 +3,12 @@
 PyTorch's own autograd writes the step down once, when a task is published; the inference runtime then trains with it
 (``edge_sdk.engines.onnx``), on devices that have neither PyTorch nor the model's code.
 
-    step        parameters, buffers, input, target, what is drawn -> loss, output, gradients, buffers
+    step        parameters, buffers, input, target, what is drawn -> loss, output, error, gradients, buffers
     evaluation  parameters, buffers, input, target                -> loss, output
 
 Parameters and buffers have their state-dict names; a gradient is called ``grad:NAME``, a buffer that the forward pass
-moves ``new:NAME``. The batch axis is free, every other one fixed. Neither graph holds weights or data. Both are
-compared with PyTorch at two batch sizes before they are published.
+moves ``new:NAME``; ``error`` is the gradient of the loss by the output. The batch axis is free, every other one fixed.
+Neither graph holds weights or data. Both are compared with PyTorch at two batch sizes before they are published.
 
 What follows is the whole of this package's use of PyTorch's private parts: fake tensors of a free batch, and the table
 of decompositions.
@@ -97,7 +97,7 @@ class _Half:
         self._draws: list[chance.Draw] = []
         state = self.parameters, self.buffers
         self._draws = chance.record(lambda count: self._run(*state, *batch.of(count), {}), BATCHES)
-        _, _, gradients, after = self._run(*state, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
+        _, _, _, gradients, after = self._run(*state, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
         self._trained = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
         self._moved = [name for name, value in after.items() if not torch.equal(value, self.buffers[name])]
 
@@ -105,7 +105,8 @@ class _Half:
     def outputs(self) -> list[str]:
         """The names of what comes out."""
         moved = [f"new:{name}" for name in self._moved]
-        return ["loss", "output", *(f"grad:{name}" for name in self._trained), *moved]
+        error = ["error"] if self._trains else []
+        return ["loss", "output", *error, *(f"grad:{name}" for name in self._trained), *moved]
 
     @property
     def prefix(self) -> str:
@@ -122,8 +123,9 @@ class _Half:
 
     def __call__(self, parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, drawn: Any) -> list[Tensor]:
         """Return the values of ``outputs``."""
-        loss, output, gradients, after = self._run(parameters, buffers, inputs, targets, drawn)
-        return [loss, output, *(each for each in gradients if each is not None), *(after[name] for name in self._moved)]
+        loss, output, error, gradients, after = self._run(parameters, buffers, inputs, targets, drawn)
+        moved = [after[name] for name in self._moved]
+        return [loss, output, *error, *(each for each in gradients if each is not None), *moved]
 
     def _run(
         self,
@@ -132,8 +134,8 @@ class _Half:
         inputs: Tensor,
         targets: Tensor,
         drawn: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor | None], dict[str, Tensor]]:
-        """Return loss, output, the gradients of what is trained, and the buffers afterwards."""
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None], dict[str, Tensor]]:
+        """Return loss, output, in training its error, the gradients of what is trained, and the buffers afterwards."""
         leaves = {name: value.detach() for name, value in parameters.items()}
         for name in self._trained:
             leaves[name].requires_grad_()
@@ -143,9 +145,11 @@ class _Half:
         with given, torch.set_grad_enabled(self._trains):
             output = functional_call(self._model, ({**leaves, **after}), (inputs,))
             loss = self._loss(output, targets)
-        wanted = [leaves[name] for name in self._trained]
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-        return loss, output, gradients, after
+        if not self._trains:
+            return loss, output, (), (), after
+        wanted = [output, *(leaves[name] for name in self._trained)]
+        error, *gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return loss, output, [torch.zeros_like(output) if error is None else error], gradients, after
 
     def compare(self, graph: bytes, count: int) -> None:
         """Raise CannotCompile unless the graph answers what PyTorch does, on ``count`` samples."""

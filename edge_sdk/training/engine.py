@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from edge_sdk.engines import Progress
-from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull
+from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
@@ -21,9 +23,10 @@ from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks import Batches, Task, passes
 from edge_sdk.training.elements import tensors_of
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.gradients import visit_gradients
+from edge_sdk.training.gradients import curvature, visit_gradients
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import (
+    as_tensor,
     as_tensors,
     device_of,
     evaluate,
@@ -79,6 +82,7 @@ class TorchEngine:
             proximal_weight=pull.weight if pull else 0.0,
             proximal_centre=dict(pull.centre) if pull and pull.centre else None,
             adjustment=adjustment,
+            factors=self._on_device(part.factors or {}),
             seed=seed,
             progress=progress,
         )
@@ -102,14 +106,56 @@ class TorchEngine:
         visit: Callable[[str, NDArray[Any]], None],
         *,
         moves: bool = False,
-    ) -> float:
-        """Return the loss; each gradient is freed before the backward pass makes the next."""
+        teacher: Teacher | None = None,
+    ) -> tuple[float, NDArray[Any]]:
+        """Return loss and outputs; each gradient is freed before the backward pass makes the next."""
         self.model.train()
 
-        def hand_over(name: str, gradient: torch.Tensor) -> None:
+        def hand_over(name: str, gradient: Tensor) -> None:
             visit(name, gradient.detach().cpu().contiguous().numpy())
 
-        return visit_gradients(self.model, self.task, batches, names, hand_over, moves=moves)
+        task = self.task if teacher is None else replace(self.task, loss=self._taught_by(teacher))
+        loss, outputs = visit_gradients(self.model, task, batches, names, hand_over, moves=moves)
+        return loss, outputs.float().cpu().numpy()
+
+    def _taught_by(self, teacher: Teacher) -> Callable[[Tensor, Tensor], Tensor]:
+        weight, temperature = teacher.weight, teacher.temperature
+        wanted = (as_tensor(teacher.outputs).to(device_of(self.model)) / temperature).log_softmax(1)
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            found = (outputs / temperature).log_softmax(1)
+            divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(1).mean()
+            total: Tensor = weight * temperature**2 * divergence
+            return total + (1 - weight) * self.task.loss(outputs, targets) if weight < 1 else total
+
+        return loss
+
+    def curvature(self, batches: Sequence[Batch], direction: Mapping[str, NDArray[np.float32]]) -> Tensors:
+        """Return the Hessian times a direction."""
+        self.model.train()
+        found = curvature(self.model, self.task, batches, self._on_device(direction))
+        return {name: each.cpu().numpy() for name, each in found.items()}
+
+    def take_statistics(self, batches: Batches) -> int:
+        """Give batch norms the means of the batches' statistics."""
+        norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+        momenta = [norm.momentum for norm in norms]
+        passed, device = 0, device_of(self.model)
+        with evaluating(self.model), torch.no_grad(), self.task.compute.precision():
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # the mean of all, in PyTorch's words
+                norm.train()
+            for inputs, targets in batches if norms else ():
+                self.model(as_tensor(inputs).to(device))
+                passed += len(targets)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        return passed
+
+    def _on_device(self, arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, Tensor]:
+        device = device_of(self.model)
+        return {name: torch.tensor(np.asarray(array), device=device) for name, array in arrays.items()}
 
     def evaluate(self, batches: Batches) -> Evaluation:
         """Return mean loss and accuracy."""
@@ -126,17 +172,26 @@ class TorchEngine:
                 labels.append(targets.cpu().numpy())
         return np.concatenate(scores), np.concatenate(labels)
 
-    def judge(self, scores: NDArray[Any], targets: NDArray[Any]) -> Evaluation:
-        """Return loss and accuracy of scores."""
-        loss = float(self.task.loss(torch.from_numpy(scores), torch.from_numpy(targets)))
-        right = int((scores.argmax(axis=1) == targets).sum())
-        return Evaluation(num_examples=len(targets), loss=loss, accuracy=right / len(targets))
+    def loss(self, outputs: NDArray[Any], targets: Any) -> float:
+        """Return the loss of outputs."""
+        return float(self.task.loss(as_tensor(outputs), as_tensor(targets).cpu()))
+
+    def scaled(self, scale: NDArray[np.float32]) -> TorchEngine:
+        """Return an engine of this model that trains on the loss of its outputs times ``scale``."""
+        factor = torch.tensor(np.asarray(scale, np.float32), device=device_of(self.model))
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            by = factor.view(-1, *(1,) * (outputs.dim() - 2)) if factor.dim() else factor
+            loss: Tensor = self.task.loss(outputs * by, targets)
+            return loss
+
+        return TorchEngine(replace(self.task, loss=loss), self.manifest)
 
     def twin(self) -> TorchEngine:
         """Return an engine of a copy of the model."""
         return TorchEngine(replace(self.task, model=copy.deepcopy(self.model)), self.manifest)
 
-    def narrow(self, mask: NeuronMask, batches: Batches) -> TorchCut:
+    def narrow(self, mask: NeuronMask, batches: Batches | None) -> TorchCut:
         """Return the network of the active neurons."""
         return TorchCut(self, Narrow(self.model, self.manifest, mask, batches))
 

@@ -1,15 +1,15 @@
-"""Gradients of whole weights, whatever of them exists: what decides where a sparse model grows."""
+"""Gradients of whole weights, whatever of them exists, and what becomes of them along a direction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 
-from edge_sdk.engines.training import Batch
+from edge_sdk.engines.training import Batch, NoCurvature
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Task
 
@@ -22,9 +22,9 @@ def visit_gradients(
     visit: Callable[[str, torch.Tensor], None],
     *,
     moves: bool = False,
-) -> float:
+) -> tuple[float, torch.Tensor]:
     """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one;
-    return the loss.
+    return loss and outputs.
 
     One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
     (running statistics) are as before afterwards unless they are to move, and no gradient is left, whatever ``visit``
@@ -41,9 +41,10 @@ def visit_gradients(
     try:
         with nullcontext() if moves else buffers_kept(model):
             with task.compute.precision():
-                loss = task.loss(model(inputs), targets)
+                outputs = model(inputs)
+                loss = task.loss(outputs, targets)
             loss.backward()
-        return float(loss.item())
+        return float(loss.item()), outputs.detach()
     finally:
         for hook in hooks:
             hook.remove()
@@ -51,6 +52,36 @@ def visit_gradients(
             parameter.grad = None  # of what was under way, where ``visit`` raised
         for parameter in unwanted:
             parameter.requires_grad_(True)
+
+
+def curvature(
+    model: nn.Module, task: Task, batches: Sequence[Batch], direction: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the Hessian of the loss on ``batches`` taken as one times ``direction``, of the parameters that it names.
+
+    It is the gradient of the gradient's product with the direction. Asked for gradients of weights alone, torch would
+    pass over functions that are differentiable once, and be wrong without a word. Buffers are as before afterwards, and
+    no gradient is left. Raises NoCurvature.
+    """
+    inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
+    weights = {name: parameter for name, parameter in model.named_parameters() if name in direction}
+    try:
+        with buffers_kept(model):
+            with task.compute.precision():
+                loss = task.loss(model(inputs), targets)
+            gradient = torch.autograd.grad(
+                loss, list(weights.values()), create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            parts = [(each * direction[name]).sum() for name, each in zip(weights, gradient, strict=True)]
+            torch.stack(parts).sum().backward()  # type: ignore[no-untyped-call]
+        return {
+            name: torch.zeros_like(each) if each.grad is None else each.grad.contiguous()
+            for name, each in weights.items()
+        }
+    except RuntimeError as error:
+        raise NoCurvature(str(error)) from error
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def _hand_over(name: str, visit: Callable[[str, torch.Tensor], None], parameter: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from edge_sdk.engines.training import (
     Adjustment,
@@ -63,14 +64,16 @@ def train_locally(
     proximal_weight: float = 0.0,
     proximal_centre: Tensors | None = None,
     adjustment: Adjustment | None = None,
+    factors: Mapping[str, torch.Tensor] | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
     Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
     start, or to ``proximal_centre`` (``proximal``), of weight μ ``proximal_weight`` is left out of the losses reported.
-    adjustment: changes what exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not
-    finite, ValueError where there is nothing to train on.
+    adjustment: changes what exists of the model on the way. factors: name -> what a parameter is multiplied by wherever
+    the model reads it. Raises TrainingDiverged for a loss or weight that is not finite, ValueError where there is
+    nothing to train on.
     """
     optimisation = Optimisation(
         freezing,
@@ -85,7 +88,11 @@ def train_locally(
     def forward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inputs = layout(inputs, targets)
         recent.append((inputs, targets))
-        return cast(torch.Tensor, model(inputs))
+        if not factors:
+            return cast(torch.Tensor, model(inputs))
+        parameters = dict(model.named_parameters())
+        multiplied = {name: parameters[name] * factor for name, factor in factors.items()}
+        return cast(torch.Tensor, functional_call(model, multiplied, (inputs,)))
 
     def after(step: int) -> None:
         if adjustment is not None and step in adjustment.steps:

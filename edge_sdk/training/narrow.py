@@ -20,22 +20,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 from edge_sdk.engines.training import Batch
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import Block, NeuronMask, merge_in_place, neuron_block, pack
+from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack
 from edge_sdk.protocol.neurons import CannotNarrow, Narrowing, first_neurons
 from edge_sdk.publishing.modes import evaluating
-from edge_sdk.training.layout import runs_safely
 from edge_sdk.training.local import as_tensor, device_of, get_tensors, set_tensors
 
 _CLOSE = 1e-3
@@ -96,45 +93,6 @@ class Narrow:
         if len(spec.shape) != 1:
             return None
         return torch.from_numpy(self._narrowing.blocks[spec.name].take(np.arange(spec.size)).reshape(-1))
-
-
-class Inner:
-    """The network of some neurons of ``model``, run in training mode on the model's own parameters.
-
-    Gradients reach these. They are cut for every call, since training may lay them out anew: where the neurons are the
-    first ones, as views, without a copy. manifest: the network's own. Its running statistics are its own, too, and are
-    forgotten with it. The neurons must not be all of them. Raises CannotNarrow.
-    """
-
-    def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask) -> None:
-        network = Narrow(model, manifest, mask, None)
-        self.manifest, self._network = network.manifest, network.model.train()
-        self._any_layout = runs_safely(self._network)
-        specs = {spec.name: spec for spec in manifest.tensors}
-        shapes = {spec.name: spec.shape for spec in network.manifest.tensors}
-        self._cuts = {
-            name: partial(_cut, parameter, neuron_block(manifest, specs[name], mask), shapes[name])
-            for name, parameter in model.named_parameters()
-        }
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the network's outputs for a batch."""
-        cuts = {name: cut() for name, cut in self._cuts.items()}
-        if not self._any_layout:
-            inputs, cuts = inputs.contiguous(), {name: cut.contiguous() for name, cut in cuts.items()}
-        return cast(torch.Tensor, functional_call(self._network, cuts, (inputs,)))
-
-
-def _cut(tensor: torch.Tensor, block: Block, shape: tuple[int, ...]) -> torch.Tensor:
-    part = tensor.reshape(block.view)
-    for axis, index in enumerate((block.rows, block.columns)):
-        if index is None:
-            continue
-        if index[-1] == len(index) - 1:  # sorted and different: the first ones
-            part = part.narrow(axis, 0, len(index))
-        else:
-            part = part.index_select(axis, torch.from_numpy(np.array(index)).to(tensor.device))
-    return part.reshape(shape)
 
 
 def _array(tensor: torch.Tensor) -> Array:

@@ -107,7 +107,7 @@ def test_scores_are_those_of_evaluation_and_judged_like_it():
     assert [module.training for module in (model, model[0], model[1])] == [True, False, True]
     model.eval()
     np.testing.assert_allclose(scores, model(torch.from_numpy(arrays.inputs)).detach().numpy(), rtol=1e-5, atol=1e-6)
-    found, wanted = engine.judge(scores, targets), engine.evaluate(task.held_out)
-    assert found.num_examples == wanted.num_examples == 21
-    assert found.accuracy == pytest.approx(wanted.accuracy)
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+    wanted = engine.evaluate(task.held_out)
+    assert wanted.num_examples == 21
+    assert (scores.argmax(axis=1) == targets).mean() == pytest.approx(wanted.accuracy)
+    assert engine.loss(scores, targets) == pytest.approx(wanted.loss, rel=1e-5)

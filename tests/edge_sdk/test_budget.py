@@ -254,7 +254,8 @@ def test_fjord_is_predicted_at_the_widths_that_rounds_draw():
     assert found["no teacher"].flops == sum(at.values()) // 3
     assert found["paper"].flops == at[0.6] + (at[0.2] + at[0.4]) // 3
     memory = {name: each.memory.training for name, each in found.items()}
-    assert memory["paper"] > memory["no teacher"] > 0.9 * memory["fixed"]
+    # Weights and gradients that lie in numpy's arrays between steps of several widths are not PyTorch's to count.
+    assert memory["paper"] > memory["no teacher"] > 0.8 * memory["fixed"]
 
 
 def test_a_narrow_network_takes_less_memory():

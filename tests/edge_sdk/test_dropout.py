@@ -434,11 +434,11 @@ def test_feddrop_counts_what_it_scales(manifest):
     job = job_of(manifest, 0.4, local_steps=2)
     trained = load_method("feddrop").train(job)
     small = narrowed(manifest, trained.update.mask)
-    taken = 6 * 4 * 4 + 12 * 2 * 2 + 25  # what conv2, fc1 and out take for a sample
-    assert trained.counts["activations_scaled"] == 2 * 8 * taken
+    columns = 6 + 12 * 2 * 2 + 25  # of conv2, fc1 and out
+    assert trained.counts["columns_scaled"] == 2 * columns
     assert trained.flops == training_flops(small, 2 * 8) + EXAMPLES * forward_flops(small)
     simple = load_method("feddrop").train(job_of(manifest, 0.4, local_steps=2, own=SIMPLE))
-    assert "activations_scaled" not in simple.counts
+    assert "columns_scaled" not in simple.counts
     assert np.abs(simple.update.values - trained.update.values).max() > 1e-3
 
 
@@ -454,7 +454,7 @@ def test_feddrop_and_fjord_train_every_kind_of_network(name):
     received = decode(encode(manifest, pack(manifest, get_tensors(model, manifest), None), None), manifest)
     job = job_of(manifest, 0.6, local_steps=6, learning_rate=0.001, received=received)
     job = dataclasses.replace(job, task=task, engine=TorchEngine(task, manifest))
-    assert load_method("feddrop").train(job).counts["activations_scaled"] > 0
+    assert load_method("feddrop").train(job).counts["columns_scaled"] > 0
     assert load_method("fjord").train(job).steps == 6
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, UnknownWork, load_method
 from edge_sdk.methods.fedavg import FEDAVG
-from edge_sdk.methods.grasp import GRASP
+from edge_sdk.methods.grasp import GRASP, score
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
@@ -24,7 +24,6 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.training.curvature import Scoring
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 
@@ -110,7 +109,7 @@ def flat(arrays):
 def scored_by(job):
     own = job.assignment.settings.method_settings
     batches, count, temperature = job.task.train, own["score_batches"], own["temperature"]
-    return Scoring(job.engine, batches, count, temperature, job.seed("score"), job.progress).scores()
+    return score(job.engine, batches, count, temperature, seed=job.seed("score"), progress=job.progress)
 
 
 def load(job):

@@ -19,7 +19,7 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.local import get_tensors, set_tensors
-from edge_sdk.training.narrow import CannotNarrow, Inner, Narrow
+from edge_sdk.training.narrow import CannotNarrow, Narrow
 
 from .test_tracing import NETS, group_norm
 
@@ -77,39 +77,6 @@ def test_a_step_of_training_is_that_of_the_whole_network_for_what_is_there(name)
     narrow_grads = {key: parameter.grad.numpy() for key, parameter in narrow.model.named_parameters()}
     part = {spec.name: narrow_grads.get(spec.name, np.zeros(spec.shape, np.float32)) for spec in narrow.manifest.shared}
     np.testing.assert_allclose(pack(narrow.manifest, part, None), pack(manifest, whole, mask), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["digits", "har:small", "resnet", "depthwise", "norms", "concat", "sequence"])
-@pytest.mark.parametrize("first", [True, False])
-def test_an_inner_network_is_run_on_the_models_own_weights(name, first):
-    """Outputs are those of a narrow copy, now and after a step; gradients are the copy's, and zero elsewhere."""
-    build, shape = EVERY[name]
-    model, x = build(), torch.randn(3, *shape)
-    manifest = describe(model, x, task="test")
-    mask = first_neurons(manifest, 0.5) if first else draw_neurons(manifest, NeuronDraw("device", 0.5))
-    inner = Inner(model, manifest, mask)
-    for layout in (torch.contiguous_format, torch.channels_last):
-        model.to(memory_format=layout) if len(shape) == 3 else model
-        narrow = Narrow(model, manifest, mask, None).model.train()
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-        model.zero_grad()
-        for outputs in (inner(x), narrow(x)):
-            outputs.square().sum().backward()
-        torch.testing.assert_close(inner(x), narrow(x))
-        grads, small = (
-            {key: parameter.grad.contiguous().numpy() for key, parameter in each.named_parameters()}
-            for each in (model, narrow)
-        )
-        zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in manifest.shared}
-        packed = pack(inner.manifest, {spec.name: small.get(spec.name, np.zeros(spec.shape, np.float32))
-                                       for spec in inner.manifest.shared}, None)  # fmt: skip
-        merge_in_place(manifest, zeros, packed, mask)
-        for key, grad in grads.items():
-            np.testing.assert_allclose(grad, zeros[key], rtol=1e-3, atol=1e-4, err_msg=key)
-        assert all(torch.equal(buffers[key], buffer) for key, buffer in model.named_buffers())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
 
 
 def test_what_it_becomes_is_written_back_where_it_came_from():

@@ -1,0 +1,134 @@
+"""Other steps, made of a published one's graph: other losses, and no step at all but the statistics of batches.
+
+The published step names the model's ``output`` and its ``error``, the gradient of the loss by it: what lies between is
+the task's loss, and what reads the error is the backward pass of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from edge_sdk.engines.passes import Editor
+
+ENDS = ("loss", "error")
+
+
+def scale_outputs(step: bytes) -> bytes:
+    """Return the step whose loss is that of the output times an input ``scale``, which can be broadcast to it."""
+    proto = onnx.load_from_string(step)
+    editor = Editor(proto)
+    names = {"output": editor.fresh()}
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in _loss_part(editor)]
+    ends = _free_ends(editor)
+    for copy in copies:  # what else reads the loss's parts is the model's own backward pass
+        names |= {name: editor.fresh() for name in copy.output if name}
+        copy.ClearField("name")
+        copy.input[:] = [names.get(name, name) for name in copy.input]
+        copy.output[:] = [names.get(name, name) for name in copy.output]
+    loss, error = (names.get(name, ends[name]) for name in ENDS)
+    editor.graph.input.append(helper.make_tensor_value_info("scale", TensorProto.FLOAT, None))
+    editor.graph.node.extend(
+        [
+            helper.make_node("Mul", ["output", "scale"], [names["output"]]),
+            *copies,
+            helper.make_node("Identity", [loss], ["loss"]),
+            helper.make_node("Mul", [error, "scale"], ["error"]),
+        ]
+    )
+    return _finished(proto, editor)
+
+
+def distil(step: bytes, weight: float, temperature: float) -> bytes:
+    """Return the step of a student: (1 - α) loss + α T² KL(softmax(z' / T) ‖ softmax(z / T)), of the outputs z, and z'
+    an input ``teacher`` of their shape, [N, classes, ...].
+
+    The gradient of the divergence's mean by z is (softmax(z / T) - softmax(z' / T)) / T over how many it is a mean of.
+    """
+    proto = onnx.load_from_string(step)
+    editor = Editor(proto)
+    ends, nodes = _free_ends(editor), editor.graph.node
+    output = next(each for each in editor.graph.output if each.name == "output")
+    teacher = onnx.ValueInfoProto.FromString(output.SerializeToString())
+    teacher.name = "teacher"
+    editor.graph.input.append(teacher)
+
+    def add(kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:
+        output = name or editor.fresh()
+        nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
+        return output
+
+    cool = editor.number(1 / temperature)
+    wanted, found = (add("LogSoftmax", add("Mul", each, cool), axis=1) for each in ("teacher", "output"))
+    right = add("Exp", wanted)
+    terms = add("ReduceSum", add("Mul", right, add("Sub", wanted, found)), editor.integers([1]))
+    divergence = add("ReduceMean", terms, keepdims=0)
+    apart = add("Div", add("Sub", add("Exp", found), right), add("Cast", add("Size", terms), to=TensorProto.FLOAT))
+    taught = {"loss": (divergence, weight * temperature**2), "error": (apart, weight * temperature)}
+    for end, (value, factor) in taught.items():
+        task = [add("Mul", ends[end], editor.number(1 - weight))] if weight < 1 else []
+        own = add("Mul", value, editor.number(factor))
+        add("Add" if task else "Identity", own, *task, name=end)
+    return _finished(proto, editor)
+
+
+def batch_statistics(evaluation: bytes) -> bytes:
+    """Return the graph that runs a model in evaluation mode, but for batch norms, which normalise by their batch; its
+    outputs are the batch's statistics: ``PLACE:NAME``, by the tensor that holds them; none without batch norm."""
+    proto = onnx.load_from_string(evaluation)
+    editor, graph = Editor(proto), proto.graph
+    read = {each.name for each in graph.input}
+    del graph.output[:]
+    for place, norm in enumerate(list(editor.of_type("BatchNormalization"))):
+        if not read.issuperset(norm.input[3:5]):
+            continue
+        add, x = editor.before(norm), norm.input[0]
+        axes = editor.integers([axis for axis in range(len(editor.shape(x) or ())) if axis != 1])
+        mean = add.ReduceMean(x, axes)
+        spread = add.Sub(x, mean)
+        spread = add.ReduceMean(add.Mul(spread, spread), axes, keepdims=0)
+        size = add.Div(*(add.Cast(add.Size(each), to=TensorProto.FLOAT) for each in (x, mean)))
+        unbiased = add.Mul(spread, add.Div(size, add.Sub(size, editor.number(1))))
+        mean = add.Reshape(mean, editor.integers([-1]))
+        for name, value in zip(norm.input[3:5], (mean, unbiased), strict=True):
+            graph.output.append(helper.make_tensor_value_info(f"{place}:{name}", TensorProto.FLOAT, None))
+            add.insert(helper.make_node("Identity", [value], [f"{place}:{name}"]))
+        norm.input[3], norm.input[4] = mean, spread
+    return _finished(proto, editor)
+
+
+def _loss_part(editor: Editor) -> list[onnx.NodeProto]:
+    """Return the nodes by which loss and error follow from the output, in their order."""
+    behind, reached = {"output"}, []
+    for node in editor.graph.node:
+        if behind.intersection(node.input):
+            behind.update(node.output)
+            reached.append(node)
+    wanted, part = set(ENDS), []
+    for node in reversed(reached):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            part.append(node)
+    return part[::-1]
+
+
+def _free_ends(editor: Editor) -> Mapping[str, str]:
+    """Return what loss and error are called from now on, so that others can have their names: those who read the error
+    then read another one, but for the loss's own part."""
+    names = {name: editor.fresh() for name in ENDS}
+    part = _loss_part(editor)
+    makers = [maker for maker in map(editor.maker, ENDS) if maker is not None]
+    for node in part:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    for node in makers:
+        node.output[:] = [names.get(name, name) for name in node.output]
+    return names
+
+
+def _finished(proto: onnx.ModelProto, editor: Editor) -> bytes:
+    editor.sort()
+    editor.remove_unread()
+    return bytes(proto.SerializeToString(deterministic=True))
