@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,14 @@ class Sessions:
         """Return the Hessian times a direction, of the weights ``names``. Raises NoCurvature."""
         return self._of(("flow", *names), lambda: flow_graph(self.graphs.step, names))
 
-    def statistics(self) -> onnxruntime.InferenceSession:
-        """Return what batch norms find of a batch."""
-        return self._of(("statistics",), lambda: batch_statistics(self.graphs.evaluation))
+    def statistics(self) -> onnxruntime.InferenceSession | None:
+        """Return what batch norms find of a batch; None where the model has none."""
+        graph = self._statistics
+        return None if graph is None else self._of(("statistics",), lambda: graph)
+
+    @cached_property
+    def _statistics(self) -> bytes | None:
+        return batch_statistics(self.graphs.evaluation)
 
     def evaluation(self) -> onnxruntime.InferenceSession:
         """Return what a model answers, and its loss."""
@@ -197,7 +203,7 @@ class Network:
     def statistics(self, inputs: Array) -> dict[str, list[Array]]:
         """Return what batch norms find of a batch, by the tensors that are to hold it: one for each use of a norm."""
         session, named = self.sessions.statistics(), dict[str, list[Array]]()
-        for place, found in (self._run(session, {"input": inputs}) if session.get_outputs() else {}).items():
+        for place, found in (self._run(session, {"input": inputs}) if session else {}).items():
             named.setdefault(place.partition(":")[2], []).append(found)
         return named
 

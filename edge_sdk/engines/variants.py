@@ -75,9 +75,9 @@ def distil(step: bytes, weight: float, temperature: float) -> bytes:
     return _finished(proto, editor)
 
 
-def batch_statistics(evaluation: bytes) -> bytes:
-    """Return the graph that runs a model in evaluation mode, but for batch norms, which normalise by their batch; its
-    outputs are the batch's statistics: ``PLACE:NAME``, by the tensor that holds them; none without batch norm."""
+def batch_statistics(evaluation: bytes) -> bytes | None:
+    """Return the graph that runs a model in evaluation mode, but for batch norms, which normalise by their batch; None
+    for a model that has none. Its outputs are the batch's statistics: ``PLACE:NAME``, by the tensor that holds them."""
     proto = onnx.load_from_string(evaluation)
     editor, graph = Editor(proto), proto.graph
     read = {each.name for each in graph.input}
@@ -97,7 +97,7 @@ def batch_statistics(evaluation: bytes) -> bytes:
             graph.output.append(helper.make_tensor_value_info(f"{place}:{name}", TensorProto.FLOAT, None))
             add.insert(helper.make_node("Identity", [value], [f"{place}:{name}"]))
         norm.input[3], norm.input[4] = mean, spread
-    return _finished(proto, editor)
+    return _finished(proto, editor) if graph.output else None
 
 
 def _loss_part(editor: Editor) -> list[onnx.NodeProto]:

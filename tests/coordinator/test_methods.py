@@ -127,7 +127,7 @@ def test_engines_train_the_same(coordinator, new_coordinator, method):
         played.append((counted(player), player, devices))
     (counts, first, sessions), *others = played
     for found, other, devices in others:
-        assert found == pytest.approx(counts, rel=1e-3)
+        assert found == pytest.approx(counts, rel=1e-2)
         if method in ("fedper", "fedrep"):
             continue
         for one, same in zip(sessions, devices, strict=True):
