@@ -83,11 +83,13 @@ on disk. Memory and state in MB.
 """
 
 COLUMNS = {
-    "device_rounds_per_second": "device-rounds/s",
-    "seconds_to_first_device": "to first device, s",
-    "seconds_to_first_round": "to first round, s",
-    "seconds_whole_command": "whole command, s",
+    "processor_per_device_round": ("processor, s per device-round", 3),
+    "device_rounds_per_second": ("device-rounds/s", 1),
+    "seconds_to_first_device": ("to first device, s", 1),
+    "seconds_to_first_round": ("to first round, s", 1),
+    "seconds_whole_command": ("whole command, s", 1),
 }
+"""What is measured: its title, and how many digits it has after the point."""
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -98,15 +100,22 @@ def page(rows: Sequence[Row]) -> str:
         turns = max(row["turn"] for row in runs) + 1
         parts.append(f"{turns} turns of {runs[0]['rounds']} rounds, medians; {runs[0]['machine']}.\n")
         parts.append(
-            markdown_table(["", *COLUMNS.values(), "accuracy"], [_speeds(runs, peer) for peer in _peers(runs)])
+            markdown_table(
+                ["", *(title for title, _ in COLUMNS.values()), "accuracy"],
+                [_speeds(runs, peer) for peer in _peers(runs)],
+            )
         )
-        parts.append("Ratios turn by turn: minimum, **median**, maximum.\n")
+        parts.append(
+            "Ratios turn by turn: minimum, **median**, maximum. Processor seconds are those of every process that a "
+            "command started, the coordinator's and start-up included; less is better, and of the rates more.\n"
+        )
         parts.append(
             markdown_table(
-                ["sparrow against", "device-rounds/s", "whole command, start-up included"],
+                ["sparrow against", "processor s", "device-rounds/s", "whole command, start-up included"],
                 [
                     [
                         peer,
+                        _spread(_ratios(runs, peer, "processor_per_device_round")),
                         _spread(_ratios(runs, peer, "device_rounds_per_second")),
                         _spread([1 / ratio for ratio in _ratios(runs, peer, "seconds_whole_command")]),
                     ]
@@ -144,7 +153,11 @@ def _peers(rows: Sequence[Row]) -> list[str]:
 
 def _speeds(rows: Sequence[Row], peer: str) -> list[str]:
     mine = [row for row in rows if row["peer"] == peer]
-    return [peer, *(f"{_median(mine, key):.1f}" for key in COLUMNS), f"{100 * _median(mine, 'accuracy'):.1f} %"]
+    return [
+        peer,
+        *(f"{_median(mine, key):.{digits}f}" for key, (_, digits) in COLUMNS.items()),
+        f"{100 * _median(mine, 'accuracy'):.1f} %",
+    ]
 
 
 def _scaled(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Peak memory of a command with all its processes, observed from outside.
+"""Peak memory and processor seconds of a command with all its processes, observed from outside.
 
 PSS counts a page shared by n processes as 1/n in each, so that its sum over the tree is the memory that the tree takes;
 the sum of RSS counts shared pages n times, the sum of USS leaves them out. All three come from the kernel's
@@ -6,12 +6,15 @@ the sum of RSS counts shared pages n times, the sum of USS leaves them out. All 
 
 A tree is a process with its descendants, including those that left it: a process stays in the tree once it was seen,
 and every process with the inherited marker in its environment belongs to it, whatever its parent (daemons of Ray).
+Orphans of the tree become children of the process that measures, so that the kernel adds up what each has used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -24,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 
 PROC = Path("/proc")
+ADOPT_ORPHANS = 36
+"""``PR_SET_CHILD_SUBREAPER`` of prctl(2)."""
 MARKER = "SPARROW_PROCESS_TREE"
 INTERVAL = 0.25
 _FIELDS = {"Pss:": "pss", "Rss:": "rss", "Private_Clean:": "uss", "Private_Dirty:": "uss"}
@@ -139,10 +144,11 @@ def process_age() -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """A command that ended: its output, its duration, its peak memory."""
+    """A command that ended: its output, its duration, its peak memory. ``processor``: seconds of all its processes."""
 
     stdout: str
     seconds: float
+    processor: float
     peak: Peak = field(default_factory=Peak)
 
 
@@ -163,8 +169,10 @@ def measure(
     environment = {**(os.environ if env is None else env), MARKER: marker}
     # Files and not pipes: a daemon that outlives the command would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        begin = time.monotonic()
+        _adopt_orphans()
+        begin, before = time.monotonic(), _processor_seconds()
         process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, cwd=cwd)
+        _, started = _parent_and_start(process.pid)
         memory = TreeMemory(process.pid, marker=marker, interval=interval or INTERVAL)
         try:
             with memory if interval else contextlib.nullcontext():
@@ -175,8 +183,34 @@ def measure(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+            while _wait_for_orphans(started):
+                pass
+        processor = _processor_seconds() - before
         out.seek(0)
         errors.seek(0)
         if process.returncode != 0:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()[-5000:]}")
-        return Measured(out.read(), seconds, memory.peak)
+        return Measured(out.read(), seconds, processor, memory.peak)
+
+
+def _adopt_orphans() -> None:
+    """Let processes whose parent ends become children of this one. Linux alone has it."""
+    ctypes.CDLL(None, use_errno=True).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
+
+
+def _wait_for_orphans(since: int) -> bool:
+    """Wait for the children of this process that were made ``since``, in clock ticks; return whether there were any."""
+    found = False
+    for folder in PROC.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent, start = _parent_and_start(int(folder.name))
+            if parent == os.getpid() and start >= since:
+                os.waitpid(int(folder.name), 0)
+                found = True
+    return found
+
+
+def _processor_seconds() -> float:
+    """Return the processor seconds of all descendants that have ended and were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

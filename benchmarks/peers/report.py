@@ -88,6 +88,7 @@ def watch(module: str, options: argparse.Namespace, *, python: Path | None = Non
     measured = measure(command, cwd=ROOT, interval=interval, timeout=options.timeout)
     line = json.loads(measured.stdout.splitlines()[-1])
     line["seconds_whole_command"] = round(measured.seconds, 3)
+    line["processor_per_device_round"] = round(measured.processor / line["device_rounds"], 4)
     line["peak_memory_bytes"] = measured.peak.bytes if options.memory else None
     print(json.dumps(line))
     return 0

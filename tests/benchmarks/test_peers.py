@@ -44,7 +44,7 @@ def test_the_bare_loop_says_what_it_did(tmp_path):
     assert 0 < line["seconds_to_first_device"] <= line["seconds_to_first_round"] < line["seconds_total"]
     assert line["seconds_total"] < line["seconds_whole_command"]
     assert line["device_rounds_per_second"] > 0
-    assert line["processor_seconds_per_device"] > 0
+    assert 0 < line["processor_seconds_per_device"] < line["processor_per_device_round"]
     peak = line["peak_memory_bytes"]
     assert 50 * MB < peak["uss"] <= peak["pss"] <= peak["rss"] < 4000 * MB
 
@@ -104,3 +104,12 @@ def test_a_tree_without_a_marker_is_its_descendants():
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert child.pid not in memory.processes()
+
+
+def test_what_daemons_use_of_the_processor_counts():
+    """Of a child, and of a grandchild that is left behind; what this process's other children use does not."""
+    work = "import time; [None for _ in iter(lambda: time.process_time() > 0.3, True)]"
+    daemon = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {work + '; time.sleep(60)'!r}]); {work}"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    measured = measure([sys.executable, "-c", f"{daemon}; time.sleep(1)"], interval=None)
+    assert 0.6 <= measured.processor < 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparrow.benchmarks.simulation import page
 
 
-def run(peer: str, turn: int, rate: float, whole: float) -> dict:
+def run(peer: str, turn: int, rate: float, whole: float, processor: float = 0.05) -> dict:
     return {
         "row": "speed",
         "peer": peer,
@@ -13,6 +13,7 @@ def run(peer: str, turn: int, rate: float, whole: float) -> dict:
         "rounds": 30,
         "machine": "two cores",
         "accuracy": 0.96,
+        "processor_per_device_round": processor,
         "device_rounds_per_second": rate,
         "seconds_to_first_device": 3.0,
         "seconds_to_first_round": 4.0,
@@ -22,12 +23,12 @@ def run(peer: str, turn: int, rate: float, whole: float) -> dict:
 
 def test_ratios_are_taken_turn_by_turn_and_seconds_count_the_other_way():
     rows = [run("sparrow", 0, 30.0, 10.0), run("bare", 0, 20.0, 15.0), run("flower", 0, 10.0, 40.0)]
-    rows += [run("sparrow", 1, 10.0, 30.0), run("bare", 1, 10.0, 30.0), run("flower", 1, 5.0, 60.0)]
+    rows += [run("sparrow", 1, 10.0, 30.0), run("bare", 1, 10.0, 30.0), run("flower", 1, 5.0, 60.0, 0.1)]
     text = page(rows)
     assert "2 turns of 30 rounds, medians; two cores." in text
-    assert "| sparrow | 20.0 | 3.0 | 4.0 | 20.0 | 96.0 % |" in text
-    assert "| bare | 1.00, **1.25**, 1.50 | 1.00, **1.25**, 1.50 |" in text
-    assert "| flower | 2.00, **2.50**, 3.00 | 2.00, **3.00**, 4.00 |" in text
+    assert "| sparrow | 0.050 | 20.0 | 3.0 | 4.0 | 20.0 | 96.0 % |" in text
+    assert "| bare | 1.00, **1.00**, 1.00 | 1.00, **1.25**, 1.50 | 1.00, **1.25**, 1.50 |" in text
+    assert "| flower | 0.50, **0.75**, 1.00 | 2.00, **2.50**, 3.00 | 2.00, **3.00**, 4.00 |" in text
 
 
 def test_memory_and_many_devices_have_tables_of_their_own():
