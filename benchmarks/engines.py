@@ -253,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "engines.jsonl"
     if options.what != "page":
         known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
