@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
@@ -33,7 +33,6 @@ from edge_sdk import arguments as read
 from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
-from edge_sdk.device.exporting import Export, export_personal
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
@@ -49,11 +48,14 @@ from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, Fed
 from edge_sdk.tasks import Task, is_module, load_task
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, add_json
-from sparrow.devices import EnergyMeter, PowerModel
+from sparrow.devices import EnergyMeter, PowerModel, memory
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
+
+if TYPE_CHECKING:
+    from edge_sdk.device.exporting import Export
 
 LONG_POLL_SECONDS = 30.0
 
@@ -300,9 +302,11 @@ def run_session(session: Session, bar: _Bar, export: Callable[[], Export | None]
 
 
 def _export(session: Session, name: str, path: Path | str | None) -> Export | None:
-    tensors = session.best
+    tensors = None if path is None else session.best
     if path is None or tensors is None:
         return None
+    from edge_sdk.device.exporting import export_personal  # here, because most devices export nothing
+
     progress = session.progress
     source = Source(
         session.manifest,
@@ -514,6 +518,7 @@ def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     name = options.name or default_name()
+    memory.keep_large_blocks_apart()
 
     def make_task(info: FederationInfo) -> Task:
         return load_task(

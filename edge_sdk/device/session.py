@@ -223,7 +223,7 @@ class Session:
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
-        self._best: tuple[Best, Tensors] | None = None
+        self._personal_is: Best | None = None  # what the personal model in memory is; another best one is on disk alone
         self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
         self._mask = load_mask(folder, self.manifest)
@@ -713,8 +713,9 @@ class Session:
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
             self._mix_with_global(job)
-            evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
-            answers = self.engine.read() if self.best is None else self.best
+            best = self.best
+            evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=best)))
+            answers = self.engine.read() if best is None else best
             shared = self._validate_global(job, evaluated)
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
             judged = [each.num_examples for each in found if each]
@@ -782,6 +783,7 @@ class Session:
             before, self.personal = self.progress.best, state.personal
             self.progress = self.progress.model_copy(update=changed)
             best = changed.get("best") not in (None, before)
+            self._personal_is = self.progress.best if best else None
             self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback, best=best)
         return self._send(pending, body)
 
@@ -840,14 +842,14 @@ class Session:
         best = self.progress.best
         if best is None:
             return self.personal
-        if self._best is None or self._best[0] != best:
-            found = self._folder.best(self.manifest)
-            if found is None:
-                log.warning("%s has lost best.safetensors; the last round's model is used", self._folder.path)
-                self.progress = self.progress.model_copy(update={"best": None})
-                return self.personal
-            self._best = (best, found)
-        return self._best[1]
+        if self._personal_is == best:
+            return self.personal
+        found = self._folder.best(self.manifest)
+        if found is None:
+            log.warning("%s has lost best.safetensors; the last round's model is used", self._folder.path)
+            self.progress = self.progress.model_copy(update={"best": None})
+            return self.personal
+        return found
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
         """Return the changes to progress that say how good the model is as first received, before any local training:
@@ -892,8 +894,11 @@ class Session:
 
     def _judge_best_again(self) -> None:
         """Judge the best personal model by the federation's model as it is now, if that was replaced since."""
-        tensors, best = self.best, self.progress.best
-        if tensors is None or best is None or best.manifest == self.manifest.digest:
+        best = self.progress.best
+        if best is None or best.manifest == self.manifest.digest:
+            return
+        tensors = self.best
+        if tensors is None:
             return
         try:
             found = {"validation": self._validate(tensors), "manifest": self.manifest.digest}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-EVALUATION_BATCH = 64
+EVALUATION_BATCH = 32
 """Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest has taken."""
 
 
