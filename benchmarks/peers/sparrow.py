@@ -60,7 +60,7 @@ def _run(server: str, train: Any, test: Any, rounds: int, processes: int, seed: 
         judged = np.arange(index, len(test_images), peers.DEVICES)
         held_out = Chosen(test_images, test_targets, judged, scale)
         mine = Chosen(images, targets, shares[index], scale)
-        return classification(info.task, None, mine, held_out, held_out, batch_size=info.settings.batch_size)
+        return classification(info.task, None, mine, held_out, None, batch_size=info.settings.batch_size)
 
     def note(stepped: Stepped) -> None:
         if stepped.kind is Kind.train:

@@ -55,9 +55,11 @@ class Dispatch:
         with self._store.reading() as db:
             device, federation, assignment = oldest_open(db, device_id)
         away = asked and not device.present
+        ended = federation.status in ("finished", "stopped") and assignment is None and device.holds_model
+        goodbye = ended and not load_method(federation.method).for_everyone
         # A poll is no fact worth a write (``last_seen``), unless the device was thought away, or holds another mask or
-        # model than it did.
-        if away or (asked and (mask, model) != (device.mask, device.model)):
+        # model than it did, and may be sent something once more.
+        if away or (asked and not goodbye and (mask, model) != (device.mask, device.model)):
             holds = {"mask": mask, "model": model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))

@@ -98,11 +98,11 @@ class OnnxEngine:
         network = self.network if teacher is None else self.network.taught(teacher.weight, teacher.temperature)
         step = network.step()
         given = step.draw(self._chance, len(targets)) | ({} if teacher is None else {"teacher": teacher.outputs})
-        loss, outputs = step.run(inputs, targets, given, moves=moves)
+        loss = step.run(inputs, targets, given, moves=moves)
         for name in names:
             if name in step.gradients:
                 visit(name, step.gradients[name])
-        return loss, outputs
+        return loss, step.output()
 
     def curvature(self, batches: Sequence[Batch], direction: Mapping[str, Array]) -> Tensors:
         """Return the Hessian times a direction."""
@@ -126,7 +126,7 @@ class OnnxEngine:
         """Return mean loss and accuracy."""
         seen, loss_sum, correct = 0, 0.0, 0
         for inputs, targets in map(as_arrays, batches):
-            loss, outputs = self.network.evaluation.run(inputs, targets)
+            loss, outputs = self.network.evaluation.answer(inputs, targets)
             seen += len(targets)
             loss_sum += loss * len(targets)
             if self._classification:
@@ -136,7 +136,7 @@ class OnnxEngine:
     def scores(self, batches: Batches) -> tuple[Array, Array]:
         """Return the model's outputs and their targets."""
         pairs = list(map(as_arrays, batches))
-        scores = [self.network.evaluation.run(inputs, targets)[1] for inputs, targets in pairs]
+        scores = [self.network.evaluation.answer(inputs, targets)[1] for inputs, targets in pairs]
         return np.concatenate(scores), np.concatenate([targets for _, targets in pairs])
 
     def loss(self, outputs: Array, targets: Array) -> float:

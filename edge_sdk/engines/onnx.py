@@ -231,16 +231,19 @@ class Step:
         self.gradients: dict[str, NDArray[np.float32]] = {}
         self._moved: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._free: list[str] = []  # as long as the batch
-        self._order: list[str] = []  # in which they were bound: that of what the binding returns
+        self._loss = np.zeros((), np.float32)
+        self._bound = 0  # outputs that keep their places, before those that are as long as the batch
         self._batch = 0
         for output in self._session.get_outputs():
             kind, _, name = output.name.partition(":")
-            if f"{kind}:" not in (GRADIENT, NEXT):
+            if output.name != "loss" and f"{kind}:" not in (GRADIENT, NEXT):
                 self._free.append(output.name)
                 continue
-            array = np.zeros([int(size) for size in output.shape], np.float32)
+            array = self._loss if output.name == "loss" else np.zeros([int(size) for size in output.shape], np.float32)
             self._binding.bind_ortvalue_output(output.name, self._hold(output.name, array))
-            self._order.append(output.name)
+            self._bound += 1
+            if output.name == "loss":
+                continue
             if f"{kind}:" == GRADIENT:
                 self.gradients[name] = array
             else:
@@ -270,8 +273,8 @@ class Step:
 
     def run(
         self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None, *, moves: bool = True
-    ) -> tuple[float, NDArray[np.float32]]:
-        """Return loss and outputs of a batch; gradients are in ``gradients``, and running statistics have moved."""
+    ) -> float:
+        """Return the loss of a batch; gradients are in ``gradients``, and running statistics have moved."""
         given = {"input": inputs, "target": targets, **(drawn or {})}
         for name, array in given.items():
             if name in self.inputs:
@@ -280,12 +283,19 @@ class Step:
             self._batch = len(inputs)
             for name in self._free:
                 self._binding.bind_output(name)
-            self._order = [*(name for name in self._order if name not in self._free), *self._free]
         self._session.run_with_iobinding(self._binding)
-        outputs = dict(zip(self._order, self._binding.get_outputs(), strict=True))
         for tensor, moved in self._moved if moves else ():
             np.copyto(tensor, moved)
-        return float(outputs["loss"].numpy()), outputs["output"].numpy()
+        return float(self._loss)
+
+    def answer(self, inputs: Array, targets: Array) -> tuple[float, NDArray[np.float32]]:
+        """Return loss and outputs of a batch."""
+        return self.run(inputs, targets), self.output()
+
+    def output(self) -> NDArray[np.float32]:
+        """Return the model's outputs [N, ...] for the batch of the last run."""
+        outputs = self._binding.get_outputs()
+        return np.asarray(outputs[self._bound + self._free.index("output")].numpy())
 
 
 class Training:
@@ -325,7 +335,7 @@ class Training:
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:
         """Take a step on a batch, and return its loss before it; where that is not finite no weight moves."""
-        loss, _ = self._step.run(inputs, targets, drawn)
+        loss = self._step.run(inputs, targets, drawn)
         if not math.isfinite(loss):
             return loss
         gradients = {}

@@ -127,7 +127,7 @@ def test_a_network_repeats_itself_bit_for_bit_and_reads_what_it_has_become():
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
     first.load({name: np.zeros_like(tensor) for name, tensor in one.items()})
     assert one["out.weight"].any()
-    loss, outputs = first.evaluation.run(kind.inputs.numpy(), kind.targets.numpy())
+    loss, outputs = first.evaluation.answer(kind.inputs.numpy(), kind.targets.numpy())
     assert loss == pytest.approx(np.log(outputs.shape[1]))
     assert not outputs.any()
 

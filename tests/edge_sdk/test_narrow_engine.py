@@ -77,7 +77,9 @@ def test_steps_are_those_of_pytorchs_narrow_network(name, ratio):
     narrow.write_back()
     right.write_back()
     assert apart(network.tensors, kind.model.state_dict()) < 1e-5
-    outputs = [each.evaluation.run(kind.inputs.numpy(), kind.targets.numpy())[1] for each in (network, narrow.network)]
+    outputs = [
+        each.evaluation.answer(kind.inputs.numpy(), kind.targets.numpy())[1] for each in (network, narrow.network)
+    ]
     with torch.no_grad():
         outputs.append(right.model.eval()(kind.inputs).numpy())
     for each in outputs[1:]:
@@ -110,7 +112,7 @@ def test_what_mixes_neurons_sees_zeros_in_place_of_dropped_ones(name, ratio):
     narrow = Narrow(network, mask)
     batch = kind.inputs.numpy(), kind.targets.numpy()
     whole, small = network.step(), narrow.network.step()
-    answers = [whole.run(*batch), small.run(*batch)]
+    answers = [whole.answer(*batch), small.run(*batch)]
     assert answers[0][0] == pytest.approx(answers[1][0], rel=1e-5)
     np.testing.assert_allclose(answers[1][1], answers[0][1], rtol=1e-4, atol=1e-5)
     left = {
@@ -126,18 +128,18 @@ def test_sessions_serve_every_mask_of_as_many_neurons():
     batch = kind.inputs.numpy(), kind.targets.numpy()
     before = network.read()
     first = Narrow(network, draw_neurons(manifest, NeuronDraw("one", 0.5)))
-    wanted = copy.deepcopy(first.network.step().run(*batch))
+    wanted = copy.deepcopy(first.network.step().answer(*batch))
     network.load({name: np.zeros_like(tensor) for name, tensor in before.items()})
     _, _, mask, other = opened("har:small", 0.5, "two")
     network.load(other.read())
     second = Narrow(network, mask)
     assert second.network.sessions is first.network.sessions
     assert list(network.sessions.narrow) == [tuple(len(index) for index in mask.active.values())]
-    loss, outputs = second.network.step().run(*batch)
-    whole_loss, whole_outputs = network.step().run(*batch)
+    loss, outputs = second.network.step().answer(*batch)
+    whole_loss, whole_outputs = network.step().answer(*batch)
     assert loss == pytest.approx(whole_loss, rel=1e-5)
     np.testing.assert_allclose(outputs, whole_outputs, rtol=1e-4, atol=1e-5)
-    again = first.network.step().run(*batch)
+    again = first.network.step().answer(*batch)
     assert again[0] == wanted[0], "networks of the same widths have weights of their own"
 
 
