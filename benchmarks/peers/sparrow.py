@@ -1,8 +1,9 @@
 """This project's fleet as a peer: a coordinator process, real sessions over HTTP, the same work as the others.
 
 The same distribution of the same images to the same 100 devices, the product's own network (which pools before ReLU:
-the same function), FedAvg. In addition, after the last round every device evaluates the global model (on a hundredth of
-the test images each, so the mean is the accuracy on all), and keeps it as its own.
+the same function), FedAvg. In addition, every device evaluates the model as it first receives it, and ten of them the
+last one, on a hundredth of the test images each; the others judge the last model on all of them, once. As with them, no
+device fetches the finished model (``adapt``).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _run(server: str, train: Any, test: Any, rounds: int, processes: int, seed: 
         draws="seed",
     )
     plan = Plan("speed", devices=peers.DEVICES, make_task=make_task)
-    run_fleet(server, plan, processes=processes, in_memory=True, quiet=True, on_step=note)
+    run_fleet(server, plan, processes=processes, in_memory=True, adapt=False, quiet=True, on_step=note)
     clock.stopped = time.time()
     records = [RoundRecord.model_validate(each) for each in httpx.get(f"{server}/v1/federations/speed/rounds").json()]
     clock.rounds = [datetime.fromisoformat(str(record.closed_at)).timestamp() for record in records]

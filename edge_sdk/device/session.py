@@ -744,11 +744,10 @@ class Session:
         with self._telemetry.phase("adapt") as measured:
             state = self._method.adapt(job)
         assert state.personal is not None, "adapting ends with a personal model"
-        best = None
-        if self._keeps_best:
-            best = self._best_of(job, self._validate(state.personal))
+        held_out, validation = self._judge(state.personal)
+        best = self._best_of(job, validation) if self._keeps_best else None
         receipt = Receipt(
-            personal=self.evaluate(state.personal),
+            personal=held_out,
             inference_flops=nonzero_flops(self.manifest, state.personal),
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
@@ -933,6 +932,11 @@ class Session:
         if self.task.test is None:
             return evaluated.global_model
         return self._validate(self.engine.read() | whole_model(self.manifest, job.received))
+
+    def _judge(self, tensors: Tensors) -> tuple[Evaluation, Evaluation]:
+        """Return a model on held-out and on validation data."""
+        self.engine.load(tensors)
+        return evaluate_held_out(self.engine, self.task.validation, self.task.test)
 
     def _validate(self, tensors: Tensors) -> Evaluation:
         self.engine.load(tensors)

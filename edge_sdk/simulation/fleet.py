@@ -143,6 +143,7 @@ def run_fleet(
     processes: int | None = None,
     state_dir: Path | None = None,
     in_memory: bool = False,
+    adapt: bool = True,
     indices: Iterable[int] | None = None,
     enrolment_token: str | None = None,
     observer_token: str | None = None,
@@ -159,7 +160,9 @@ def run_fleet(
     otherwise, or where ``plan`` needs it. processes: how many devices work at once, one per core by default: in threads
     of this process with ONNX Runtime, in processes with PyTorch, and one at a time on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
-    forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
+    forget it. adapt: let devices that end without a model of their own fetch the finished one, and tune it where the
+    federation says so; without, the records lack what the last upload of each device cost.
+    indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
     where the coordinator asks for them, the latter to see who is being waited for; without, those of
     SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. trust: certificates for https.
     on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
@@ -203,7 +206,7 @@ def run_fleet(
         make_executor = _threads if in_threads else _pool
         executor = stack.enter_context(_InProcess(make_host) if number == 1 else make_executor(number, make_host))
         mine = frozenset(range(plan.total) if indices is None else indices)
-        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted, chosen)
+        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted, chosen, adapt)
         return run.until_over()
 
 
@@ -341,6 +344,7 @@ class _Run:
     on_step: Callable[[Stepped], None]
     interrupted: Callable[[], bool]
     engine: EngineName
+    adapt: bool
     result: Result = field(init=False)
     _given: set[str] = field(default_factory=set)
     _due: Counter[int] = field(default_factory=Counter)
@@ -365,8 +369,9 @@ class _Run:
                 self._all("start", training)
         with self._bar(settings.rounds * min(settings.cohort, self.plan.devices), "", "device-round") as self.bar:
             self._work()
-        with self._bar(len(self.mine), "finishing", "device") as self.bar:
-            self._all("finish", sorted(self.mine))
+        finishing = sorted(self.mine) if self.adapt else []
+        with self._bar(len(finishing), "finishing", "device") as self.bar:
+            self._all("finish", finishing)
         self._raise_nothing_trained(1)
         self.result.seconds = time.monotonic() - self._begin
         self.result.ended = read_ended(self.transport, self.plan.federation)

@@ -61,6 +61,7 @@ def simulate(
     workers: int | None = None,
     state_dir: Path | str | None = None,
     in_memory: bool = False,
+    adapt: bool = True,
     patience_seconds: float | None = None,
     trust: tls.Tls | None = None,
     quiet: bool = False,
@@ -80,7 +81,7 @@ def simulate(
     ``join``. processes: how many devices work at once, in threads with ONNX Runtime and in processes with PyTorch; one
     per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of workers.
     state_dir: where devices keep their state; a second call with the same folder continues. in_memory: keep it in
-    memory, and forget it in the end.
+    memory, and forget it in the end. adapt: let devices that end without a model of their own fetch the finished one.
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
@@ -90,7 +91,9 @@ def simulate(
         raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
-    read_settings(settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "accelerator", "engine"))
+    read_settings(
+        settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "adapt", "accelerator", "engine")
+    )
     if (server is None) == (app is None):
         raise BadArgument("give the coordinator's address or its application, and not both")
     engine, compute = choose_compute(engine, accelerator, None, bfloat16=bfloat16)
@@ -116,7 +119,9 @@ def simulate(
         "quiet": quiet,
     }
     if ray is None:
-        return run_fleet(server, plan, app=app, processes=processes, **common)
+        return run_fleet(server, plan, app=app, processes=processes, adapt=adapt, **common)
+    if not adapt:
+        raise BadArgument("adapt=False is of a fleet on this machine; leave it out, or ray")
     if server is None:
         raise BadArgument("the nodes of a cluster need the coordinator's address; give it in place of an application")
     return run_on_ray(server, plan, address=ray, workers=workers, **common)

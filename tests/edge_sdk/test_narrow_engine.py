@@ -112,7 +112,7 @@ def test_what_mixes_neurons_sees_zeros_in_place_of_dropped_ones(name, ratio):
     narrow = Narrow(network, mask)
     batch = kind.inputs.numpy(), kind.targets.numpy()
     whole, small = network.step(), narrow.network.step()
-    answers = [whole.answer(*batch), small.run(*batch)]
+    answers = [whole.answer(*batch), small.answer(*batch)]
     assert answers[0][0] == pytest.approx(answers[1][0], rel=1e-5)
     np.testing.assert_allclose(answers[1][1], answers[0][1], rtol=1e-4, atol=1e-5)
     left = {
