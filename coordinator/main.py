@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from sparrow.command_line import allocator
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import connections, devices, federations, pages, problems, status
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
@@ -26,7 +27,7 @@ from sparrow.coordinator.api.middleware.plain_text import PlainText
 from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits, CallsAtOnce
 from sparrow.coordinator.api.middleware.request_ids import RequestIds
 from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.commands import allocator, starting
+from sparrow.coordinator.commands import starting
 from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.settings import Settings
 

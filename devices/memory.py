@@ -15,10 +15,6 @@ from pathlib import Path
 
 from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
 
-MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of mallopt(3)."""
-LARGE = 1 << 20
-
 PROC = Path("/proc")
 CGROUP = "sys/fs/cgroup"
 
@@ -57,16 +53,6 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def keep_large_blocks_apart() -> None:
-    """Let the C library take blocks of a MiB and more, such as tensors, from the system one by one, and return each
-    when it is freed; otherwise they come to lie in its heap, of which what is between them is not returned.
-
-    It is a setting of the process.
-    """
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 
 
 def available(files: Files | None = None) -> int:

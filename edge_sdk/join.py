@@ -45,10 +45,11 @@ from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkE
 from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
-from edge_sdk.tasks import Task, is_module, load_task
+from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
+from sparrow.command_line import allocator
 from sparrow.command_line.command import Command, Parser, add_json
-from sparrow.devices import EnergyMeter, PowerModel, memory
+from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
@@ -518,10 +519,10 @@ def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     name = options.name or default_name()
-    memory.keep_large_blocks_apart()
+    allocator.give_back()
 
     def make_task(info: FederationInfo) -> Task:
-        return load_task(
+        return load_data_of(
             info.task, options.data, device=name, seed=info.settings.seed, batch_size=info.settings.batch_size
         )
 

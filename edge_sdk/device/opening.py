@@ -116,6 +116,7 @@ def open_onnx(
     task = replace(task, compute=Compute(threads=task.compute.threads))
     prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
     if prepare is not None:
+        check_data(task, manifest)  # before anything is tried
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
     engine = share_onnx(task, manifest, info, sessions(prepared.task.compute.threads or 1))
     sessions.cache_clear()  # what was tried, and not chosen
@@ -131,9 +132,7 @@ def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
     from edge_sdk.engines.engine import OnnxEngine
     from edge_sdk.engines.onnx import Network
 
-    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
-        if batches is not None:
-            _check_data(name, batches, manifest)
+    check_data(task, manifest)
     network = Network(manifest, sessions)
     network.load(own_initial_values(manifest, info.settings.seed))
     return OnnxEngine(network, classification=task.classification)
@@ -162,7 +161,14 @@ def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:
         raise GraphError(f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again")
 
 
-def _check_data(name: str, batches: Batches, manifest: Manifest) -> None:
+def check_data(task: Task, manifest: Manifest) -> None:
+    """Raise BadArgument unless a task's data are as the model takes them: shapes, classes, finite first batches."""
+    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+        if batches is not None:
+            _check_data(name, batches, manifest, classifies=task.classification)
+
+
+def _check_data(name: str, batches: Batches, manifest: Manifest, *, classifies: bool) -> None:
     """Raise BadArgument unless the first batch is as the model takes it."""
     inputs, targets = as_arrays(next(iter(batches)))
     if tuple(inputs.shape[1:]) != manifest.input_shape:
@@ -172,6 +178,15 @@ def _check_data(name: str, batches: Batches, manifest: Manifest) -> None:
         )
     if len(inputs) != len(targets):
         raise BadArgument(f"the task's {name} data: {len(inputs)} inputs have {len(targets)} targets")
+    labels = np.asarray(getattr(batches, "targets", targets))
+    if classifies and np.issubdtype(labels.dtype, np.integer) and manifest.output_shape:
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or highest >= manifest.output_shape[0]:
+            wrong = lowest if lowest < 0 else highest
+            raise BadArgument(
+                f"the task's {name} data: a label is {wrong}, the federation's model tells {manifest.output_shape[0]} "
+                f"classes apart, 0 to {manifest.output_shape[0] - 1}; join with the labels that it was made for"
+            )
     if np.issubdtype(inputs.dtype, np.floating) and not np.isfinite(inputs).all():
         raise BadArgument(
             f"the task's {name} data: a value of the inputs is NaN or infinite; replace or leave out such samples"

@@ -185,6 +185,22 @@ def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size
     return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
 
 
+def load_data_of(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
+    """Return the task of a federation over this device's data: the installed one of this name or, where there is none,
+    the arrays of ``data`` as the task npz reads them, without a model, which ONNX Runtime trains without.
+
+    Raises UnknownTask without data, and what the task raises.
+    """
+    if name.partition(":")[0] in installed("sparrow.tasks"):
+        return load_task(name, data, device=device, seed=seed, batch_size=batch_size)
+    if not data:
+        raise UnknownTask(
+            f"the federation's task {name!r} is not installed here, nor need be: give this device's samples with "
+            f"--data path.npz (x_train, y_train), or join from Python (docs/own-model.md)"
+        )
+    return replace(load_task("npz", data, device=device, seed=seed, batch_size=batch_size), name=name, model=None)
+
+
 @cache
 def _find_loader(task: str) -> Callable[..., Task]:
     """Kept, because a fleet loads a task a thousand times and looking through all installed packages is slow."""

@@ -64,6 +64,9 @@ class Samples(Protocol):
     def take(self, chosen: Positions) -> tuple[Array, Array]:
         """Return inputs and targets of the positions ``chosen``, in their order: a range or integers [batch]."""
 
+    def all_targets(self) -> Array:
+        """Return the targets of all of them, in their order."""
+
 
 @dataclass(frozen=True)
 class Arrays:
@@ -87,6 +90,10 @@ class Arrays:
     def take(self, chosen: Positions) -> tuple[Array, Array]:
         """Return the inputs and targets of ``chosen``."""
         return _take(self.inputs, chosen), _take(self.targets, chosen)
+
+    def all_targets(self) -> Array:
+        """Return the targets."""
+        return self.targets
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,10 @@ class Chosen:
         rows = self.index[chosen]
         return self.scale(np.take(self.inputs, rows, axis=0)), np.take(self.targets, rows)
 
+    def all_targets(self) -> Array:
+        """Return the targets of the samples that are chosen."""
+        return np.take(self.targets, self.index)
+
 
 def _take(array: Array, chosen: Positions) -> Array:
     taken: Array = array[chosen] if isinstance(chosen, slice) else np.take(array, chosen, axis=0)
@@ -156,6 +167,11 @@ class ArrayBatches:
     def num_examples(self) -> int:
         """Samples in one pass."""
         return len(self.arrays)
+
+    @property
+    def targets(self) -> Array:
+        """The targets of all samples, in their order."""
+        return self.arrays.all_targets()
 
     def __len__(self) -> int:
         """Batches in one pass."""

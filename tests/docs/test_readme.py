@@ -169,7 +169,7 @@ def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp
     printed = reader.follow(first, installs=True)
     assert "devices join with: sparrow join --server http" in printed
     assert re.search(r"^sample 2: class \d", printed, re.MULTILINE)
-    assert re.search(r"^bob: \d+% before, \d+% after", printed, re.MULTILINE)
+    assert re.search(r"^bob: 10 rounds, ", printed, re.MULTILINE)
     second.mkdir()
     reader.folder = second
     reader.do("pip install 'sparrow-fl[completion]'")  # what commands advise, of which a message names the extra

@@ -1,4 +1,5 @@
-"""Settings of glibc's allocator: freed arrays go back to the system, so an idle coordinator holds about one model.
+"""Settings of glibc's allocator: freed arrays go back to the system, so an idle coordinator holds about one
+model, and a device what it trains with.
 
 glibc would keep it. Each time that a block is freed it raises the size from which it asks the system (up to 32 MiB), so
 that updates of some megabytes soon come from heaps, of which it has several for each core: pieces of all of them stay.

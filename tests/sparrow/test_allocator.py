@@ -1,4 +1,4 @@
-"""A coordinator at rest holds little, however large what has passed through it was."""
+"""A process at rest holds little, however large what has passed through it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 PASS_THROUGH = """
 import sys, threading
-from sparrow.coordinator.commands import allocator
+from sparrow.command_line import allocator
 if sys.argv[1] == "yes":
     allocator.give_back()
 
