@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0
+SAMPLES = 8
+"""Of the first batch, on which a model is traced, and its graphs compared with PyTorch: two would be alike to a batch
+norm."""
+
 ARGUMENTS = (
     "running_statistics",
     "blocks",
@@ -154,7 +158,7 @@ class _Model:
 
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
-        self._task, self._example = task, (inputs[:2], targets[:2])
+        self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
         self.manifest = _manifest(task, self._example[0], method, running_statistics, blocks)
 
     def described(self) -> Tensors:

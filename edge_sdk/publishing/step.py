@@ -49,8 +49,9 @@ BATCHES = (5, 3)
 CLOSE = 1e-4
 """Relative L2 distance that rounding may make between a graph and PyTorch, for each gradient."""
 
-ROUNDING = 1e-3
-"""What comes out below this share of the largest is compared with that."""
+ROUNDING = 1e-2
+"""What comes out below this share of the largest is compared with that: gradients of biases that a batch norm cancels
+are rounding alone."""
 
 NEEDED = "publishing needs onnx, onnxscript and onnxruntime: pip install 'sparrow-fl[publish]'"
 

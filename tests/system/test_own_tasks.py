@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -17,7 +20,7 @@ from edge_sdk.join import Result, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 
-from .conftest import Coordinator, wait_until
+from .conftest import Coordinator, environment, wait_until
 
 
 def network(*head: nn.Module) -> nn.Module:
@@ -168,3 +171,59 @@ def test_a_late_update_is_not_needed_but_the_personal_model_stays(coordinator, t
     assert slow.rounds == 1, "the local step stays, and is not replaced by an adapted global model"
     (record,) = coordinator.rounds("own")
     assert (record["updates"], record["expired"]) == (1, 1)
+
+
+WITHOUT_PYTORCH = (
+    "import sys; sys.modules['torch'] = None; from edge_sdk.join import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_devices_join_a_task_that_is_not_installed_with_their_data_alone(coordinator, tmp_path, compiling):
+    """Without its model, and where there is no PyTorch; data that are not the model's are refused in a line."""
+    inputs = torch.randn(40, 6)
+    samples = [(inputs, (inputs[:, 0] > 0).long())]
+    publish(
+        coordinator.url,
+        "own",
+        Task("signs", network(nn.Linear(16, 2)), nn.CrossEntropyLoss(), samples, samples),
+        rounds=4,
+        min_devices=2,
+        local_epochs=5,
+    )
+
+    def joins(name, x, y, *more):
+        if x is not None:
+            np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
+        options = ["--server", coordinator.url, "--federation", "own", "--name", name, "--state-dir", name, "--quiet"]
+        data = [] if x is None else ["--data", f"{name}.npz"]
+        return subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_PYTORCH, *options, *data, *more],
+            cwd=tmp_path,
+            env=environment(HOME=str(tmp_path), OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    chance = np.random.default_rng(0)
+    x = chance.standard_normal((120, 6)).astype(np.float32)
+    wrong = {
+        "nothing": (joins("nothing", None, None), "is not installed here, nor need be: give this device's samples"),
+        "shape": (
+            joins("shape", x[:, :5], np.arange(120) % 2),
+            r"samples of shape \(5,\), the federation's model takes",
+        ),
+        "label": (joins("label", x, np.arange(120) // 118 * 4 + 1), "a label is 5, the federation's model tells 2"),
+    }
+    for device, said in wrong.values():
+        _, errors = device.communicate(timeout=60)
+        assert device.returncode in (2, 6), errors
+        assert re.search(said, errors)
+        assert "Traceback" not in errors
+    devices = [joins(name, x, (x[:, 0] > 0).astype(int), "--export", f"{name}.onnx") for name in ("a", "b")]
+    for device in devices:
+        said, errors = device.communicate(timeout=100)
+        assert device.returncode == 0, errors
+        assert "engine                     ONNX Runtime" in said
+    answer = onnxruntime.InferenceSession(tmp_path / "a.onnx").run(None, {"input": x})[0]
+    assert (answer.argmax(1) == (x[:, 0] > 0)).mean() > 0.8
