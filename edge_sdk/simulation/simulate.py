@@ -250,7 +250,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _options(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
+    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT")
     where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
     parser.add_argument(
         "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
@@ -262,13 +262,13 @@ def _options(parser: Parser) -> None:
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
     )
     add_method_set(parser)
-    parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
-    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)")
+    parser.add_argument("--data", help="their data, with {index}, {of} or {name} in it (docs/fleet.md)")
+    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ...")
     parser.add_argument(
         "--budgets",
         type=_budgets,
         default=(1.0,),
-        help="0.2,0.6,1: a third of the devices has each; auto: what their boards can afford",
+        help="0.2,0.6,1: a third has each; auto: by their boards",
     )
     parser.add_argument(
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
@@ -277,7 +277,7 @@ def _options(parser: Parser) -> None:
         "--engine",
         choices=get_args(EngineChoice),
         default="auto",
-        help="what trains: ONNX Runtime, or PyTorch (default: the first where the federation allows it)",
+        help="what trains: ONNX Runtime (default where it can), or PyTorch",
     )
     parser.add_argument(
         "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
@@ -286,14 +286,14 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--processes",
         type=int,
-        help="how many work at once: threads with onnx, processes with torch (default: per core)",
+        help="how many work at once (default: one per core)",
     )
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
         help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
     )
-    parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
+    parser.add_argument("--workers", type=int, help="with --ray: on so many cores (default: all)")
     keep = parser.add_mutually_exclusive_group()
     keep.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
