@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.optimiser import Optimiser, Rule
@@ -49,6 +50,33 @@ onnxruntime.create_and_register_allocator(
     ),
     onnxruntime.OrtArenaCfg(0, 1, -1, -1),
 )
+
+
+def give_back() -> None:
+    """Return to the system what the arena holds free: it keeps what any step has ever needed."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    _idle().run(None, {"x": np.zeros(1, np.float32)}, options)
+
+
+@cache
+def _idle() -> onnxruntime.InferenceSession:
+    """Return a session that does next to nothing: the arena shrinks at the end of a run."""
+    given, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "idle", [given], [made])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnxruntime.InferenceSession(model.SerializeToString(), _options(1), providers=["CPUExecutionProvider"])
+
+
+def _options(threads: int) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
 
 
 class Sessions:
@@ -112,14 +140,9 @@ class Sessions:
     def _of(self, key: tuple[Any, ...], graph: Callable[[], bytes]) -> onnxruntime.InferenceSession:
         with self.lock:
             if key not in self._made:
-                options = onnxruntime.SessionOptions()
-                options.intra_op_num_threads = self.threads
-                options.inter_op_num_threads = 1
-                options.log_severity_level = 3
-                options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
-                options.add_session_config_entry("session.use_env_allocators", "1")
-                options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-                self._made[key] = onnxruntime.InferenceSession(graph(), options, providers=["CPUExecutionProvider"])
+                self._made[key] = onnxruntime.InferenceSession(
+                    graph(), _options(self.threads), providers=["CPUExecutionProvider"]
+                )
             return self._made[key]
 
 

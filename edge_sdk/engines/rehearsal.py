@@ -196,6 +196,8 @@ class OnnxRehearsal(Rehearsal):
 
     def peak(self, work: Callable[[int], object], samples: int) -> int:
         """Measure few samples; return what follows for ``samples``, of a model beside the device's own."""
+        from edge_sdk.engines.onnx import give_back
+
         kept = self._sessions
         large = min(max(LEAST, samples // 2), samples)
         small = large // 2
@@ -205,6 +207,7 @@ class OnnxRehearsal(Rehearsal):
             self._sessions = lambda threads: made.setdefault(threads, kept(threads).anew())
             work(1)  # makes the sessions, which takes more than they hold
             gc.collect()
+            give_back()
             memory.give_back()
             before, knows_peak = memory.resident(), memory.forget_peak()
             work(count)

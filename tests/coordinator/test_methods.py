@@ -104,7 +104,7 @@ ON_BOTH = sorted(
     if entry.value.startswith("edge_sdk.methods.") and "onnx" in load_method(entry.name).engines
 )
 
-CLOSE = 0.03
+CLOSE = 0.1
 """Relative L2 distance; that of two seeds is about 1."""
 
 

