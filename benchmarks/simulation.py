@@ -108,8 +108,8 @@ def page(rows: Sequence[Row]) -> str:
         )
         parts.append(
             "Ratios turn by turn: minimum, **median**, maximum. Processor seconds are those of every process that a "
-            "command started, the coordinator's and start-up included (of Flower's at least these: a worker that Ray does not wait for is "
-            "not counted); less is better, and of the rates more.\n"
+            "command started, the coordinator's and start-up included (of Flower's at least these: a worker that Ray "
+            "does not wait for is not counted); less is better, and of the rates more.\n"
         )
         parts.append(
             markdown_table(
