@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edge_sdk.engines.engine import OnnxEngine
+from edge_sdk.training.engine import TorchEngine
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Trial, flat, trials
 from sparrow.benchmarks.report.cells import ABSENT, markdown_lines
 from sparrow.benchmarks.report.figures import axes_title
 from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.tuning import open_edges
 
-TITLES = {"onnx": "ONNX Runtime", "torch": "PyTorch"}
+TITLES = {"onnx": OnnxEngine.title, "torch": TorchEngine.title}
 
 
 def _settings(settings: dict[str, Any]) -> str:

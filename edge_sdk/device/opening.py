@@ -115,10 +115,10 @@ def open_onnx(
 
     task = replace(task, compute=Compute(threads=task.compute.threads))
     prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
+    check_data(task, manifest)  # before anything is tried
     if prepare is not None:
-        check_data(task, manifest)  # before anything is tried
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
-    engine = share_onnx(task, manifest, info, sessions(prepared.task.compute.threads or 1))
+    engine = _engine_of(task, manifest, info, sessions(prepared.task.compute.threads or 1))
     sessions.cache_clear()  # what was tried, and not chosen
     return prepared, engine
 
@@ -129,10 +129,14 @@ def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
     Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
     model has no recipe.
     """
+    check_data(task, manifest)
+    return _engine_of(task, manifest, info, sessions)
+
+
+def _engine_of(task: Task, manifest: Manifest, info: FederationInfo, sessions: Sessions) -> Engine:
     from edge_sdk.engines.engine import OnnxEngine
     from edge_sdk.engines.onnx import Network
 
-    check_data(task, manifest)
     network = Network(manifest, sessions)
     network.load(own_initial_values(manifest, info.settings.seed))
     return OnnxEngine(network, classification=task.classification)

@@ -863,9 +863,8 @@ class Session:
             # Zeroed anew, for what was in the shared tensors is none of this federation's.
             tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
             merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
-        self.engine.load(tensors)
         try:
-            held_out, validation = evaluate_held_out(self.engine, self.task.validation, self.task.test)
+            held_out, validation = self._judge(tensors)
         except TrainingDiverged:
             raise UnsoundModel(
                 "the model received gives no finite loss on this device's held-out data, before any training: "

@@ -111,10 +111,11 @@ class Sessions:
         return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
 
     def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:
-        if key not in self._others:
-            graphs = Graphs(make(self.graphs.step), self.graphs.evaluation)
-            self._others[key] = Sessions(graphs, threads=self.threads)
-        return self._others[key]
+        with self.lock:
+            if key not in self._others:
+                graphs = Graphs(make(self.graphs.step), self.graphs.evaluation)
+                self._others[key] = Sessions(graphs, threads=self.threads)
+            return self._others[key]
 
     def flow(self, names: Collection[str]) -> onnxruntime.InferenceSession:
         """Return the Hessian times a direction, of the weights ``names``. Raises NoCurvature."""
@@ -258,18 +259,19 @@ class Step:
         self._bound = 0  # outputs that keep their places, before those that are as long as the batch
         self._batch = 0
         for output in self._session.get_outputs():
-            kind, _, name = output.name.partition(":")
-            if output.name != "loss" and f"{kind}:" not in (GRADIENT, NEXT):
+            kind, colon, name = output.name.partition(":")
+            if output.name == "loss":
+                array = self._loss
+            elif kind + colon in (GRADIENT, NEXT):
+                array = np.zeros([int(size) for size in output.shape], np.float32)
+            else:
                 self._free.append(output.name)
                 continue
-            array = self._loss if output.name == "loss" else np.zeros([int(size) for size in output.shape], np.float32)
             self._binding.bind_ortvalue_output(output.name, self._hold(output.name, array))
             self._bound += 1
-            if output.name == "loss":
-                continue
-            if f"{kind}:" == GRADIENT:
+            if kind + colon == GRADIENT:
                 self.gradients[name] = array
-            else:
+            elif kind + colon == NEXT:
                 self._moved.append((tensors[name], array))
 
     def _bind(self, name: str, array: Array) -> None:

@@ -77,8 +77,10 @@ def multiplied(engine: Engine, factors: Mapping[str, NDArray[np.float32]]) -> It
     """Multiply tensors of the model by ``factors``, which have their names; afterwards they are what they were."""
     tensors: dict[str, NDArray[Any]] = engine.read()
     engine.load({name: tensors[name] * factor for name, factor in factors.items()})
-    yield
-    engine.load({name: tensors[name] for name in factors})
+    try:
+        yield
+    finally:
+        engine.load({name: tensors[name] for name in factors})
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:

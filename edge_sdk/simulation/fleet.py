@@ -161,10 +161,10 @@ def run_fleet(
     of this process with ONNX Runtime, in processes with PyTorch, and one at a time on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
     forget it. adapt: let devices that end without a model of their own fetch the finished one, and tune it where the
-    federation says so; without, the records lack what the last upload of each device cost.
-    indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
-    where the coordinator asks for them, the latter to see who is being waited for; without, those of
-    SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. trust: certificates for https.
+    federation says so; without, the records lack what the last upload of each device cost. indices: the devices of
+    this fleet, where others simulate the rest. enrolment_token, observer_token: where the coordinator asks for them,
+    the latter to see who is being waited for; without, those of SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN.
+    trust: certificates for https.
     on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
     Ctrl-C, which reaches only a process's main thread. Raises SdkError; KeyboardInterrupt once every device has
     finished the step it was in.
