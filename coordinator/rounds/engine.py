@@ -44,7 +44,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
-from sqlalchemy.exc import NoResultFound
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
@@ -190,18 +189,22 @@ class Rounds:
                     except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
                         self._looking_since.pop(federation_id, None)
-                    except NoResultFound:  # deleted meanwhile
-                        self._folding.pop(federation_id, None)
-                        self._closing.pop(federation_id, None)
                     except Exception:
                         # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
                         # half an update: they are made again from what is stored.
                         self._folding.pop(federation_id, None)
-                        self._say_stuck(federation_id)
+                        if self._is_deleted(federation_id):  # meanwhile, so that its records or files were missing
+                            self._closing.pop(federation_id, None)
+                        else:
+                            self._say_stuck(federation_id)
                     else:
                         self._stuck.pop(federation_id, None)
             self._looked_at = self._clock()
         return moved
+
+    def _is_deleted(self, federation_id: int) -> bool:
+        with self._store.reading() as db:
+            return db.get(Federation, federation_id) is None
 
     def _say_stuck(self, federation_id: int) -> None:
         """Log why a federation cannot move on, at most once a minute."""

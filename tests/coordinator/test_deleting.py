@@ -82,21 +82,37 @@ def test_one_that_is_at_work_is_stopped_first(coordinator, answer):
     assert not coordinator.rounds.advance()
 
 
-def test_a_round_that_moves_while_its_federation_goes_does_no_harm(coordinator, answer, monkeypatch, caplog):
+def deleting_first(coordinator, monkeypatch, owner, name):
+    """A method before which the federation is deleted."""
+    usual = getattr(owner, name)
+
+    def late(*args, **named):
+        monkeypatch.setattr(owner, name, usual)
+        coordinator.federations.delete("f")
+        return usual(*args, **named)
+
+    monkeypatch.setattr(owner, name, late)
+
+
+@pytest.mark.parametrize("when", ["before a step", "before the model is read", "before a file is read"])
+def test_a_round_that_moves_while_its_federation_goes_does_no_harm(open_coordinator, answer, monkeypatch, caplog, when):
+    coordinator = open_coordinator()
     coordinator.create(rounds=1)
     devices = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
     answer(devices[0])
     coordinator.rounds.advance()
     coordinator.change(action="stop")
-    step = coordinator.rounds.step
-
-    def late(federation_id):
-        coordinator.federations.delete("f")
-        return step(federation_id)
-
-    monkeypatch.setattr(coordinator.rounds, "step", late)
-    assert not coordinator.rounds.advance()
+    coordinator = open_coordinator()  # which has no model in memory
+    owner, name = {
+        "before a step": (coordinator.rounds, "step"),
+        "before the model is read": (coordinator.models, "model"),
+        "before a file is read": (coordinator.store.blobs, "get"),
+    }[when]
+    deleting_first(coordinator, monkeypatch, owner, name)
+    coordinator.rounds.advance()
+    with pytest.raises(NotFound):
+        coordinator.info()
     assert not [record for record in caplog.records if record.exc_info]
 
 
