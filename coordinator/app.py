@@ -17,8 +17,8 @@ from sparrow.coordinator.api.bodies import Downloads
 from sparrow.coordinator.api.buckets import AtOnce, RateLimit
 from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
-from sparrow.coordinator.api.signals import LongPolls, Signal
-from sparrow.coordinator.api.threads import LOOK_UPS, WRITERS, Threads
+from sparrow.coordinator.api.signals import FoundNothing, LongPolls, Signal
+from sparrow.coordinator.api.threads import LOOK_UPS, WRITERS, Batches, Threads
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
@@ -35,7 +35,7 @@ from sparrow.coordinator.reports.records import Records
 from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.rounds.costs import UploadCosts
-from sparrow.coordinator.rounds.dispatch import Dispatch
+from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.settings import Settings
@@ -52,6 +52,8 @@ slow storage takes for one file that does come."""
 HANGS_SECONDS = 90.0
 """How long it may take before another process moves rounds: that would begin the round's sums anew, and slow storage is
 as slow for all."""
+LONGEST_REST = 0.05
+"""The longest pause of the thread of the rounds between two looks, s; it rests for as long as a look took."""
 READY_SECONDS = 3.0
 """How long an answer on readiness waits for records and blobs."""
 
@@ -110,6 +112,8 @@ class Coordinator:
         self.at_once = AtOnce()
         self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
         self.dispatch = Dispatch(self.store, self.models, clock)
+        self.asking: Batches[Ask, Asked] = Batches("asking", self.dispatch.answer_all, BUSY_SECONDS)
+        self.found_nothing = FoundNothing()
         decoded = DecodedUpdates()
         self.acceptance = Acceptance(self.store, self.models, decoded)
         self.costs = UploadCosts(self.store)
@@ -127,7 +131,10 @@ class Coordinator:
             progress=self.progress.note,
         )
         self.records = Records(self.store, self.costs.write, clock, self.last_seen)
-        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock, self.writers)
+        self.uploads = Uploads(
+            *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock),
+            *(self.writers, self.asking),
+        )
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
         self.hosts = Hosts(settings.hosts)
@@ -166,6 +173,8 @@ class Coordinator:
         self._facts.set()
         if self._mover is not None:
             self._mover.join(STALLED_SECONDS)  # one that hangs ends with the process
+        self.asking.close()
+        self.uploads.close()
         try:
             self.costs.write()
         except Unavailable as error:
@@ -265,6 +274,7 @@ class Coordinator:
         tick = self.settings.tick_seconds
         while not self._ended.is_set():
             self.progress.note()
+            began = time.monotonic()
             try:
                 if self._look_after():
                     self.wake()
@@ -273,6 +283,8 @@ class Coordinator:
             except Exception:
                 log.exception("rounds could not be moved on; trying again")
                 self._ended.wait(tick)
+            else:  # facts that come together are looked at together
+                self._ended.wait(min(time.monotonic() - began, LONGEST_REST))
             self._facts.wait(tick)
             self._facts.clear()
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import connections, devices, federations, pages, problems, status
+from sparrow.coordinator.api.device_calls import DeviceCalls
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
 from sparrow.coordinator.api.middleware.cross_site import CrossSite
@@ -89,6 +90,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         openapi_url=None,
     )
     # From the inside out: the last one added is the first to see a call.
+    app.add_middleware(DeviceCalls)
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(MissingTokenWarning, settings=settings)

@@ -35,12 +35,16 @@ class Device:
         self._step = np.float32(1e-3 * (1 + number))
         self._mask: ElementMask | None = None
         self._digest: str | None = None
+        self._next: Assignment | None = None
         request = Enrol(name=f"device-{number}", enrolment_key=secrets.token_hex(32), num_examples=EXAMPLES)
         transport.token = None
         self._token = transport.enrol(federation, request).token
 
     def ask(self, wait_seconds: float) -> Assignment | None:
         """Return the next assignment when there is one. Raises FederationOver."""
+        if self._next is not None:
+            assignment, self._next = self._next, None
+            return assignment
         self._transport.token = self._token
         assignment, pause = self._transport.assignment(self._federation, wait_seconds, None, self._digest)
         if assignment is None:
@@ -64,7 +68,9 @@ class Device:
             report=report.model_dump_json(exclude_defaults=True),
             known=self._mask,
         )
-        self._transport.update(assignment.assignment_id, update, bundle.MEDIA_TYPE)
+        self._next = self._transport.update(
+            *(assignment.assignment_id, update, bundle.MEDIA_TYPE), mask=self._digest, goes_on=True
+        )
 
 
 def take_part(transport: Transport, federation: str, number: int, marks: Path | None) -> None:

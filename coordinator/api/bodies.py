@@ -48,13 +48,17 @@ class Downloads:
         self._bytes = 0
         self._callers: Counter[int] = Counter()
 
+    def has_room(self, body: bytes | memoryview) -> bool:
+        """Return whether one more caller may get this body."""
+        key, size = _identity(body)
+        return key in self._callers or not self._bytes or self._bytes + size <= self._limit
+
     def take(self, body: bytes | memoryview) -> bool:
         """Count one more caller of this body; return False if there is no room for it."""
+        if not self.has_room(body):
+            return False
         key, size = _identity(body)
-        if not self._callers[key]:
-            if self._bytes and self._bytes + size > self._limit:
-                del self._callers[key]
-                return False
+        if key not in self._callers:
             self._bytes += size
         self._callers[key] += 1
         return True
@@ -75,11 +79,16 @@ def _identity(body: bytes | memoryview) -> tuple[int, int]:
 
 
 class InParts(Response):
-    """A body that is sent part by part, as fast as the caller takes it: the server would copy all of it at once."""
+    """A body that is sent part by part, as fast as the caller takes it: the server would copy all of it at once.
 
-    def __init__(self, body: bytes | memoryview, downloads: Downloads, **named: Any) -> None:
+    first: what comes before it.
+    """
+
+    def __init__(self, body: bytes | memoryview, downloads: Downloads, *, first: bytes = b"", **named: Any) -> None:
         super().__init__(body, **named)
-        self._downloads = downloads
+        self._downloads, self._first = downloads, first
+        if first:
+            self.headers["content-length"] = str(len(first) + len(body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; or 503, if too many others are being sent."""
@@ -93,6 +102,8 @@ class InParts(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._first:
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
         for start in range(0, max(1, len(self.body)), PART_BYTES):
             part = bytes(self.body[start : start + PART_BYTES])
             more = start + PART_BYTES < len(self.body)

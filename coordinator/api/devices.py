@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import (
+    ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
     DeviceInfo,
@@ -23,7 +20,6 @@ from edge_sdk.protocol.messages import (
     RenewToken,
     UpdateAccepted,
     UpdateReceived,
-    UploadCost,
 )
 from sparrow.coordinator.api.access import (
     EnrollerOnly,
@@ -34,13 +30,11 @@ from sparrow.coordinator.api.access import (
     check_admin,
 )
 from sparrow.coordinator.api.bodies import ranged
+from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_work, take_update
 from sparrow.coordinator.errors import NotAllowed
 from sparrow.coordinator.fleet.access import Holder
 from sparrow.coordinator.fleet.devices import Caller
 from sparrow.coordinator.reports.device_list import DeviceQuery, Order
-from sparrow.coordinator.reports.metrics import counted_refusals
-
-log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1", tags=["devices"])
 
@@ -99,6 +93,7 @@ async def change_device(
     """Change a device: it changes its own budget and conditions, an admin those of any device, and revokes it."""
     if change.revoked and itself:
         check_admin(identity)
+    coordinator.found_nothing.forget(device_id)
     await coordinator.writers.run(coordinator.devices.change, device_id, change)
     coordinator.fact_recorded()
 
@@ -113,55 +108,30 @@ async def rotate_token(
     return await coordinator.writers.run(coordinator.devices.rotate, device_id, request.enrolment_key)
 
 
+Cost = Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=MOST_COST)]
+WITH_PAYLOAD = {
+    "description": "One line of JSON, and the bytes of the payload",
+    "content": {ASSIGNMENT_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
+
+
 @router.get(
-    "/federations/{name}/assignment", response_model=Assignment, responses={204: {"description": "No work now"}}
+    "/federations/{name}/assignment",
+    response_model=Assignment,
+    responses={200: WITH_PAYLOAD, 204: {"description": "No work now"}},
 )
 async def get_assignment(
     name: str,
     device: KnownDevice,
     coordinator: TheCoordinator,
     request: Request,
-    wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
-    mask: Annotated[
-        str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask that the device holds")
-    ] = None,
-    model: Annotated[
-        str | None, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 of the global model that the device holds")
-    ] = None,
-    upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
+    asking: Annotated[Asking, Query()],
+    upload_cost: Cost = None,
 ) -> Response:
-    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more."""
-    if name != device.federation:
-        raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
-    if upload_cost is not None:
-        _note_upload_cost(coordinator, device.device_id, upload_cost)
-    loop = asyncio.get_running_loop()
-    until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
-    renew = {"Sparrow-Renew-Token": "now"} if coordinator.devices.wants_rotation(device) else {}
-    asked = True
-    with coordinator.polls.newest(device.device_id, request.receive) as poll:
-        while True:
-            moved = coordinator.moved.next()
-            ask = coordinator.dispatch.next_assignment
-            work = await coordinator.writers.run(ask, device.device_id, mask, model, asked=asked)
-            asked = False
-            if work.was_away:
-                coordinator.fact_recorded()  # a round may open
-            if work.assignment is not None:
-                return Response(work.assignment.model_dump_json(), media_type="application/json", headers=renew)
-            remaining = until - loop.time()
-            if remaining <= 0 or coordinator.closing or poll.over:
-                pause = await run_in_threadpool(coordinator.polling.retry_after, device.device_id)
-                return Response(status_code=204, headers={"Retry-After": str(pause), **renew})
-            await poll.wait(moved, remaining)
+    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more.
 
-
-def _note_upload_cost(coordinator: TheCoordinator, device_id: str, text: str) -> None:
-    try:
-        coordinator.costs.note(device_id, UploadCost.model_validate_json(text))
-    except ValidationError:
-        # Telemetry must never keep a device from its work.
-        log.warning("device %s sent a Sparrow-Upload-Cost that cannot be read", device_id)
+    A caller that accepts it gets a small payload with it: one line of JSON, then the payload's bytes."""
+    return await give_work(request, coordinator, device, name, asking, upload_cost)
 
 
 @router.get("/assignments/{assignment_id}/payload")
@@ -202,7 +172,8 @@ def get_received(
 @router.put(
     "/assignments/{assignment_id}/update",
     status_code=201,
-    responses={200: {"model": UpdateAccepted, "description": "The same again"}},
+    response_model=UpdateAccepted,
+    responses={201: WITH_PAYLOAD, 200: {"model": UpdateAccepted, "description": "The same again"}},
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -214,15 +185,14 @@ def get_received(
     },
 )
 async def put_update(
-    assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request, response: Response
-) -> UpdateAccepted:
-    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one."""
-    media_type = request.headers.get("content-type", "").split(";")[0].strip()
-    with counted_refusals(coordinator.metrics.refused, device.federation):
-        new, size = await coordinator.uploads.receive(request, assignment_id, device.device_id, media_type)
-    if new:
-        coordinator.metrics.accepted.labels(device.federation).inc()
-        coordinator.metrics.traffic.labels(device.federation, "up").inc(size)
-        coordinator.fact_recorded()
-    response.status_code = 201 if new else 200
-    return UpdateAccepted(new=new)
+    assignment_id: str,
+    device: KnownDevice,
+    coordinator: TheCoordinator,
+    request: Request,
+    holding: Annotated[Holding, Query()],
+    upload_cost: Cost = None,
+) -> Response:
+    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one.
+
+    A caller that accepts it gets its next work, if there is any, with a small payload, as ``get_assignment`` gives."""
+    return await take_update(request, coordinator, device, assignment_id, holding, upload_cost)

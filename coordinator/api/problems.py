@@ -52,10 +52,9 @@ STATUS: dict[type[Exception], int] = {
 
 def install(app: FastAPI) -> None:
     """Answer every error of the coordinator, of the framework, and every unforeseen one, as a problem document."""
-    for kind, status in STATUS.items():
-        app.add_exception_handler(kind, _domain(status))
+    for kind in (*STATUS, HTTPException):
+        app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(HTTPException, _framework)
     app.add_exception_handler(Exception, _unforeseen)
 
 
@@ -84,14 +83,28 @@ def unavailable(error: errors.Unavailable) -> JSONResponse:
     return problem(STATUS[type(error)], type(error).__name__, str(error), headers)
 
 
-def _domain(status: int):  # type: ignore[no-untyped-def]
-    async def handler(request: Request, error: Exception) -> JSONResponse:
-        headers = challenge(request.url.path) if status == 401 else {}
+def answer_of(path: str, error: Exception) -> JSONResponse | None:
+    """Return the answer to a call of this path that failed with an error of the coordinator or the framework; None for
+    any other error."""
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), None)
+    if status is not None:
+        headers = challenge(path) if status == 401 else {}
         if status >= 500:
             headers["Retry-After"] = str(RETRY_SECONDS)
         return problem(status, type(error).__name__, str(error), headers)
+    if not isinstance(error, HTTPException):
+        return None
+    title = HTTPStatus(error.status_code).phrase.replace(" ", "")
+    advised = isinstance(error, errors.RequestError)  # whose text says what to do
+    what = f"there is nothing at {path}" if error.status_code == 404 else error.detail
+    detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
+    return problem(error.status_code, title, detail, dict(error.headers or {}))
 
-    return handler
+
+async def _known(request: Request, error: Exception) -> JSONResponse:
+    answer = answer_of(request.url.path, error)
+    assert answer is not None, "it is installed for these errors alone"
+    return answer
 
 
 async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
@@ -99,15 +112,6 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the OpenAPI page at /docs shows what is expected")
-
-
-async def _framework(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    title = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    advised = isinstance(error, errors.RequestError)  # whose text says what to do
-    what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
-    detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
-    return problem(error.status_code, title, detail, dict(error.headers or {}))
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:

@@ -1,12 +1,16 @@
-"""The wake-up of HTTP calls that wait: long polls and event streams."""
+"""The wake-up of HTTP calls that wait, long polls and event streams, and what need not be looked up for them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from starlette.types import Receive
+
+Holds = tuple[str | None, str | None]
+"""The digests of the mask and of the model that a device holds."""
 
 
 class Signal:
@@ -18,9 +22,12 @@ class Signal:
     Threads: ``send`` may be called from any thread and from a signal handler; ``next`` only in the event loop. The loop
     is that of the first ``next``; before it nobody waits, and ``send`` does nothing. So a signal can be made without a
     running loop.
+
+    count: how often it was sent.
     """
 
     def __init__(self) -> None:
+        self.count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = asyncio.Event()
 
@@ -33,6 +40,7 @@ class Signal:
 
     def send(self) -> None:
         """Wake everybody who waits."""
+        self.count += 1
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and its waiters with it
                 self._loop.call_soon_threadsafe(self._wake)
@@ -94,3 +102,27 @@ class LongPolls:
             poll.end()
             if self._newest.get(key) is poll:
                 del self._newest[key]
+
+
+class FoundNothing:
+    """The devices for which there was no work when their last update was answered, and nothing has moved since: when
+    they ask, that is known already."""
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._at: OrderedDict[str, tuple[int, Holds]] = OrderedDict()
+
+    def note(self, device_id: str, moves: int, holding: Holds) -> None:
+        """Note that a device was told so, when so many moves had been made."""
+        self._at[device_id] = (moves, holding)
+        if len(self._at) > self.MOST:
+            self._at.popitem(last=False)
+
+    def holds(self, device_id: str, moves: int, holding: Holds) -> bool:
+        """Return whether that is so still, and forget it."""
+        return self._at.pop(device_id, None) == (moves, holding)
+
+    def forget(self, device_id: str) -> None:
+        """Forget what a device was told: it has said something since."""
+        self._at.pop(device_id, None)

@@ -1,4 +1,5 @@
-"""Threads for calls that write, and for looking tokens up: some of those that the server has for all calls.
+"""Threads for calls that write, and for looking tokens up: some of those that the server has for all calls; and
+calls that come in numbers, done together by a thread of their own.
 
 Handlers run in the server's 40 threads. Where a write takes long, because another program has locked the records or a
 disk stands still, calls that write would soon be in all of them, and nobody could so much as look. So they are few at a
@@ -8,14 +9,18 @@ time; the others wait here without a thread, for as long as writes go on, and ar
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Generic, ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.coordinator.errors import Unavailable
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
@@ -75,3 +80,83 @@ class Threads:
 
     async def _acquired(self) -> None:
         await self._slots.acquire()
+
+
+class Batches(Generic[Item, Result]):
+    """Calls that are done together: those that come while the thread is at work are its next batch.
+
+    A hand-over to a thread takes longer than most of these calls. work: does a batch; returns for each item its result,
+    or its error. patience: how long a batch may take before those behind it give up, s.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[Sequence[Item]], Sequence[Result | BaseException]], patience: float
+    ) -> None:
+        self._name, self._work, self._patience = name, work, patience
+        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._batches: queue.SimpleQueue[list[tuple[Item, asyncio.Future[Result]]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._at_work = False
+        self._limit: asyncio.TimerHandle | None = None
+
+    async def run(self, item: Item) -> Result:
+        """Return what the work returns for ``item``. Raises its error; Unavailable."""
+        if len(self._waiting) >= MOST_WAITING:
+            raise Unavailable("too many calls wait already; try again in a while")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Result] = loop.create_future()
+        self._waiting.append((item, done))
+        if not self._at_work:
+            self._at_work = True
+            loop.call_soon(self._begin, loop)  # with all that are ready in this turn of the loop
+        return await done
+
+    def close(self) -> None:
+        """End the thread when its work is done."""
+        self._batches.put(None)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        batch, self._waiting = self._waiting, []
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+            self._thread.start()
+        self._limit = loop.call_later(self._patience, self._give_up, loop)
+        self._batches.put(batch)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                results = self._work([item for item, _ in batch])
+            except Exception as error:
+                results = [error] * len(batch)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._end, loop, batch, results)
+
+    def _end(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        batch: Sequence[tuple[Item, asyncio.Future[Result]]],
+        results: Sequence[Result | BaseException],
+    ) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        for (_, done), result in zip(batch, results, strict=True):
+            if done.done():  # its caller has gone
+                continue
+            if isinstance(result, BaseException):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+        self._at_work = bool(self._waiting)
+        if self._waiting:
+            self._begin(loop)
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell those who wait behind a batch that takes long."""
+        waiting, self._waiting = self._waiting, []
+        for _, done in waiting:
+            if not done.done():
+                done.set_exception(
+                    Unavailable("the coordinator's records take long to answer just now; try again in a while")
+                )
+        self._limit = loop.call_later(self._patience, self._give_up, loop)

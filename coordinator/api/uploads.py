@@ -22,7 +22,8 @@ import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -33,10 +34,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from sparrow.coordinator.api.bodies import read_body
-from sparrow.coordinator.api.threads import Threads
-from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
-from sparrow.coordinator.rounds.acceptance import Acceptance
+from sparrow.coordinator.api.threads import Batches, Threads
+from sparrow.coordinator.errors import BadContent, Finished, LengthRequired, TooLarge, WrongRange
+from sparrow.coordinator.rounds.acceptance import Acceptance, Sent
+from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
 from sparrow.coordinator.storage.blobs import make_folder, private, read_file
+from sparrow.coordinator.storage.database import BUSY_SECONDS
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
 
@@ -75,12 +78,30 @@ class _Part:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """An update that was received: whether it is new, its bytes, and what its device does next, where it asked."""
+
+    new: bool
+    size: int
+    asked: Asked | None
+
+
 class Uploads:
     """Updates on their way, one for each assignment."""
 
     def __init__(
-        self, folder: Path, store: Store, acceptance: Acceptance, clock: Callable[[], float], writers: Threads
+        self,
+        folder: Path,
+        store: Store,
+        acceptance: Acceptance,
+        dispatch: Dispatch,
+        clock: Callable[[], float],
+        writers: Threads,
+        asking: Batches[Ask, Asked],
     ) -> None:
+        self._sending = Batches("updates", self._take_in, BUSY_SECONDS)
+        self._answer_all, self._asking = dispatch.answer_all, asking
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._acceptance, self._writers = acceptance, writers
         self._parts: dict[str, _Part] = {}
@@ -100,12 +121,14 @@ class Uploads:
         self._write(part)
         return part.received
 
-    async def receive(self, request: Request, assignment_id: str, device_id: str, media_type: str) -> tuple[bool, int]:
-        """Receive an update, have it checked and stored, and return whether it is new, and its bytes.
+    async def receive(
+        self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None = None
+    ) -> Taken:
+        """Receive an update, and have it checked and stored. ask: of a device that wants to know what comes next.
 
-        A small one is read first, and then one call in a worker thread does the rest. A large one is checked against
-        its assignment before its first byte is taken, too: it may bring no more than is valid. It is written to the
-        disk as it comes.
+        A small one is read first, and the rest is done with all that have come meanwhile. A large one is checked
+        against its assignment before its first byte is taken, too: it may bring no more than is valid. It is written to
+        the disk as it comes.
 
         Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent, WrongRange.
         """
@@ -114,14 +137,33 @@ class Uploads:
         whole = "content-range" not in request.headers
         if not (whole and size <= GATHERED_BYTES and self._small + size <= SMALL_BYTES):
             limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
-            return await self._receive_large(request, assignment_id, device_id, media_type, limit)
+            new, size = await self._receive_large(request, assignment_id, device_id, media_type, limit)
+            return Taken(new, size, await self._next(ask))
         self._small += size
         try:
             body = await read_body(request, GATHERED_BYTES)
-            accept = self._acceptance.accept_update
-            return await self._writers.run(accept, assignment_id, device_id, body, media_type), len(body)
+            return await self._sending.run((Sent(assignment_id, device_id, body, media_type), ask))
         finally:
             self._small -= size
+
+    async def _next(self, ask: Ask | None) -> Asked | None:
+        with suppress(Finished):
+            return None if ask is None else await self._asking.run(ask)
+        return None
+
+    def _take_in(self, updates: Sequence[tuple[Sent, Ask | None]]) -> list[Taken | BaseException]:
+        """Have small updates accepted together, and look for what comes next."""
+        outcomes = self._acceptance.accept_all([sent for sent, _ in updates])
+        asks = [ask for (_, ask), new in zip(updates, outcomes, strict=True) if ask and isinstance(new, bool)]
+        found = {ask.device_id: asked for ask, asked in zip(asks, self._answer_all(asks), strict=True)}
+        taken: list[Taken | BaseException] = []
+        for (sent, _), new in zip(updates, outcomes, strict=True):
+            asked = found.get(sent.device_id)
+            # Where that cannot be said just now, the device asks.
+            taken.append(Taken(new, len(sent.body), asked if isinstance(asked, Asked) else None))
+            if isinstance(new, BaseException):
+                taken[-1] = new
+        return taken
 
     async def _receive_large(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, limit: int
@@ -243,6 +285,10 @@ class Uploads:
             if part.turn != turn:
                 raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
             return read_file(part.path), part.found.hexdigest()
+
+    def close(self) -> None:
+        """Take in no more updates."""
+        self._sending.close()
 
     def forget(self, assignment_id: str) -> None:
         """Remove the part of an assignment's update that has arrived, if any."""

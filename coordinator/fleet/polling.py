@@ -35,6 +35,10 @@ class Polling:
         self._counted_at = -math.inf
         self._devices = 0
 
+    def known_pause(self, device_id: str) -> int | None:
+        """Return what ``retry_after`` does where that takes no look at the records; None otherwise."""
+        return self.retry_after(device_id) if self._clock() - self._counted_at < COUNT_SECONDS else None
+
     def retry_after(self, device_id: str) -> int:
         """Return the whole seconds after which this device shall ask again."""
         now = self._clock()

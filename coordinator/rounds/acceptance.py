@@ -7,6 +7,8 @@ still there, else from the disk.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +59,27 @@ _ACCEPT = (
         report=bindparam("report"),
     )
 )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An update as it came. digest: its SHA-256, if known. file: one of this machine that holds it, if there is one."""
+
+    assignment_id: str
+    device_id: str
+    body: bytes | memoryview
+    media_type: str
+    digest: str | None = None
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """An update that can be recorded: by ``write_down``, in a transaction. keys: its blobs, written already."""
+
+    federation_id: int
+    keys: Sequence[str]
+    write_down: Callable[[Session], bool]
 
 
 class Acceptance:
@@ -119,16 +142,47 @@ class Acceptance:
         Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. When it
         returns, the update survives a power cut and counts in its round exactly once.
         """
-        digest = digest or hashlib.sha256(body).hexdigest()
+        (outcome,) = self.accept_all([Sent(assignment_id, device_id, body, media_type, digest, file)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def accept_all(self, updates: Sequence[Sent]) -> list[bool | BaseException]:
+        """Accept updates together, in one transaction; return for each what ``accept_update`` returns or raises."""
+        outcomes: list[bool | BaseException] = [False] * len(updates)
+        checked: dict[int, _Checked] = {}
+        for index, sent in enumerate(updates):
+            try:
+                found = self._check(sent)
+            except Exception as error:
+                outcomes[index] = error
+            else:
+                if found is not None:
+                    checked[index] = found
+        recorded = self._store.record_all([(each.write_down, each.keys) for each in checked.values()])
+        for (index, each), outcome in zip(checked.items(), recorded, strict=True):
+            outcomes[index] = outcome
+            late = isinstance(outcome, (DifferentUpdate, NotFound, RoundClosed))
+            if late:
+                for key in each.keys:
+                    self._decoded.take(key)
+            if late or outcome is False:
+                drop_unneeded(self._store, each.federation_id, each.keys)
+        return outcomes
+
+    def _check(self, sent: Sent) -> _Checked | None:
+        """Authorise, check and store an update; return what is to be recorded, None for one that was before."""
+        assignment_id, device_id, body = sent.assignment_id, sent.device_id, sent.body
+        digest = sent.digest or hashlib.sha256(body).hexdigest()
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
-        longest, mask = self._envelope(assignment, device, federation, media_type)
+        longest, mask = self._envelope(assignment, device, federation, sent.media_type)
         if len(body) > longest:
             raise TooLarge(
                 f"the body has {len(body)} bytes, nothing valid here is longer than {longest}; send only the mask's"
             )
         if self._settled(assignment, digest):
-            return False
+            return None
         report, decoded, chosen = self._check_update(federation, device, assignment, mask, body)
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             self._check_stop(federation, assignment)
@@ -141,7 +195,7 @@ class Acceptance:
             if held is not None and held != device.mask:
                 changed["mask"] = held
             keys = [update_key(federation.id, assignment.id, digest)]
-            self._store.blobs.write(keys[0], body, file)
+            self._store.blobs.write(keys[0], body, sent.file)
             if decoded is not None and self._store.shared is None:  # else another process may make the sums
                 self._decoded.put(keys[0], decoded)
         if not device.holds_model and _leaves_model(federation, assignment):
@@ -150,30 +204,22 @@ class Acceptance:
             changed |= {"status": "stopped", "stopped_round": assignment.round}
         if isinstance(report, wire.UpdateReport) and device.num_examples is None:
             changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
+        values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
+        buffered = assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None
 
         def write_down(db: Session) -> bool:
             # Only while it is still open: the round may have closed since, or the same update have come twice.
-            values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
             if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
                 return not self._settled(owned(db, assignment_id, device_id)[0], digest)
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
-            if assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None:
+            if buffered:
                 number_arrival(db, federation.id, assignment_id)
             if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
                 touch(db, federation.id, assignment.round)
             return True
 
-        try:
-            new = self._store.record(write_down, keys)
-        except (DifferentUpdate, NotFound, RoundClosed):
-            for key in keys:
-                self._decoded.take(key)
-            drop_unneeded(self._store, federation.id, keys)
-            raise
-        if not new:
-            drop_unneeded(self._store, federation.id, keys)
-        return new
+        return _Checked(federation.id, keys, write_down)
 
     def _check_stop(self, federation: Federation, assignment: Assignment) -> None:
         """Raise BadContent unless a device may stop training for good with this assignment.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
@@ -20,7 +20,6 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 SLACK = 1e-9
 """The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""
 
-
 MOST_MEDIANS = 10
 """Times the median of its cohort's samples that one update counts with, at most."""
 
@@ -30,6 +29,35 @@ ROUNDS_LOOKED_AT = 500
 FEWEST_COUNTS = 3
 """Devices of a cohort that say how many samples they have, below which the median is that of all that are there."""
 
+# Columns of devices and not whole records, for there may be many; statements of every round are made once.
+_EXAMPLES = select(Device.num_examples).where(
+    Device.federation_id == bindparam("federation_id"),
+    or_(
+        Device.status == "active",
+        and_(Device.status == "stopped", Device.stopped_round == bindparam("number")),  # with an update that counts
+    ),
+)
+_PLAN = (
+    select(Assignment.plan)
+    .where(
+        Assignment.federation_id == bindparam("federation_id"),
+        Assignment.round == bindparam("number"),
+        Assignment.kind.in_(COHORT_KINDS),
+    )
+    .limit(1)
+)
+_ABLE = select(Device.id, Device.name, Device.budget, Device.holds_model, Device.num_examples).where(
+    Device.federation_id == bindparam("federation_id"),
+    Device.status == "active",
+    Device.present,
+    Device.rest_until <= bindparam("now"),
+)
+_STATUSES = (
+    select(Device.status, Device.budget, func.count())
+    .where(Device.federation_id == bindparam("federation_id"), Device.status != "revoked")
+    .group_by(Device.status, Device.budget)
+)
+
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
     """Return the federation's devices of these statuses."""
@@ -38,22 +66,16 @@ def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> 
 
 def situation_of(db: Session, manifest: Manifest, federation: Federation, number: int) -> Situation:
     """Return the situation of round ``number`` for its method, when it opens and when it closes."""
-    enrolled = [
-        device
-        for device in devices_of(db, federation, ("active", "stopped"))
-        if device.status == "active" or device.stopped_round == number  # with this round's update, which counts
-    ]
+    which = {"federation_id": federation.id, "number": number}
+    examples = [row[0] for row in db.execute(_EXAMPLES, which)]
     settings = settings_of(federation)
-    asked = select(Assignment.plan).where(
-        Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
-    )
     return Situation(
         manifest,
         settings,
         number,
-        db.scalars(asked.limit(1)).first() or {},
-        devices=len(enrolled),
-        num_examples=sum(capped([device.num_examples for device in enrolled], settings)),
+        db.scalars(_PLAN, which).first() or {},
+        devices=len(examples),
+        num_examples=sum(capped(examples, settings)),
     )
 
 
@@ -65,12 +87,7 @@ def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
 
 def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
     """Return the devices that could train now, whatever their budget."""
-    rows = db.execute(
-        select(Device.id, Device.name, Device.budget, Device.holds_model, Device.num_examples).where(
-            Device.federation_id == federation.id, Device.status == "active", Device.present, Device.rest_until <= now
-        )
-    )
-    return [Drawable(*row) for row in rows]
+    return [Drawable(*row) for row in db.execute(_ABLE, {"federation_id": federation.id, "now": now})]
 
 
 def smallest_budget(federation: Federation) -> float:
@@ -190,12 +207,10 @@ def why_over(db: Session, federation: Federation) -> str | None:
     """Return the reason why no round follows, or None."""
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"
-    enrolled = db.execute(
-        select(Device.status, Device.budget).where(Device.federation_id == federation.id, Device.status != "revoked")
-    ).all()
+    enrolled = db.execute(_STATUSES, {"federation_id": federation.id}).all()
     # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
     smallest = smallest_budget(federation)
-    statuses = [status for status, budget in enrolled if status == "stopped" or reaches(budget, smallest)]
+    statuses = [status for status, budget, _ in enrolled if status == "stopped" or reaches(budget, smallest)]
     return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
 
 

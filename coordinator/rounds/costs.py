@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
+
+from sqlalchemy import Table, bindparam, update
 
 from edge_sdk.protocol.messages import UploadCost
 from sparrow.coordinator.errors import Unavailable
@@ -14,6 +17,29 @@ from sparrow.coordinator.storage.tables import Assignment, Device
 
 MOST_OF_ONE = 16
 """Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""
+
+
+_DOWN = (
+    update(cast(Table, Device.__table__))
+    .where(Device.id == bindparam("device_id"), Device.bytes_down < bindparam("down"))
+    .values(bytes_down=bindparam("down"))
+)
+_UP = (
+    update(cast(Table, Device.__table__))
+    .where(Device.id == bindparam("device_id"), Device.bytes_up < bindparam("up"))
+    .values(bytes_up=bindparam("up"))
+)
+_COST = (
+    update(cast(Table, Assignment.__table__))
+    .where(
+        Assignment.id == bindparam("cost_of"),
+        Assignment.device_id == bindparam("device"),
+        Assignment.status == "done",
+        Assignment.upload_cost.is_(None),
+    )
+    .values(upload_cost=bindparam("upload_cost"))
+    .returning(Assignment.federation_id, Assignment.round, Assignment.arrival, Assignment.counted_round)
+)
 
 
 class UploadCosts:
@@ -45,17 +71,20 @@ class UploadCosts:
             raise
 
     def _write(self, costs: Sequence[tuple[str, UploadCost]]) -> None:
+        moved = [
+            {"device_id": device_id, "down": cost.everything.bytes_down, "up": cost.everything.bytes_up}
+            for device_id, cost in costs
+        ]
         with self._store.writing() as db:
+            connection, rounds = db.connection(), set()
+            connection.execute(_DOWN, moved)
+            connection.execute(_UP, moved)
             for device_id, cost in costs:
-                device = db.get(Device, device_id)
-                if device is not None:
-                    device.bytes_down = max(device.bytes_down, cost.everything.bytes_down)
-                    device.bytes_up = max(device.bytes_up, cost.everything.bytes_up)
-                assignment = db.get(Assignment, cost.assignment_id)
-                if assignment is None or assignment.device_id != device_id or assignment.status != "done":
-                    continue
-                if assignment.upload_cost is None:
-                    assignment.upload_cost = cost.upload.model_dump(mode="json")
-                    number = assignment.round if assignment.arrival is None else assignment.counted_round
-                    if number is not None:  # else it waits in a buffer, and no record that is kept has it
-                        touch(db, assignment.federation_id, number)
+                which = {"cost_of": cost.assignment_id, "device": device_id}
+                values = {**which, "upload_cost": cost.upload.model_dump(mode="json")}
+                found = connection.execute(_COST, values).first()
+                if found is not None:
+                    federation_id, number, arrival, counted = found
+                    rounds.add((federation_id, number if arrival is None else counted))
+            for federation_id, number in sorted(each for each in rounds if each[1] is not None):
+                touch(db, federation_id, number)  # else it waits in a buffer, and no record that is kept has it

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import literal_column, select, update
+from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
-from sparrow.coordinator.errors import Finished, NotFound, RoundClosed
+from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
@@ -25,12 +26,28 @@ REST_SECONDS = 60.0
 """A device that handed its work back is not drawn for so long: the cause (heat, load, a diverging loss) takes time to
 pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
 
+FEW = 20
+"""Waiting devices that are looked up one by one; of more it is first asked for which of them there is anything."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A device that asks for work. mask: the digest of the mask that it holds; model: that of the global model that it
+    can rebuild. first: False for another look within one call."""
+
+    device_id: str
+    mask: str | None = None
+    model: str | None = None
+    first: bool = True
+
 
 @dataclass(frozen=True)
 class Asked:
-    """The answer to a device that asks for work: its assignment, if any, and whether it was taken to be away."""
+    """The answer to a device that asks for work: its assignment, if any, with its payload, and whether it was taken to
+    be away."""
 
     assignment: wire.Assignment | None
+    payload: Packed | None = None
     was_away: bool = False
 
 
@@ -51,21 +68,55 @@ class Dispatch:
         it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
         poll: a device that has left since it asked, perhaps in another call, stays away.
         """
-        now = self._clock()
+        (answer,) = self.answer_all([Ask(device_id, mask, model, asked)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def answer_all(self, asks: Sequence[Ask]) -> list[Asked | Exception]:
+        """Return for each device what ``next_assignment`` returns or raises."""
+        answers: list[Asked | Exception] = []
         with self._store.reading() as db:
-            device, federation, assignment = oldest_open(db, device_id)
+            idle = self._idle(db, [ask.device_id for ask in asks if not ask.first])
+            found = [None if ask.device_id in idle else _oldest_open_or_error(db, ask.device_id) for ask in asks]
+        for ask, work in zip(asks, found, strict=True):
+            if work is None:
+                answers.append(Asked(None))
+            elif isinstance(work, Exception):
+                answers.append(work)
+            else:
+                try:
+                    answers.append(self._answer(ask, *work))
+                except Exception as error:
+                    answers.append(error)
+        return answers
+
+    def _idle(self, db: Session, waiting: Sequence[str]) -> set[str]:
+        """Return those of the waiting devices for which there is nothing: most of a large fleet, at every move."""
+        if len(waiting) < FEW:
+            return set()
+        over = select(Federation.id).where(Federation.status.not_in(("waiting", "running")))
+        busy = set(db.scalars(select(Assignment.device_id).where(Assignment.status == literal_column("'open'"))))
+        if db.scalars(over.limit(1)).first() is not None or any(
+            load_method(name).for_everyone for name in db.scalars(select(Federation.method).distinct())
+        ):
+            return set()
+        return set(waiting) - busy
+
+    def _answer(self, ask: Ask, device: Device, federation: Federation, assignment: Assignment | None) -> Asked:
+        now, device_id, asked = self._clock(), ask.device_id, ask.first
         away = asked and not device.present
         ended = federation.status in ("finished", "stopped") and assignment is None and device.holds_model
         goodbye = ended and not load_method(federation.method).for_everyone
         # A poll is no fact worth a write (``last_seen``), unless the device was thought away, or holds another mask or
         # model than it did, and may be sent something once more.
-        if away or (asked and not goodbye and (mask, model) != (device.mask, device.model)):
-            holds = {"mask": mask, "model": model, "paused": None}
+        if away or (asked and not goodbye and (ask.mask, ask.model) != (device.mask, device.model)):
+            holds = {"mask": ask.mask, "model": ask.model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
                 device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
-            return Asked(None, away)
+            return Asked(None, was_away=away)
         if assignment is None:
             assignment = self._late_work(federation, device_id)
         if assignment is None and federation.status in ("finished", "stopped"):
@@ -75,7 +126,9 @@ class Dispatch:
                     f"your personal model stays with you"
                 )
             assignment = self._adapt(device_id)
-        return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
+        if assignment is None:
+            return Asked(None, was_away=away)
+        return Asked(*self._describe(federation, device, assignment, now), was_away=away)
 
     def payload(self, assignment_id: str, device_id: str) -> Packed:
         """Return the bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
@@ -174,8 +227,10 @@ class Dispatch:
             assignment.deadline_at = self._clock() + settings_of(federation).deadline_seconds
             return assignment
 
-    def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
-        payload = None
+    def _describe(
+        self, federation: Federation, device: Device, assignment: Assignment, now: float
+    ) -> tuple[wire.Assignment, Packed | None]:
+        payload = packed = None
         if self._has_payload(federation, assignment):
             packed = self._models.payload(federation, device, assignment)
             payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
@@ -183,7 +238,7 @@ class Dispatch:
         if assignment.ratio is not None:
             key = neuron_key(federation.secret, assignment.round, device.name)
             work = wire.Work(key=key, ratio=assignment.ratio)
-        return wire.Assignment(
+        described = wire.Assignment(
             assignment_id=assignment.id,
             kind=wire.Kind(assignment.kind),
             round=assignment.round,
@@ -195,9 +250,20 @@ class Dispatch:
             model_sha256=self._models.digest(federation, assignment.model_version),
             manifest_digest=self._models.manifest(federation).digest,
         )
+        return described, packed
 
-    def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
+    @staticmethod
+    def _has_payload(federation: Federation, assignment: Assignment) -> bool:
         kind = wire.Kind(assignment.kind)
         if kind is wire.Kind.evaluate and not assignment.full:
             return False
         return load_method(federation.method).sends_values(kind, not assignment.full)
+
+
+def _oldest_open_or_error(
+    db: Session, device_id: str
+) -> tuple[Device, Federation, Assignment | None] | FederationDeleted:
+    try:
+        return oldest_open(db, device_id)
+    except FederationDeleted as error:
+        return error

@@ -93,6 +93,8 @@ MOST_SAID = 10
 GAP_SECONDS = 10.0
 """The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
 
+_MOVING = select(Federation.id, Federation.name).where(Federation.status.in_(("waiting", "running", "stopped")))
+
 
 @dataclass(frozen=True)
 class _Closing:
@@ -173,10 +175,7 @@ class Rounds:
         moved = False
         with self._advancing:
             with self._store.reading() as db:
-                moving = select(Federation.id, Federation.name).where(
-                    Federation.status.in_(("waiting", "running", "stopped"))
-                )
-                federations = db.execute(moving).all()
+                federations = db.execute(_MOVING).all()
             now = self._clock()
             since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
             self._looking_since = {row[0]: since.get(row[0], now) for row in federations}
@@ -619,7 +618,8 @@ class Rounds:
             current.base_version, current.model_version = closing.base, version
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
             current.notes, current.parts = notes, closing.parts
-            count_in(db, federation, number, closing.last)
+            if closing.last:
+                count_in(db, federation, number, closing.last)
             left_out = self._names(db, notes.get("left_out", {}))
             if method.prepares and version == 0:
                 self._withdraw(db, current)
@@ -655,11 +655,13 @@ class Rounds:
     @staticmethod
     def _names(db: Session, left_out: Mapping[str, str]) -> str:
         """Return for the log whose updates were left out, and why the first of them was."""
+        if not left_out:
+            return ""
         first = list(left_out)[:MOST_SAID]
         whose = select(Assignment.id, Device.name).join(Device, Device.id == Assignment.device_id)
         found = {row[0]: row[1] for row in db.execute(whose.where(Assignment.id.in_(first)))}
         more = f" and {len(left_out) - MOST_SAID} more" if len(left_out) > MOST_SAID else ""
-        return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}" if first else ""
+        return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}"
 
     def _withdraw(self, db: Session, current: Round) -> None:
         """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present.

@@ -189,6 +189,13 @@ class FolderBlobs(Blobs):
                         found[str(path.relative_to(self._root))] = path.stat().st_size
         return found
 
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys in the folder ``prefix``, sorted."""
+        with self._troubles.of_blobs(), suppress(FileNotFoundError):
+            names = os.listdir(self._root / prefix)
+            return sorted(f"{prefix}/{name}" for name in names if not name.endswith(PARTIAL))
+        return []
+
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, so that a power cut takes none of them."""

@@ -179,20 +179,28 @@ class Store:
         by then: a single caller waits for nobody, and many callers share one commit and one flush per folder. ``work``
         may be called twice, the first time to be undone, where another's has failed.
         """
-        fact = _Fact(work, keys)
-        self._facts.append(fact)
+        (outcome,) = self.record_all([(work, keys)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def record_all(
+        self, works: Sequence[tuple[Callable[[Session], Result], Sequence[str]]]
+    ) -> list[Result | BaseException]:
+        """Do as ``record`` does for each of ``works``, with its keys; return what each gave, or its error."""
+        facts = [_Fact(work, keys) for work, keys in works]
+        self._facts.extend(facts)
         try:
             with self._gathering.turn():
-                if not fact.settled:
+                if not all(fact.settled for fact in facts):
                     self._write_down([self._facts.popleft() for _ in range(len(self._facts))])
-        except Unavailable:  # it did not come to its turn, though another may have written for it
-            with suppress(ValueError):
-                self._facts.remove(fact)
-            if not fact.settled:
-                raise
-        if fact.error is not None:
-            raise fact.error
-        return cast(Result, fact.result)
+        except Unavailable as error:  # they did not come to their turn, though another may have written for them
+            for fact in facts:
+                with suppress(ValueError):
+                    self._facts.remove(fact)
+                if not fact.settled:
+                    fact.error = error
+        return [fact.error if fact.error is not None else cast(Result, fact.result) for fact in facts]
 
     def _write_down(self, facts: Sequence[_Fact[Any]]) -> None:
         try:

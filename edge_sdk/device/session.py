@@ -191,6 +191,7 @@ class Session:
         self.failed_rounds = 0  # in a row, since this process began
         self.last_failure: str | None = None
         self._faults = 0  # of the coordinator, in a row
+        self._next: Assignment | None = None  # what came with the answer to the last update
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
         self._enrolment_token = transport.token
@@ -440,27 +441,20 @@ class Session:
     def _step(self, wait_seconds: float) -> Step:
         if (reason := self._watchdog.look() if self._watchdog else None) is not None:
             self._stay_away(reason)
+            self._next = None  # which was taken back with that
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
         self._away = None  # asking for work says that it is back
         if self.progress.pending is not None:
             with self._heard(self.progress.pending.assignment_id, self.info.settings):
                 self._send(self.progress.pending)
-        try:
-            assignment, pause = self._or_enrol_again(
-                lambda: self._transport.assignment(
-                    self._federation,
-                    wait_seconds,
-                    self.progress.upload_cost,
-                    mask_digest(self.manifest, self._mask) if self._mask else None,
-                    self.progress.model,
-                )
-            )
-        except FederationOver:
-            return Step(Outcome.over)
+        assignment, self._next, pause = self._next, None, 0.0
+        if assignment is None:
+            try:
+                assignment, pause = self._or_enrol_again(lambda: self._ask(wait_seconds))
+            except FederationOver:
+                return Step(Outcome.over)
         if self._transport.renewal_due:
             self._renew_token()
-        if self.progress.upload_cost is not None:
-            self.progress = self.progress.model_copy(update={"upload_cost": None})
         if assignment is None:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
@@ -494,6 +488,18 @@ class Session:
             self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
             self.last_failure = failed or self.last_failure
         return Step(Outcome.worked, assignment, failed=failed)
+
+    def _ask(self, wait_seconds: float) -> tuple[Assignment | None, float]:
+        """Ask for work, and say what the last upload cost, which need not be said again."""
+        cost = self.progress.upload_cost
+        found = self._transport.assignment(self._federation, wait_seconds, cost, *self._holding())
+        if cost is not None:
+            self.progress = self.progress.model_copy(update={"upload_cost": None})
+        return found
+
+    def _holding(self) -> tuple[str | None, str | None]:
+        """Return the digests of the mask and of the global model that this device holds."""
+        return mask_digest(self.manifest, self._mask) if self._mask else None, self.progress.model
 
     def _heard(self, assignment_id: str, settings: FederationSettings) -> AbstractContextManager[None]:
         """Have the coordinator hear of this device while it works, transfers included."""
@@ -792,7 +798,12 @@ class Session:
         media_type = bundle.MEDIA_TYPE if pending.kind in (Kind.train, Kind.prepare) else JSON_TYPE
         with self._telemetry.phase("upload") as upload:
             try:
-                self._transport.update(pending.assignment_id, body, media_type)
+                # A host opens the session anew for whatever comes next.
+                self._next = self._transport.update(
+                    *(pending.assignment_id, body, media_type, self.progress.upload_cost),
+                    *((None, None) if self._hosted else self._holding()),
+                    goes_on=not self._hosted,
+                )
             except RoundOver as error:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)

@@ -96,6 +96,7 @@ class Telemetry:
         """Measure what happens inside; ``cost`` is there afterwards, not if it raised."""
         measured, self._paused = Measured(), 0.0
         begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        earlier = self._traffic.earlier_seconds
         heat = self._heat = _Heat(self._read, self._clock) if self._read and name in COMPUTING else None
         try:
             with self._meter.phase(name) as phase:
@@ -107,7 +108,7 @@ class Telemetry:
         energy = phase.energy
         joules = _within(energy.joules, 0.0, MOST_JOULES)
         measured.cost = Phase(
-            seconds=min(max(0.0, self._clock() - begin), MOST_SECONDS),
+            seconds=min(max(0.0, self._clock() - begin) + self._traffic.earlier_seconds - earlier, MOST_SECONDS),
             paused_seconds=min(self._paused, MOST_SECONDS),
             throttled_seconds=_within(heat.throttled if heat else None, 0.0, MOST_SECONDS),
             celsius_peak=heat.peak if heat else None,

@@ -56,6 +56,7 @@ from edge_sdk.errors import (
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors
 from edge_sdk.protocol.messages import (
+    ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
     CompareFederation,
@@ -70,6 +71,7 @@ from edge_sdk.protocol.messages import (
     Payload,
     RenewToken,
     RoundRecord,
+    UpdateAccepted,
     UpdateReceived,
     UploadCost,
 )
@@ -132,10 +134,21 @@ Found = TypeVar("Found")
 
 @dataclass
 class Traffic:
-    """Bytes of HTTP bodies so far, repetitions included."""
+    """Bytes of HTTP bodies so far, repetitions included. Those of a payload that came with its assignment count when it
+    is taken; ``earlier_seconds`` is how long such bodies took to arrive."""
 
     down: int = 0
     up: int = 0
+    earlier_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """A payload that came with its assignment, and the seconds that the answer's body took to arrive."""
+
+    assignment_id: str
+    body: bytes
+    seconds: float
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
@@ -233,6 +246,8 @@ class Transport:
         self.token: str | None = None
         self.renewal_due = False  # whether the coordinator asks this device to take a new token
         self._known = False  # whether a coordinator has answered at this address
+        self._brought: _Brought | None = None
+        self._body_seconds = 0.0  # how long the last answer's body took
         self.traffic = Traffic()
 
     # --- calls ---------------------------------------------------------------------------------------------------
@@ -321,18 +336,21 @@ class Transport:
         cost: what the last upload cost. mask: the digest of the mask that this device holds; model: that of the global
         model that it can rebuild. Raises FederationOver when nothing is left to do.
         """
-        headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
 
         def read(answer: httpx.Response) -> tuple[Assignment | None, float]:
             self.renewal_due = "Sparrow-Renew-Token" in answer.headers
-            return (None, _pause(answer, 1.0)) if answer.status_code == 204 else (_read(Assignment, answer), 0.0)
+            if answer.status_code == 204:
+                return None, _pause(answer, 1.0)
+            found, payload = self._read_with_payload(Assignment, answer)
+            self._keep_brought(found, payload)
+            return found, 0.0
 
         return self._call(
             "GET",
             f"/v1/federations/{federation}/assignment",
             read=read,
-            params={"wait": wait_seconds, **({"mask": mask} if mask else {}), **({"model": model} if model else {})},
-            headers=headers,
+            params={"wait": wait_seconds, **_holding(mask, model)},
+            headers={"Accept": ASSIGNMENT_TYPE, **_costing(cost)},
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
 
@@ -385,25 +403,80 @@ class Transport:
         request = RenewToken(enrolment_key=enrolment_key)
         return self._ask(NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 
-    def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
-        """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late."""
-        path, headers = f"/v1/assignments/{assignment_id}/update", {"Content-Type": media_type}
+    def update(
+        self,
+        assignment_id: str,
+        body: bytes,
+        media_type: str,
+        cost: UploadCost | None = None,
+        mask: str | None = None,
+        model: str | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> Assignment | None:
+        """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late.
+
+        goes_on: return the next assignment, if there is one already, for a device that holds ``mask`` and ``model``, as
+        in ``assignment``. cost: what the upload before cost.
+        """
+        headers = {"Content-Type": media_type, **_costing(cost)}
+
+        def read(answer: httpx.Response) -> Assignment | None:
+            if not goes_on:
+                return None
+            self.renewal_due = "Sparrow-Renew-Token" in answer.headers
+            accepted, payload = self._read_with_payload(UpdateAccepted, answer)
+            self._keep_brought(accepted.next, payload)
+            return accepted.next
+
+        path, params = f"/v1/assignments/{assignment_id}/update", {}
+        if goes_on:
+            headers["Accept"] = ASSIGNMENT_TYPE
+            params = _holding(mask, model)
         if len(body) < RESUMED:
-            self._call("PUT", path, content=body, headers=headers)
-        else:
-            self._upload(path, body, headers)
+            return self._call("PUT", path, read=read, content=body, headers=headers, params=params)
+        return self._upload(path, body, headers, params, read)
 
     def payload(self, assignment_id: str, payload: Payload) -> bytes:
-        """Download an assignment's bundle, resuming where a connection broke. Raises Damaged."""
+        """Return an assignment's bundle: what came with the assignment, or else a download, which goes on where a
+        connection broke. Raises Damaged."""
+        brought = self._take_brought()
+        if brought is not None and brought.assignment_id == assignment_id and _is(payload, brought.body):
+            return brought.body
         path = f"/v1/assignments/{assignment_id}/payload"
         for _ in range(3):
             body = self._download(path, payload.bytes)
-            if hashlib.sha256(body).hexdigest() == payload.sha256:
+            if _is(payload, body):
                 return body
         raise Damaged(
             "the payload was downloaded three times and never matched its digest; look at proxies between this device "
             "and the coordinator"
         )
+
+    def _read_with_payload(self, kind: type[Message], answer: httpx.Response) -> tuple[Message, bytes | None]:
+        """Return the message of an answer, and the payload that it brings along."""
+        if answer.headers.get("Content-Type") != ASSIGNMENT_TYPE:
+            return _read(kind, answer), None
+        line, _, payload = answer.content.partition(b"\n")
+        try:
+            return kind.model_validate_json(line), payload or None
+        except ValidationError:
+            raise NoCoordinator(answer.status_code, "its assignment cannot be read") from None
+
+    def _keep_brought(self, assignment: Assignment | None, payload: bytes | None) -> None:
+        """Keep a payload for who takes it; its bytes count then."""
+        self._take_brought()
+        if assignment is not None and payload is not None:
+            self.traffic.down -= len(payload)
+            self._brought = _Brought(assignment.assignment_id, payload, self._body_seconds)
+
+    def _take_brought(self) -> _Brought | None:
+        """Return the payload that was kept, if any, and count it: it is part of what is going on now."""
+        brought, self._brought = self._brought, None
+        if brought is not None:
+            self.traffic.down += len(brought.body)
+            self.traffic.earlier_seconds += brought.seconds
+        return brought
 
     # --- how -----------------------------------------------------------------------------------------------------
 
@@ -465,8 +538,16 @@ class Transport:
             yield part
             if self._clock() - begin > SLOW_SECONDS + arrived / SLOWEST:
                 raise httpx.ReadTimeout(f"{arrived} bytes came in {self._clock() - begin:.0f} s")
+        self._body_seconds = self._clock() - begin
 
-    def _upload(self, path: str, body: bytes, headers: dict[str, str]) -> None:
+    def _upload(
+        self,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        params: dict[str, str],
+        read: Callable[[httpx.Response], Found],
+    ) -> Found:
         """Send ``body``; after a break, only what has not arrived."""
         digest, size, begun = hashlib.sha256(body).hexdigest(), len(body), False
         headers = {**headers, "Sparrow-Update-SHA256": digest}
@@ -483,12 +564,13 @@ class Transport:
             length = str(size - first)
             of = {"Content-Range": f"bytes {first}-{size - 1}/{size}" if first < size else f"bytes */{size}"}
             of |= {"Content-Length": length}
-            answer = self._exchange("PUT", path, content=self._counted(body[first:]), headers={**headers, **of})
+            content = self._counted(body[first:])
+            answer = self._exchange("PUT", path, content=content, headers={**headers, **of}, params=params)
             if answer.status_code == 416:  # what is there has changed meanwhile: ask again
                 raise httpx.RemoteProtocolError(_detail(answer))
             return answer
 
-        self._patiently(attempt)
+        return self._patiently(attempt, read)
 
     def _counted(self, content: bytes) -> Iterator[bytes]:
         """``content`` in parts, counted as they are handed to the connection: what never left is no traffic."""
@@ -575,6 +657,21 @@ class Transport:
             self._sleep(seconds)
             waited += seconds
             longest = min(2 * longest, LONGEST_WAIT)
+
+
+def _is(payload: Payload, body: bytes) -> bool:
+    """Return whether this body is the payload that was announced."""
+    return len(body) == payload.bytes and hashlib.sha256(body).hexdigest() == payload.sha256
+
+
+def _holding(mask: str | None, model: str | None) -> dict[str, str]:
+    """Return the query that says what a device holds."""
+    return {**({"mask": mask} if mask else {}), **({"model": model} if model else {})}
+
+
+def _costing(cost: UploadCost | None) -> dict[str, str]:
+    """Return the header that says what the last upload cost."""
+    return {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
 
 
 def _json(message: BaseModel) -> dict[str, Any]:

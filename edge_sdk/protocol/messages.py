@@ -612,6 +612,10 @@ class Work(Answer):
     ratio: Share
 
 
+ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment"
+"""The media type of an answer that brings a small payload along: one line of JSON, then the payload's bytes, if any."""
+
+
 class Assignment(Answer):
     """``GET /v1/federations/{name}/assignment``: one piece of work for one device."""
 
@@ -762,6 +766,9 @@ class UpdateAccepted(Answer):
     """Answer to an update: 201 with ``new`` True, 200 with False for the same one again."""
 
     new: bool
+    next: Assignment | None = Field(
+        default=None, description="The next work, for a caller that accepts it here; None: ask for it"
+    )
 
 
 class UpdateReceived(Answer):

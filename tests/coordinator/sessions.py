@@ -92,9 +92,11 @@ class Wire:
         self.received.append(body)
         return body
 
-    def update(self, assignment_id, body, media_type):
+    def update(self, assignment_id, body, media_type, cost=None, mask=None, model=None, goes_on=False):
         if self.broken:
             raise ConnectionError("pulled the plug")
+        if cost:
+            self.coordinator.costs.note(self.device, cost)
         self.media_types.append(media_type)
         with answered():
             self.coordinator.acceptance.accept_update(assignment_id, self.device, body, media_type)

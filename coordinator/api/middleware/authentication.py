@@ -11,10 +11,10 @@ import asyncio
 import base64
 from dataclasses import dataclass, field
 
-from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import READY, Middleware
 from sparrow.coordinator.api.problems import challenge, problem, unavailable
 from sparrow.coordinator.app import Coordinator
@@ -52,10 +52,9 @@ class Authentication(Middleware):
     """Finds out who is calling, and keeps it as ``request.state.identity``."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = HTTPConnection(scope)
         try:
             looking = _identify_soon if scope["path"] == READY else identify
-            identity = await looking(coordinator, connection)
+            identity = await looking(coordinator, scope)
         except Unavailable as error:
             return await unavailable(error)(scope, receive, send)
         scope.setdefault("state", {})["identity"] = identity
@@ -76,9 +75,9 @@ class UnknownCallers(Middleware):
         return await self._app(scope, receive, send)
 
 
-def secret_of(connection: HTTPConnection) -> str | None:
+def secret_of(scope: Scope) -> str | None:
     """Return the token that was sent: as Bearer, or by a browser as the password that it asked its user for."""
-    scheme, _, sent = connection.headers.get("authorization", "").partition(" ")
+    scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
     if scheme.lower() == "basic":
         try:
             sent = base64.b64decode(sent, validate=True).decode().partition(":")[2]
@@ -89,9 +88,9 @@ def secret_of(connection: HTTPConnection) -> str | None:
     return sent.strip() or None
 
 
-async def identify(coordinator: Coordinator, connection: HTTPConnection) -> Identity:
+async def identify(coordinator: Coordinator, scope: Scope) -> Identity:
     """Return the identity of a caller."""
-    secret = secret_of(connection)
+    secret = secret_of(scope)
     caller: Caller | Holder | None = None
     failure = None
     if secret is not None:
@@ -102,22 +101,22 @@ async def identify(coordinator: Coordinator, connection: HTTPConnection) -> Iden
             failure = error
     tokens = coordinator.tokens
     guarded = tokens.guarded() if tokens.guarded_known() else await coordinator.look_ups.run(tokens.guarded)
-    return Identity(caller, failure, guarded, _own_host(coordinator, connection))
+    return Identity(caller, failure, guarded, _own_host(coordinator, scope))
 
 
-def _own_host(coordinator: Coordinator, connection: HTTPConnection) -> bool:
-    server = connection.scope.get("server")
-    return coordinator.hosts.include(connection.headers.get("host"), server[0] if server else None)
+def _own_host(coordinator: Coordinator, scope: Scope) -> bool:
+    server = scope.get("server")
+    return coordinator.hosts.include(header(scope, b"host"), server[0] if server else None)
 
 
-async def _identify_soon(coordinator: Coordinator, connection: HTTPConnection) -> Identity:
+async def _identify_soon(coordinator: Coordinator, scope: Scope) -> Identity:
     """Return the identity of a caller who asks whether the records can be read: as nobody's, where they cannot."""
-    look_up = asyncio.ensure_future(identify(coordinator, connection))
+    look_up = asyncio.ensure_future(identify(coordinator, scope))
     look_up.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
     await asyncio.wait({look_up}, timeout=IDENTIFY_SECONDS)
     if look_up.done() and not isinstance(look_up.exception(), Unavailable):
         return look_up.result()
-    return Identity(guarded=coordinator.tokens.guarded_before(), own_host=_own_host(coordinator, connection))
+    return Identity(guarded=coordinator.tokens.guarded_before(), own_host=_own_host(coordinator, scope))
 
 
 def _look_up(coordinator: Coordinator, secret: str) -> Caller | Holder:

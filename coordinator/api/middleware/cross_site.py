@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from starlette.requests import HTTPConnection
 from starlette.types import Receive, Scope, Send
 
+from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import Middleware
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.app import Coordinator
@@ -17,20 +17,19 @@ class CrossSite(Middleware):
     """Answers 403 to a call that changes something and comes from a page of another host or origin."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        if _from_another_site(scope["method"], HTTPConnection(scope)):
+        if _from_another_site(scope):
             return await problem(403, "CrossSite", CROSS_SITE)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 
-def _from_another_site(method: str, connection: HTTPConnection) -> bool:
+def _from_another_site(scope: Scope) -> bool:
     """Return whether a page of another site has a browser make a call that changes something.
 
     The browser adds the password by itself, and where no token is set it needs none.
     """
-    headers = connection.headers
-    if method in SAFE or headers.get("authorization", "")[:7].lower() == "bearer ":
+    if scope["method"] in SAFE or (header(scope, b"authorization") or "")[:7].lower() == "bearer ":
         return False
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    site, origin, host = (header(scope, name) for name in (b"sec-fetch-site", b"origin", b"host"))
     if site is not None:
         return site not in ("same-origin", "none")
-    return origin is not None and origin not in (f"http://{headers.get('host')}", f"https://{headers.get('host')}")
+    return origin is not None and origin not in (f"http://{host}", f"https://{host}")

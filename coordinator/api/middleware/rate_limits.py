@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 
-from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -40,7 +39,7 @@ class AddressLimits(Middleware):
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         address, limit = _address(coordinator, scope), coordinator.by_address
         if limit is not None and address is not None:
-            secret = secret_of(HTTPConnection(scope))
+            secret = secret_of(scope)
             wait = 0.0 if secret is not None and coordinator.was_known(secret) else limit.wait(address)
             if wait:
                 return await _too_many(wait)(scope, receive, send)

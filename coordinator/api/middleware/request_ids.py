@@ -6,9 +6,9 @@ import re
 import secrets
 import time
 
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.app import coordinator_of
 from sparrow.coordinator.logs import about
 
@@ -25,7 +25,7 @@ class RequestIds:
         """Pass the request on with its id, and count it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        sent = HTTPConnection(scope).headers.get("x-request-id", "")
+        sent = header(scope, b"x-request-id") or ""
         request_id = sent if REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
         coordinator = coordinator_of(scope)
         status, began = 500, time.perf_counter()

@@ -15,6 +15,7 @@ from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.api import threads, uploads
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds import acceptance
+from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.rounds.intake import DecodedUpdates
 
 from .test_contract import DIGITS, ask, enrol, put
@@ -41,6 +42,7 @@ def calls(monkeypatch):
         (acceptance, "owned"),
         (Models, "mask"),
         (bundle, "decode"),
+        (Acceptance, "accept_all"),
         (uploads, "run_in_threadpool"),
         (threads, "run_in_threadpool"),
     ):
@@ -59,7 +61,7 @@ def test_each_step_is_taken_once(open_app, calls, train):
     until = time.monotonic() + 20
     while client.get("/v1/federations/default").json()["round"] < 1 and time.monotonic() < until:
         time.sleep(0.01)
-    assert calls == {"owned": 2, "mask": 2, "decode": 2, "run_in_threadpool": 2}
+    assert calls == {"owned": 2, "mask": 2, "decode": 2, "accept_all": 2}
 
 
 def decoded(size):
