@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import delete, select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint
@@ -44,6 +44,8 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, M
 log = logging.getLogger(__name__)
 
 SHA256 = re.compile("[0-9a-f]{64}")
+
+_MODELS = select(Model).where(Model.federation_id == bindparam("federation_id")).order_by(Model.version)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class Models:
         """Store the ONNX graphs that a manifest names durably."""
         for graph, digest in manifest.graphs.items():
             self._store.blobs.put(graph_key(federation_id, digest), graphs[graph])
+
+    def graphs_named(self, federation: Federation) -> set[str]:
+        """Return the keys of the graphs that a federation's manifest names, and of those that are to take their
+        place."""
+        return graph_keys(federation, self.manifest(federation))
 
     def graph(self, federation: Federation, graph: GraphName) -> bytes:
         """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
@@ -201,8 +208,7 @@ class Models:
 
     def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
         """Return the global models that are kept, oldest first; others may go at any time."""
-        of_federation = select(Model).where(Model.federation_id == federation.id).order_by(Model.version)
-        models = {each.version: each for each in db.scalars(of_federation)}
+        models = {each.version: each for each in db.scalars(_MODELS, {"federation_id": federation.id})}
         stay = self._retention.kept(models) | {federation.model_version}
         return {number: each for number, each in models.items() if number in stay}
 
@@ -241,7 +247,9 @@ class Models:
     def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
         """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
         stay = in_use | set(self.kept(db, federation))
-        db.execute(delete(Model).where(Model.federation_id == federation.id, Model.version.not_in(stay)))
+        for old in db.scalars(_MODELS, {"federation_id": federation.id}):
+            if old.version not in stay:
+                db.delete(old)
 
     @staticmethod
     def needed(db: Session, federation_id: int, keys: Iterable[str]) -> set[str]:
@@ -249,7 +257,7 @@ class Models:
 
         A version that is newer than all in the records may be one that another process is about to record.
         """
-        rows = db.scalars(select(Model).where(Model.federation_id == federation_id)).all()
+        rows = db.scalars(_MODELS, {"federation_id": federation_id}).all()
         newest = max((row.version for row in rows), default=-1)
         return {key for row in rows for key in keys_of(row)}.union(key for key in keys if _version_in(key) > newest)
 
@@ -382,11 +390,11 @@ def graph_key(federation_id: int, sha256: str) -> str:
     return f"{federation_id}/graphs/{sha256}"
 
 
-def graphs_named(federation: Federation) -> set[str]:
+def graph_keys(federation: Federation, manifest: Manifest) -> set[str]:
     """Return the keys of the graphs that a federation's manifest names, and of those that are to take their place."""
-    texts = [text for text in (federation.manifest, federation.replacement) if text is not None]
-    manifests = map(Manifest.model_validate_json, texts)
-    return {graph_key(federation.id, digest) for manifest in manifests for digest in manifest.graphs.values()}
+    replacement = federation.replacement
+    manifests = [manifest, *([] if replacement is None else [Manifest.model_validate_json(replacement)])]
+    return {graph_key(federation.id, digest) for each in manifests for digest in each.graphs.values()}
 
 
 def carry_out_replacement(federation: Federation) -> None:

@@ -28,6 +28,7 @@ from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import UNCOUNTED
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Federation
@@ -60,6 +61,8 @@ _ARRIVALS = (
 # The status as written in the index: SQLite uses a partial one for nothing else.
 _WORKING = (_OF_FEDERATION, Assignment.kind == Kind.train.value, Assignment.status == literal_column("'open'"))
 
+_AT_WORK = select(Assignment.device_id, Assignment.id).where(*_WORKING)
+
 
 def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
     """Give an update that is being acknowledged its place in the order of arrival."""
@@ -70,6 +73,8 @@ def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
 
 def arrivals(db: Session, federation: Federation, after: int = 0, most: int | None = None) -> list[Arrival]:
     """Return the next updates that count in no round yet, behind number ``after``, in their order."""
+    if settings_of(federation).buffer is None:
+        return []
     statement = _ARRIVALS if most is None else _ARRIVALS.limit(most)
     rows = db.execute(statement, {"federation_id": federation.id, "after": after})
     return [Arrival(row[0] or 0, row[1], row[2] or "", row[3], row[4]) for row in rows]
@@ -87,7 +92,7 @@ def count_in(db: Session, federation: Federation, number: int, last: int) -> Non
 
 def working(db: Session, federation: Federation) -> dict[str, str]:
     """Return the devices that train, for any round: device id -> assignment id."""
-    rows = db.execute(select(Assignment.device_id, Assignment.id).where(*_WORKING), {"federation_id": federation.id})
+    rows = db.execute(_AT_WORK, {"federation_id": federation.id})
     return {row[0]: row[1] for row in rows}
 
 

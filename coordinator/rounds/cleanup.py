@@ -9,17 +9,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sqlalchemy import and_, select
+from sqlalchemy import and_, bindparam, literal_column, select
 from sqlalchemy.orm import Session
 
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.models.global_models import Models, graphs_named, mask_key
+from sparrow.coordinator.models.global_models import Models, mask_key
 from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
 from sparrow.coordinator.rounds.buffered import Arrival, arrivals
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, DeletedFederation, Device, Federation, Round
 
 log = logging.getLogger(__name__)
+
+_OPEN = select(Assignment.id, Assignment.model_version).where(
+    Assignment.federation_id == bindparam("federation_id"), Assignment.status == literal_column("'open'")
+)
+_MASKS = (
+    select(Device.mask)
+    .where(Device.federation_id == bindparam("federation_id"), Device.mask.is_not(None), Device.status != "revoked")
+    .distinct()
+)
+_ACKNOWLEDGED = (
+    select(Assignment.id, Assignment.update_sha256)
+    .join(Round, and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round))
+    .where(
+        Assignment.federation_id == bindparam("federation_id"),
+        Assignment.status == "done",
+        Assignment.arrival.is_(None),
+        Round.status == "open",
+    )
+)
 
 
 def clear(store: Store, models: Models, federation_id: int) -> None:
@@ -30,16 +49,15 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
     folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "graphs")), update_folder(federation_id)
     found = model_keys, mask_keys, _, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:
+        of_federation = {"federation_id": federation_id}
         federation = db.get_one(Federation, federation_id)
-        of_open = select(Assignment.id).where(Assignment.federation_id == federation_id, Assignment.status == "open")
-        on_the_way = set(db.scalars(of_open))
-        late = arrivals(db, federation)
-        known = select(Device.mask).where(
-            Device.federation_id == federation_id, Device.mask.is_not(None), Device.status != "revoked"
-        )
-        masks = {digest for digest in db.scalars(known) if digest}
-        updates = _needed(db, federation_id, late).union(key for key in update_keys if assignment_of(key) in on_the_way)
-        models_needed, graphs_needed = models.needed(db, federation_id, model_keys), graphs_named(federation)
+        masks = {digest for digest in db.scalars(_MASKS, of_federation) if digest} if mask_keys else set()
+        updates = set()
+        if update_keys:
+            on_the_way = {row[0] for row in db.execute(_OPEN, of_federation)}
+            updates = _needed(db, federation_id, arrivals(db, federation))
+            updates.update(key for key in update_keys if assignment_of(key) in on_the_way)
+        models_needed, graphs_needed = models.needed(db, federation_id, model_keys), models.graphs_named(federation)
     if mask_keys:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
@@ -51,10 +69,8 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
 def models_in_use(db: Session, federation: Federation) -> set[int]:
     """Return the versions of the global models that devices train on, or updates that wait were trained on."""
-    of_open = select(Assignment.model_version).where(
-        Assignment.federation_id == federation.id, Assignment.status == "open"
-    )
-    return {federation.model_version, *db.scalars(of_open), *(each.model_version for each in arrivals(db, federation))}
+    of_open = {row[1] for row in db.execute(_OPEN, {"federation_id": federation.id})}
+    return {federation.model_version, *of_open, *(each.model_version for each in arrivals(db, federation))}
 
 
 def clear_all(store: Store, models: Models) -> None:
@@ -96,12 +112,6 @@ def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None
 
 def _needed(db: Session, federation_id: int, late: Sequence[Arrival]) -> set[str]:
     """Return the keys of updates that are acknowledged, and in no closed round's model."""
-    of_round = and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round)
-    rows = db.execute(
-        select(Assignment.id, Assignment.update_sha256)
-        .join(Round, of_round)
-        .where(Assignment.federation_id == federation_id, Assignment.status == "done", Round.status == "open")
-        .where(Assignment.arrival.is_(None))
-    )
+    rows = db.execute(_ACKNOWLEDGED, {"federation_id": federation_id})
     named = [*((row[0], row[1] or "") for row in rows), *((each.assignment_id, each.update_sha256) for each in late)]
     return {update_key(federation_id, *name) for name in named}

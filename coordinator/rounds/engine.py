@@ -41,9 +41,10 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from sqlalchemy import and_, delete, func, or_, select
+from sqlalchemy import and_, bindparam, delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
@@ -93,7 +94,20 @@ MOST_SAID = 10
 GAP_SECONDS = 10.0
 """The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
 
+_FEDERATION_AND_ROUND = (
+    select(Federation, Round)
+    .outerjoin(Round, and_(Round.federation_id == Federation.id, Round.status == "open"))
+    .where(Federation.id == bindparam("federation_id"))
+)
 _MOVING = select(Federation.id, Federation.name).where(Federation.status.in_(("waiting", "running", "stopped")))
+
+
+class Step(Enum):
+    """What a step has done: nothing; moved something, so that there may be more to do; or opened a round."""
+
+    nothing = 0
+    moved = 1
+    opened = 2
 
 
 @dataclass(frozen=True)
@@ -182,9 +196,11 @@ class Rounds:
             for federation_id, name in federations:
                 with about(federation=name):
                     try:
-                        while self._step_whole(federation_id):
+                        while (found := self._step_whole(federation_id)) is not Step.nothing:
                             moved = True
                             self._progress()
+                            if found is Step.opened:  # whose devices have only been asked
+                                break
                     except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
                         self._looking_since.pop(federation_id, None)
@@ -212,7 +228,7 @@ class Rounds:
             self._stuck[federation_id] = now
             log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
 
-    def _step_whole(self, federation_id: int) -> bool:
+    def _step_whole(self, federation_id: int) -> Step:
         """Do as ``step`` does; where an update that it needs is damaged, have the device send another one.
 
         Raises Damaged where it is a model: the federation waits until its operator has restored it."""
@@ -222,30 +238,29 @@ class Rounds:
             self._folding.pop(federation_id, None)
             if not self._ask_again(federation_id, damage.key):
                 raise
-            return True
+            return Step.moved
 
-    def step(self, federation_id: int) -> bool:
-        """Move one federation on by one step; return whether there was one."""
+    def step(self, federation_id: int) -> Step:
+        """Move one federation on by one step."""
         with self._store.reading() as db:
-            federation = db.get_one(Federation, federation_id)
-            current = open_round(db, federation)
+            federation, current = db.execute(_FEDERATION_AND_ROUND, {"federation_id": federation_id}).one()
             cohort = cohort_of(db, federation, current.number) if current else []
         if federation.status == "waiting" and self._start(federation_id):
-            return True  # before its round, which may be open: paused in round 1, then resumed
+            return Step.moved  # before its round, which may be open: paused in round 1, then resumed
         if federation.status == "running" and self._withdraw_silent(federation, current):
-            return True
+            return Step.moved
         self._models.manifest(federation)  # read and parsed here, and not in a transaction
         if current is not None:
             closing = self._closing.get(federation_id)
             if closing is not None and (closing.round, closing.base) == (current.number, federation.model_version):
                 self._record_close(federation, closing)
-                return True
+                return Step.moved
             if settings_of(federation).buffer is not None:
-                return self._step_buffered(federation, current)
-            return self._step_round(federation, current, cohort)
+                return Step.moved if self._step_buffered(federation, current) else Step.nothing
+            return Step.moved if self._step_round(federation, current, cohort) else Step.nothing
         if federation.status == "running":
-            return self._expire_late(federation_id) or self._open_round(federation_id)
-        return False
+            return Step.moved if self._expire_late(federation_id) else self._open_round(federation_id)
+        return Step.nothing
 
     def _start(self, federation_id: int) -> bool:
         with self._store.moving() as db:
@@ -259,20 +274,20 @@ class Rounds:
             log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
             return True
 
-    def _open_round(self, federation_id: int) -> bool:
+    def _open_round(self, federation_id: int) -> Step:
         """Open the next round, or end the federation."""
         now = self._clock()
         with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             settings = settings_of(federation)
             if federation.status != "running" or open_round(db, federation):
-                return False
+                return Step.nothing
             over, going_on = why_over(db, federation), self._goes_on(db, federation)
             if over and not (over == "all_stopped" and going_on):
-                return self._finish(db, federation, over)
+                return Step.moved if self._finish(db, federation, over) else Step.nothing
             there = drawable(db, federation, now)
             if not there and not going_on:
-                return False
+                return Step.nothing
             method = load_method(federation.method)
             if method.prepares and federation.model_version == 0:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
@@ -295,7 +310,7 @@ class Rounds:
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
-            return True
+            return Step.opened if settings.buffer is None else Step.moved
 
     @staticmethod
     def _goes_on(db: Session, federation: Federation) -> bool:
@@ -310,7 +325,8 @@ class Rounds:
         """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
-        drop_late_work(db, [free[name].id for name in names])
+        if load_method(federation.method).for_everyone:
+            drop_late_work(db, [free[name].id for name in names])
         drawn = [free[name] for name in names]
         limits = most_examples(drawn, there, settings_of(federation))
         ratios = chosen_ratios(db, self._models.manifest(federation), federation, drawn, current.number)

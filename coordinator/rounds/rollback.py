@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 
-from sqlalchemy import func, select, update
+from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import ModelInfo
@@ -25,6 +25,8 @@ from sparrow.coordinator.rounds.assignments import open_round
 from sparrow.coordinator.storage.tables import Federation, Model, Round
 
 log = logging.getLogger(__name__)
+
+_NEWEST = select(func.max(Round.model_version)).where(Round.federation_id == bindparam("federation_id"))
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
@@ -64,8 +66,7 @@ def carry_out(db: Session, federation: Federation) -> None:
 
 def newest_version(db: Session, federation: Federation) -> int:
     """Return the number of the newest model there has been, undone ones included."""
-    of_rounds = db.scalar(select(func.max(Round.model_version)).where(Round.federation_id == federation.id))
-    return max(federation.model_version, of_rounds or 0)
+    return max(federation.model_version, db.scalar(_NEWEST, {"federation_id": federation.id}) or 0)
 
 
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
