@@ -34,11 +34,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from sparrow.coordinator.api.bodies import read_body
+from sparrow.coordinator.api.connections import STATE
 from sparrow.coordinator.api.threads import Batches, Threads
 from sparrow.coordinator.errors import BadContent, Finished, LengthRequired, TooLarge, WrongRange
 from sparrow.coordinator.rounds.acceptance import Acceptance, Sent
 from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
-from sparrow.coordinator.storage.blobs import make_folder, private, read_file
+from sparrow.coordinator.storage.blobs import make_folder, map_file, private
 from sparrow.coordinator.storage.database import BUSY_SECONDS
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
@@ -208,20 +209,30 @@ class Uploads:
         if part.digest and found != part.digest:
             self.forget(assignment_id)
             raise WrongRange("the update's digest is another than was announced; send it again from its first byte")
-        new = self._acceptance.accept_update(assignment_id, device_id, body, media_type, found, part.path)
+        new = self._acceptance.accept_update(
+            *(assignment_id, device_id, body, media_type, found, part.path), intact=bool(part.digest)
+        )
         self.forget(assignment_id)
         return new
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
         """Add what a call brings to its part."""
         unwritten = 0
-        try:
-            async for piece in request.stream():
-                if part.turn != turn:
-                    continue  # another call goes on with it
+
+        def take(piece: bytes) -> None:
+            nonlocal unwritten
+            if part.turn == turn:  # else another call goes on with it
                 part.gathered.append(piece)
                 unwritten += len(piece)
                 self._gathered += len(piece)
+
+        connection = request.scope["state"].get(STATE)
+        if connection is not None:
+            connection.pour(take, GATHERED_BYTES)
+        try:
+            async for piece in request.stream():
+                if piece:  # not poured
+                    take(piece)
                 if unwritten >= GATHERED_BYTES or self._gathered > ALL_GATHERED_BYTES:
                     await run_in_threadpool(self._write, part)
                     self._gathered -= unwritten
@@ -284,7 +295,7 @@ class Uploads:
         with part.lock, self._store.troubles.of_blobs():
             if part.turn != turn:
                 raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
-            return read_file(part.path), part.found.hexdigest()
+            return map_file(part.path), part.found.hexdigest()
 
     def close(self) -> None:
         """Take in no more updates."""

@@ -63,7 +63,7 @@ _ACCEPT = (
 
 @dataclass(frozen=True)
 class Sent:
-    """An update as it came. digest: its SHA-256, if known. file: one of this machine that holds it, if there is one."""
+    """An update as it came; see ``Acceptance.accept_update``."""
 
     assignment_id: str
     device_id: str
@@ -71,6 +71,7 @@ class Sent:
     media_type: str
     digest: str | None = None
     file: Path | None = None
+    intact: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,15 +135,18 @@ class Acceptance:
         media_type: str = bundle.MEDIA_TYPE,
         digest: str | None = None,
         file: Path | None = None,
+        *,
+        intact: bool = False,
     ) -> bool:
         """Authorise, check, store and record an update; return True if it is new, False if it is the same one again.
 
-        digest: its SHA-256, if that is known. file: one of this machine that holds it, too, if there is one.
+        digest: its SHA-256, if that is known. file: one of this machine that holds it, too, if there is one. intact:
+        that this was found to be the digest that its sender told, so that the one inside need not be compared, too.
 
         Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. When it
         returns, the update survives a power cut and counts in its round exactly once.
         """
-        (outcome,) = self.accept_all([Sent(assignment_id, device_id, body, media_type, digest, file)])
+        (outcome,) = self.accept_all([Sent(assignment_id, device_id, body, media_type, digest, file, intact)])
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -183,7 +187,7 @@ class Acceptance:
             )
         if self._settled(assignment, digest):
             return None
-        report, decoded, chosen = self._check_update(federation, device, assignment, mask, body)
+        report, decoded, chosen = self._check_update(federation, device, assignment, mask, sent)
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             self._check_stop(federation, assignment)
         changed: dict[str, Any] = {}
@@ -264,7 +268,7 @@ class Acceptance:
         device: Device,
         assignment: Assignment,
         mask: Mask | None,
-        body: bytes | memoryview,
+        sent: Sent,
     ) -> tuple[wire.UpdateReport | wire.Receipt, bundle.Bundle | None, NeuronMask | None]:
         """Return the report, the decoded bundle if it is one, and the neurons that the device has chosen, if it does.
 
@@ -273,11 +277,11 @@ class Acceptance:
         if assignment.kind not in BUNDLE_KINDS:
             kind = wire.UpdateReport if assignment.kind == wire.Kind.personalise else wire.Receipt
             with callers_data():
-                return kind.model_validate_json(bytes(body)), None, None
+                return kind.model_validate_json(bytes(sent.body)), None, None
         manifest = self._models.manifest(federation)
         model = self._models.model(federation, assignment.model_version)
         with callers_data():
-            decoded = bundle.decode(body, manifest, model.mask)
+            decoded = bundle.decode(sent.body, manifest, model.mask, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
         settings = settings_of(federation)
         precision = settings.precision_of("up", wire.Kind(assignment.kind))

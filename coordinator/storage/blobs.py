@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import re
 import secrets
@@ -229,6 +230,13 @@ def read_file(path: Path) -> memoryview:
                 raise OSError(errno.EIO, "the file has become shorter while it was read", str(path))
             read += got
     return data
+
+
+def map_file(path: Path) -> memoryview:
+    """Return the bytes of a file that was just written, and that nobody changes: no copy, and no reading either."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
 
 
 def flush(path: Path) -> None:

@@ -16,6 +16,7 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparrow.coordinator.api.connections import STATE, LimitedConnection
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.errors import RequestError
 from sparrow.coordinator.settings import Settings
@@ -89,6 +90,7 @@ class SlowBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         loop, received, lately, whole, since = asyncio.get_running_loop(), 0, 0, False, math.nan
+        connection: LimitedConnection | None = scope.get("state", {}).get(STATE)
 
         async def timed() -> Message:
             nonlocal received, lately, whole, since
@@ -106,7 +108,7 @@ class SlowBodies:
                     f"only {lately} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send it "
                     f"again, at {self._least / self._patience:g} bytes/s at least"
                 )
-            size = len(message.get("body", b""))
+            size = len(message.get("body", b"")) + (0 if connection is None else connection.poured())
             received, lately = received + size, lately + size
             if lately >= self._least:
                 lately, since = 0, loop.time()
