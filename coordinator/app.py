@@ -28,6 +28,7 @@ from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.fleet.polling import Polling
 from sparrow.coordinator.models.global_models import Models, Retention
+from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.reports.device_list import DeviceLists
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.reports.overview import Overviews
@@ -113,6 +114,7 @@ class Coordinator:
         self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
         self.dispatch = Dispatch(self.store, self.models, clock)
         self.asking: Batches[Ask, Asked] = Batches("asking", self.dispatch.answer_all, BUSY_SECONDS)
+        self.fetching: Batches[tuple[str, str], Packed] = Batches("payloads", self.dispatch.payloads, BUSY_SECONDS)
         self.found_nothing = FoundNothing()
         decoded = DecodedUpdates()
         self.acceptance = Acceptance(self.store, self.models, decoded)
@@ -132,8 +134,7 @@ class Coordinator:
         )
         self.records = Records(self.store, self.costs.write, clock, self.last_seen)
         self.uploads = Uploads(
-            *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock),
-            *(self.writers, self.asking),
+            *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
         )
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
@@ -174,6 +175,7 @@ class Coordinator:
         if self._mover is not None:
             self._mover.join(STALLED_SECONDS)  # one that hangs ends with the process
         self.asking.close()
+        self.fetching.close()
         self.uploads.close()
         try:
             self.costs.write()

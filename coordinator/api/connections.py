@@ -163,8 +163,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._address: str | None = None
         self._is_made = self._is_spare = self._ended = False
         self._head_bytes = self._header_count = self._unparsed = self._declared = 0
-        self._take: Callable[[bytes], None] | None = None
-        self._pour_size = self._poured = 0
+        self._take: Callable[[bytes], bool] | None = None
+        self._poured = 0
         self._handing_on: asyncio.TimerHandle | None = None
         self._in_body = False
         self._answering: RequestResponseCycle | None = None
@@ -299,12 +299,12 @@ class LimitedConnection(HttpToolsProtocol):
         self._take = None
         super().on_headers_complete()
 
-    def pour(self, take: Callable[[bytes], None], size: int) -> None:
+    def pour(self, take: Callable[[bytes], bool]) -> None:
         """Give ``take`` each piece of the body that is being received, as it comes; ``receive`` returns, without them,
-        when ``size`` bytes more have come, or ``POUR_SECONDS`` have gone, or the body is whole.
+        when it says that it has enough, or ``POUR_SECONDS`` have gone, or the body is whole.
 
         A large body so costs neither a copy nor a turn of its handler for each of some hundred pieces."""
-        self._take, self._pour_size, self._poured = take, size, 0
+        self._take, self._poured = take, 0
         rest, self.cycle.body = bytes(self.cycle.body), bytearray()
         if rest:
             self._pour(rest)
@@ -316,9 +316,9 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _pour(self, body: bytes) -> None:
         assert self._take is not None, "there is one where a body is poured"
-        self._take(body)
+        enough = self._take(body)
         self._poured += len(body)
-        if self._poured >= self._pour_size:
+        if enough:
             self.flow.pause_reading()
             self._hand_on(self.cycle)
         elif self._handing_on is None:

@@ -1,6 +1,7 @@
-"""The two calls of a device-round: a device asks for work, and sends its update.
+"""The calls of a device-round: a device asks for work, gets its payload, and sends its update.
 
     GET /v1/federations/{name}/assignment      answered when there is work, with its payload where that is small
+    GET /v1/assignments/{id}/payload           of a large one
     PUT /v1/assignments/{id}/update            answered with the next work, if there is any already
 
 A caller that accepts ``ASSIGNMENT_TYPE`` is answered with one line of JSON and the payload's bytes after it; any other
@@ -22,8 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Digest, UpdateAccepted, UploadCost
-from sparrow.coordinator.api.bodies import InParts
+from sparrow.coordinator.api.bodies import InParts, ranged
 from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import Middleware
 from sparrow.coordinator.api.problems import answer_of
@@ -89,6 +91,14 @@ async def give_work(
                     pause = await run_in_threadpool(coordinator.polling.retry_after, device.device_id)
                 return Response(status_code=204, headers={"Retry-After": str(pause), **renew})
             await poll.wait(moved, remaining)
+
+
+async def give_payload(request: Request, coordinator: Coordinator, device: Caller, assignment_id: str) -> Response:
+    """Answer with an assignment's bundle; a range resumes a broken download."""
+    packed = await coordinator.fetching.run((assignment_id, device.device_id))
+    answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
+    coordinator.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
+    return answer
 
 
 async def take_update(
@@ -173,8 +183,10 @@ class DeviceCalls(Middleware):
 
     _WORK = re.compile(r"/v1/federations/([^/]+)/assignment")
     _UPDATE = re.compile(r"/v1/assignments/([^/]+)/update")
+    _PAYLOAD = re.compile(r"/v1/assignments/([^/]+)/payload")
     _WORK_ROUTE = SimpleNamespace(path="/v1/federations/{name}/assignment")
     _UPDATE_ROUTE = SimpleNamespace(path="/v1/assignments/{assignment_id}/update")
+    _PAYLOAD_ROUTE = SimpleNamespace(path="/v1/assignments/{assignment_id}/payload")
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         caller = scope["state"]["identity"].caller
@@ -203,6 +215,9 @@ class DeviceCalls(Middleware):
             if asking is not None:
                 scope["route"] = self._WORK_ROUTE
                 return give_work(Request(scope, receive), coordinator, caller, found[1], asking, cost)
+        elif method == "GET" and (found := self._PAYLOAD.fullmatch(scope["path"])):
+            scope["route"] = self._PAYLOAD_ROUTE
+            return give_payload(Request(scope, receive), coordinator, caller, found[1])
         elif method == "PUT" and (found := self._UPDATE.fullmatch(scope["path"])):
             holding = _query(scope, Holding)
             if holding is not None:

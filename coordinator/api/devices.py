@@ -29,8 +29,7 @@ from sparrow.coordinator.api.access import (
     TheIdentity,
     check_admin,
 )
-from sparrow.coordinator.api.bodies import ranged
-from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_work, take_update
+from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
 from sparrow.coordinator.errors import NotAllowed
 from sparrow.coordinator.fleet.access import Holder
 from sparrow.coordinator.fleet.devices import Caller
@@ -135,12 +134,11 @@ async def get_assignment(
 
 
 @router.get("/assignments/{assignment_id}/payload")
-def get_payload(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request) -> Response:
+async def get_payload(
+    assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request
+) -> Response:
     """Return the assignment's bundle; a range resumes a broken download."""
-    packed = coordinator.dispatch.payload(assignment_id, device.device_id)
-    answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
-    coordinator.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
-    return answer
+    return await give_payload(request, coordinator, device, assignment_id)
 
 
 @router.post("/assignments/{assignment_id}/heartbeat", status_code=204)

@@ -23,7 +23,6 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -31,12 +30,11 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
 
 from sparrow.coordinator.api.bodies import read_body
 from sparrow.coordinator.api.connections import STATE
 from sparrow.coordinator.api.threads import Batches, Threads
-from sparrow.coordinator.errors import BadContent, Finished, LengthRequired, TooLarge, WrongRange
+from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
 from sparrow.coordinator.rounds.acceptance import Acceptance, Sent
 from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
 from sparrow.coordinator.storage.blobs import make_folder, map_file, private
@@ -53,10 +51,10 @@ AT_ONCE = 4
 SMALL_BYTES = 16 * 1024 * 1024
 """Small updates that are in memory as they come, together; beyond it they go the way of large ones."""
 GATHERED_BYTES = 1024 * 1024
-"""The size of a write: a network hands an update over in pieces of a few kB, and a thread
-and an open file for each cost more than all else that is done with an update."""
-ALL_GATHERED_BYTES = 16 * 1024 * 1024
-"""What all updates together may gather; beyond it each piece is written as it comes."""
+"""The longest update that is read first, and then checked."""
+WRITTEN_BYTES = 2 * 1024 * 1024
+"""The size of a write: a network hands an update over in pieces of some kB, and a thread and an open file for each cost
+more than all else that is done with an update."""
 
 
 @dataclass
@@ -99,16 +97,15 @@ class Uploads:
         dispatch: Dispatch,
         clock: Callable[[], float],
         writers: Threads,
-        asking: Batches[Ask, Asked],
     ) -> None:
         self._sending = Batches("updates", self._take_in, BUSY_SECONDS)
-        self._answer_all, self._asking = dispatch.answer_all, asking
+        self._answer_all = dispatch.answer_all
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._acceptance, self._writers = acceptance, writers
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
         self._one_of_device: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._small = self._gathered = 0
+        self._small = 0
         self._taking = threading.Lock()
         self._swept = -math.inf
         if store.is_first:
@@ -137,9 +134,7 @@ class Uploads:
         size = int(declared) if declared.isdigit() else 0
         whole = "content-range" not in request.headers
         if not (whole and size <= GATHERED_BYTES and self._small + size <= SMALL_BYTES):
-            limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
-            new, size = await self._receive_large(request, assignment_id, device_id, media_type, limit)
-            return Taken(new, size, await self._next(ask))
+            return await self._receive_large(request, assignment_id, device_id, media_type, ask)
         self._small += size
         try:
             body = await read_body(request, GATHERED_BYTES)
@@ -147,28 +142,24 @@ class Uploads:
         finally:
             self._small -= size
 
-    async def _next(self, ask: Ask | None) -> Asked | None:
-        with suppress(Finished):
-            return None if ask is None else await self._asking.run(ask)
-        return None
-
     def _take_in(self, updates: Sequence[tuple[Sent, Ask | None]]) -> list[Taken | BaseException]:
         """Have small updates accepted together, and look for what comes next."""
         outcomes = self._acceptance.accept_all([sent for sent, _ in updates])
-        asks = [ask for (_, ask), new in zip(updates, outcomes, strict=True) if ask and isinstance(new, bool)]
-        found = {ask.device_id: asked for ask, asked in zip(asks, self._answer_all(asks), strict=True)}
-        taken: list[Taken | BaseException] = []
-        for (sent, _), new in zip(updates, outcomes, strict=True):
-            asked = found.get(sent.device_id)
-            # Where that cannot be said just now, the device asks.
-            taken.append(Taken(new, len(sent.body), asked if isinstance(asked, Asked) else None))
-            if isinstance(new, BaseException):
-                taken[-1] = new
-        return taken
+        return [
+            new if isinstance(new, BaseException) else Taken(new, len(sent.body), self._next(ask))
+            for (sent, ask), new in zip(updates, outcomes, strict=True)
+        ]
+
+    def _next(self, ask: Ask | None) -> Asked | None:
+        """Return what a device does next; None where it does not ask, or where that cannot be said just now."""
+        if ask is None:
+            return None
+        (asked,) = self._answer_all([ask])
+        return asked if isinstance(asked, Asked) else None
 
     async def _receive_large(
-        self, request: Request, assignment_id: str, device_id: str, media_type: str, limit: int
-    ) -> tuple[bool, int]:
+        self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
+    ) -> Taken:
         """Add what was missing of a large update, and have the whole accepted; its part is removed when that is done.
 
         Few at a time are in memory, and one of a device; the others wait when they have sent everything already.
@@ -187,23 +178,30 @@ class Uploads:
         else:
             total, digest = int(declared), ""
             first, last = 0, total - 1
-        if total > limit:
-            raise TooLarge(f"the update has {total} bytes, nothing valid here is longer than {limit}")
-        if (declared or ("0" if first == total else "")) != str(last - first + 1):
-            raise LengthRequired("Content-Length must be the length of Content-Range; send both")
-        if last != total - 1:
-            raise WrongRange("the range must go to the update's end")
-        part, turn = await run_in_threadpool(self._take, assignment_id, digest, first, total)
+
+        def begin() -> tuple[_Part, int]:
+            limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
+            if total > limit:
+                raise TooLarge(f"the update has {total} bytes, nothing valid here is longer than {limit}")
+            if (declared or ("0" if first == total else "")) != str(last - first + 1):
+                raise LengthRequired("Content-Length must be the length of Content-Range; send both")
+            if last != total - 1:
+                raise WrongRange("the range must go to the update's end")
+            return self._take(assignment_id, digest, first, total)
+
+        part, turn = await run_in_threadpool(begin)
         try:
             await self._gather(request, part, turn)
             async with self._one_of_device.setdefault(device_id, asyncio.Lock()), self._few:
-                new = await self._writers.run(self._accept, part, turn, assignment_id, device_id, media_type)
-            return new, total
+                accept = self._accept
+                return await self._writers.run(accept, part, turn, assignment_id, device_id, media_type, ask)
         finally:
             with self._taking:
                 part.calls -= 1
 
-    def _accept(self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str) -> bool:
+    def _accept(
+        self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
+    ) -> Taken:
         """Have a whole update accepted, and remove its part."""
         body, found = self._read(part, turn)
         if part.digest and found != part.digest:
@@ -213,36 +211,37 @@ class Uploads:
             *(assignment_id, device_id, body, media_type, found, part.path), intact=bool(part.digest)
         )
         self.forget(assignment_id)
-        return new
+        return Taken(new, len(body), self._next(ask))
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
         """Add what a call brings to its part."""
         unwritten = 0
 
-        def take(piece: bytes) -> None:
+        def take(piece: bytes) -> bool:
             nonlocal unwritten
             if part.turn == turn:  # else another call goes on with it
                 part.gathered.append(piece)
-                unwritten += len(piece)
-                self._gathered += len(piece)
+            unwritten += len(piece)
+            return unwritten >= WRITTEN_BYTES
 
         connection = request.scope["state"].get(STATE)
         if connection is not None:
-            connection.pour(take, GATHERED_BYTES)
+            connection.pour(take)
+        more = True
         try:
-            async for piece in request.stream():
-                if piece:  # not poured
-                    take(piece)
-                if unwritten >= GATHERED_BYTES or self._gathered > ALL_GATHERED_BYTES:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise BadContent("the connection broke before the whole body had come; send the rest")
+                if message.get("body"):  # not poured
+                    take(message["body"])
+                more = message.get("more_body", False)
+                if unwritten >= WRITTEN_BYTES:
                     await run_in_threadpool(self._write, part)
-                    self._gathered -= unwritten
                     unwritten = 0
-            await run_in_threadpool(self._write, part)
-        except ClientDisconnect:
-            raise BadContent("the connection broke before the whole body had come; send the rest") from None
-        finally:
-            self._gathered -= unwritten
-            self._write(part)  # also if the call was cut off: its pieces take no memory, and need not be sent again
+        except BaseException:
+            self._write(part)  # the call was cut off: its pieces take no memory, and need not be sent again
+            raise
 
     def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
         """Return the part that a call goes on with, one of its calls from now on, and the call's turn."""
@@ -292,6 +291,7 @@ class Uploads:
         part.touched = self._clock()
 
     def _read(self, part: _Part, turn: int) -> tuple[memoryview, str]:
+        self._write(part)
         with part.lock, self._store.troubles.of_blobs():
             if part.turn != turn:
                 raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")

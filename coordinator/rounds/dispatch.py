@@ -140,6 +140,16 @@ class Dispatch:
             raise NotFound("this assignment has no payload; carry it out with the personal model")
         return self._models.payload(federation, device, assignment)
 
+    def payloads(self, wanted: Sequence[tuple[str, str]]) -> list[Packed | Exception]:
+        """Return for each assignment and device what ``payload`` returns or raises."""
+        found: list[Packed | Exception] = []
+        for assignment_id, device_id in wanted:
+            try:
+                found.append(self.payload(assignment_id, device_id))
+            except Exception as error:
+                found.append(error)
+        return found
+
     def check_open(self, assignment_id: str, device_id: str) -> None:
         """Raise RoundClosed if this assignment is not open any more; NotFound, NotAllowed."""
         with self._store.reading() as db:

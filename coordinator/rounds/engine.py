@@ -574,7 +574,7 @@ class Rounds:
         """Make the next model, and close. skipped: assignment id -> why its update is not in it, where none is made."""
         version = federation.model_version
         method, warning = load_method(federation.method), federation.warning
-        folding.intake.finish(folding.position)
+        folding.finish()
         sums, notes = folding.intake.sums, folding.intake.notes()
         if settings_of(federation).buffer is not None:
             notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}

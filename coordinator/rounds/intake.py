@@ -61,7 +61,7 @@ LEAST_SPREAD = 0.05
 ROUNDING = 1e-6
 """The share of a tensor's largest running variance by which rounding may bring another one below 0."""
 
-DECODED_BYTES = 32 * 1024 * 1024
+DECODED_BYTES = 64 * 1024 * 1024
 """Decoded updates that are kept in memory: a few, or none of a large model. All of them are on the disk, too."""
 
 
@@ -204,7 +204,7 @@ class Update:
 class Intake:
     """Takes in the updates of one round, in the cohort's order.
 
-    sent: the values that devices were given. read: an update by its key on the disk, again.
+    sent: the values that devices were given.
     """
 
     def __init__(
@@ -213,13 +213,11 @@ class Intake:
         settings: FederationSettings,
         manifest: Manifest,
         sent: Tensors,
-        read: Callable[[str], Update],
     ) -> None:
         self.sums = sums
         self._clip, self._mads = settings.update_clip, settings.outlier_mads
         self._manifest = manifest
         self._sent = sent
-        self._read = read
         if isinstance(sums, OneUpdate):  # what prepares a model is no change of it, and there is no other
             self._clip = self._mads = None
         self._measured: list[tuple[str, str, float]] = []
@@ -238,8 +236,10 @@ class Intake:
         """Note that an update does not count."""
         self._left_out[assignment_id] = why
 
-    def finish(self, drawn: int) -> None:
-        """Fold the updates that were only measured, except outliers, when all of ``drawn`` devices' have come."""
+    def finish(self, drawn: int, read: Callable[[str], Update]) -> None:
+        """Fold the updates that were only measured, except outliers, when all of ``drawn`` devices' have come.
+
+        read: returns an update by its key, again."""
         if isinstance(self.sums, RobustSums):
             self.sums.drawn = drawn
         if self._mads is None or not self._measured:
@@ -252,7 +252,7 @@ class Intake:
                     f"and {self._mads:g} deviations from it are {self._mads * spread:.3g}"
                 )
             else:
-                self._fold(self._read(key))
+                self._fold(read(key))
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
@@ -332,7 +332,6 @@ class Folding:
             situation.settings,
             situation.manifest,
             self._model.tensors,
-            lambda key: self._read(key)[0],
         )
         self.position = self.last = 0
         self.taken: list[str] = []
@@ -340,6 +339,10 @@ class Folding:
         self.parts: Counter[str] = Counter()
         self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
         self._limits: dict[str, int | None] = {}
+
+    def finish(self) -> None:
+        """Fold what waited until all have come."""
+        self.intake.finish(self.position, lambda key: self._read(key)[0])
 
     def take_in_order(self, cohort: Sequence[Member]) -> None:
         """Fold the next updates in the cohort's order; stop at the first that is still awaited."""

@@ -27,6 +27,8 @@ import numpy as np
 from sparrow.coordinator.storage.failing import Troubles
 
 PARTIAL = ".partial"
+MAP_WHOLE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""A file's pages are mapped at once, where the system can: each that is met by itself is an interrupt."""
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 """What the coordinator keeps is for its own user alone."""
 
@@ -236,7 +238,7 @@ def map_file(path: Path) -> memoryview:
     """Return the bytes of a file that was just written, and that nobody changes: no copy, and no reading either."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return memoryview(mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
+        return memoryview(mmap.mmap(file.fileno(), size, MAP_WHOLE, mmap.PROT_READ) if size else b"")
 
 
 def flush(path: Path) -> None:

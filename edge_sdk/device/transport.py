@@ -80,7 +80,7 @@ from sparrow.command_line.table import printable
 
 log = logging.getLogger(__name__)
 
-UPLOAD_PART = 64 * 1024
+UPLOAD_PART = 256 * 1024
 RESUMED = 1024 * 1024
 """Updates of so many bytes go on where a connection broke; smaller ones are sent again."""
 PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {

@@ -308,7 +308,11 @@ def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memor
 
 
 def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
-    """Without an array of flags: NaN and infinity both come through the smallest or the largest value."""
+    """Without an array of flags: NaN and infinity come through the sum, or, where finite values are too large for it,
+    through the smallest or the largest value."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):
+            return True
     return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
