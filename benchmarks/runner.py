@@ -53,6 +53,9 @@ FEDERATION = "trial"
 FINE_TUNING = "finetune_"
 """The beginning of the settings by which a copy is trained before it is judged, and thrown away."""
 
+TUNED = Path("docs/results/tuned.json")
+"""What was chosen for each committed experiment, and from what: the ``tuned.json`` of its folder, by name."""
+
 
 @dataclass(frozen=True)
 class Where:
@@ -125,12 +128,13 @@ def without_fine_tuning(trial: Trial) -> Trial:
 
 
 def read_tuning(folder: Path, name: str) -> dict[str, Any]:
-    """Return the record of tuning from this folder, or the one committed with the experiment's results, or nothing."""
-    for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
-        if path.exists():
-            record: dict[str, Any] = json.loads(path.read_text())
-            return record
-    return {}
+    """Return the record of tuning from this folder, or the one of ``docs/results/tuned.json``, or nothing."""
+    record: dict[str, Any] = {}
+    if (folder / "tuned.json").exists():
+        record = json.loads((folder / "tuned.json").read_text())
+    elif TUNED.exists():
+        record = json.loads(TUNED.read_text()).get(name, {})
+    return record
 
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:

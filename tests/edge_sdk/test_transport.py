@@ -44,7 +44,15 @@ from edge_sdk.errors import (
     WrongState,
 )
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST
-from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
+from edge_sdk.protocol.messages import (
+    ASSIGNMENT_TYPE,
+    ChangeDevice,
+    Enrol,
+    FederationSettings,
+    Payload,
+    Phase,
+    UploadCost,
+)
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
@@ -249,6 +257,60 @@ def test_asking_waits_and_tells_what_the_last_upload_cost():
     assert request.url.params["wait"] == "25"
     assert request.extensions["timeout"]["read"] > 25
     assert UploadCost.model_validate_json(request.headers["sparrow-upload-cost"]) == cost
+
+
+WORK = {
+    "assignment_id": "a",
+    "kind": "train",
+    "round": 1,
+    "deadline_seconds": 60,
+    "settings": FederationSettings().model_dump(mode="json"),
+}
+
+
+def with_payload(message, body):
+    """An answer that brings a payload along."""
+    content = json.dumps(message).encode() + b"\n" + body
+    return httpx.Response(200, content=content, headers={"Content-Type": ASSIGNMENT_TYPE})
+
+
+def test_a_payload_that_came_with_its_assignment_is_not_asked_for():
+    announced = WORK | {"payload": {"bytes": PAYLOAD.bytes, "sha256": PAYLOAD.sha256}}
+    network = Network(with_payload(announced, BODY))
+    assignment, _ = network.transport.assignment("default", 25, None)
+    told = len(json.dumps(announced)) + 1
+    assert network.transport.traffic.down == told, "the payload's bytes are those of the phase that takes it"
+    assert network.transport.payload(assignment.assignment_id, assignment.payload) == BODY
+    assert network.transport.traffic.down == told + len(BODY)
+    assert [request.headers["accept"] for request in network.requests] == [ASSIGNMENT_TYPE]
+
+
+@pytest.mark.parametrize("brought", [BODY[:-1], b"x" * len(BODY)])
+def test_a_payload_that_came_damaged_is_asked_for(brought):
+    announced = WORK | {"payload": {"bytes": PAYLOAD.bytes, "sha256": PAYLOAD.sha256}}
+    network = Network(with_payload(announced, brought), serve)
+    assignment, _ = network.transport.assignment("default", 25, None)
+    assert network.transport.payload(assignment.assignment_id, assignment.payload) == BODY
+    assert network.requests[1].url.path == "/v1/assignments/a/payload"
+
+
+def test_the_answer_to_an_update_may_bring_the_next_work():
+    announced = WORK | {"payload": {"bytes": PAYLOAD.bytes, "sha256": PAYLOAD.sha256}}
+    network = Network(with_payload({"new": True, "next": announced}, BODY), httpx.Response(201, json={"new": True}))
+    cost = UploadCost(assignment_id="before", upload=Phase(seconds=1.5, bytes_up=10))
+    following = network.transport.update("z", b"up", "x/y", cost, "m" * 64, None, goes_on=True)
+    assert following.assignment_id == "a"
+    assert network.transport.payload("a", following.payload) == BODY
+    (request,) = network.requests
+    assert dict(request.url.params) == {"mask": "m" * 64}
+    assert UploadCost.model_validate_json(request.headers["sparrow-upload-cost"]) == cost
+    assert network.transport.update("a", b"up", "x/y", goes_on=True) is None
+
+
+def test_work_that_cannot_be_read_is_no_answer():
+    network = Network(with_payload({"nonsense": 1}, BODY), fine)
+    with pytest.raises(NoCoordinator):
+        network.transport.assignment("default", 25, None)
 
 
 def test_a_reason_that_is_too_long_is_cut():

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sqlite3
 import threading
+import time
 from contextlib import ExitStack, closing, contextmanager
 
 import httpx
@@ -28,12 +29,14 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UpdateReport, UploadCost
+from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Assignment, FederationSettings, Phase, UpdateReport, UploadCost
 from sparrow.coordinator import errors
+from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.main import create_app
+from sparrow.coordinator.rounds import dispatch
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
@@ -418,6 +421,109 @@ def test_the_payload_is_what_the_assignment_announced(client, pair):
     assert hashlib.sha256(answer.content).hexdigest() == assignment.payload.sha256
     received = bundle.decode(answer.content, DIGITS.manifest)
     assert len(received.values) == DIGITS.manifest.shared_values
+
+
+# --- work that comes with its payload ----------------------------------------------------------------------------
+
+
+WITH_PAYLOAD = {"Accept": ASSIGNMENT_TYPE}
+
+
+def become(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def split(answer):
+    """The JSON of an answer that brings a payload along, and the payload."""
+    assert answer.headers["content-type"] == ASSIGNMENT_TYPE
+    line, end, payload = answer.content.partition(b"\n")
+    assert end
+    return json.loads(line), payload
+
+
+def test_a_small_payload_comes_with_its_assignment_for_who_accepts_it(client, pair):
+    (_, headers, assignment), _ = pair
+    path = "/v1/federations/default/assignment"
+    described, payload = split(client.get(path, headers={**headers, **WITH_PAYLOAD}))
+    plain = client.get(path, headers=headers)
+    assert plain.headers["content-type"] == "application/json"
+    seconds = {"deadline_seconds": 0}
+    assert described | seconds == plain.json() | seconds
+    assert payload == client.get(f"/v1/assignments/{assignment.assignment_id}/payload", headers=headers).content
+    assert hashlib.sha256(payload).hexdigest() == described["payload"]["sha256"]
+
+
+def test_a_large_payload_is_asked_for(client, pair, monkeypatch):
+    (_, headers, assignment), _ = pair
+    monkeypatch.setattr(device_calls, "LARGEST_BROUGHT", assignment.payload.bytes - 1)
+    answer = client.get("/v1/federations/default/assignment", headers={**headers, **WITH_PAYLOAD})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["assignment_id"] == assignment.assignment_id
+
+
+def test_the_answer_to_an_update_brings_the_next_work_where_there_is_some(open_app, train):
+    settings = FederationSettings(rounds=3, cohort=1, min_devices=1, evaluation_interval=1, early_stopping="off")
+    client = open_app(default_settings=settings)
+    _, headers = enrol(client, "one")
+    assignment = ask(client, headers)
+    path = f"/v1/assignments/{assignment.assignment_id}/update"
+    body = train(DIGITS.manifest, assignment)
+    sent = client.put(path, content=body, headers={**headers, **BUNDLE, **WITH_PAYLOAD})
+    assert (sent.status_code, sent.json()) == (201, {"new": True, "next": None}), "the round has not closed yet"
+    evaluation = ask(client, headers)
+    assert evaluation.kind == "evaluate"
+    receipt = json.dumps({"personal": {"num_examples": 5, "loss": 1.0, "accuracy": 0.5}})
+    become(lambda: len(client.get("/v1/federations/default/assignments").json()["assignments"]) == 2)
+    path = f"/v1/assignments/{evaluation.assignment_id}/update"
+    answer, payload = split(client.put(path, content=receipt, headers={**headers, **JSON, **WITH_PAYLOAD}))
+    following = Assignment.model_validate(answer["next"])
+    assert (following.kind, following.round) == ("train", 2)
+    assert hashlib.sha256(payload).hexdigest() == following.payload.sha256
+    again = client.put(path, content=receipt, headers={**headers, **JSON})
+    assert (again.status_code, again.json()) == (200, {"new": False, "next": None}), "who does not accept it must ask"
+    assert put(client, headers, following, train(DIGITS.manifest, following)).status_code == 201
+
+
+def test_what_has_just_been_said_is_not_looked_up_again(open_app, train, monkeypatch):
+    client = open_app(default_settings=FederationSettings(rounds=3, min_devices=2, early_stopping="off"))
+    (_, headers), (_, others) = enrol(client, "one"), enrol(client, "two")
+    assignment, other = ask(client, headers), ask(client, others)
+    path = f"/v1/assignments/{assignment.assignment_id}/update"
+    body = train(DIGITS.manifest, assignment)
+    assert client.put(path, content=body, headers={**headers, **BUNDLE, **WITH_PAYLOAD}).json()["next"] is None
+    looked = []
+    usual = dispatch.oldest_open
+    monkeypatch.setattr(dispatch, "oldest_open", lambda db, device: looked.append(device) or usual(db, device))
+    time.sleep(0.2)  # whatever moves of itself has moved
+    assert client.get("/v1/federations/default/assignment", headers=headers).status_code == 204
+    assert looked == []
+    assert client.get("/v1/federations/default/assignment", headers=headers).status_code == 204
+    assert len(looked) == 1, "a second time it is"
+    assert put(client, others, other, train(DIGITS.manifest, other)).status_code == 201
+    assert ask(client, headers).round >= 1
+
+
+@pytest.mark.parametrize(
+    ("query", "accept", "status"),
+    [
+        ({"wait": "soon"}, None, 422),
+        ({"mask": "x"}, ASSIGNMENT_TYPE, 422),
+        ({"unknown": "1"}, ASSIGNMENT_TYPE, 200),
+        ({}, "text/html, application/json;q=0.9", 200),
+    ],
+)
+def test_odd_calls_for_work_are_answered_as_the_framework_would(client, pair, query, accept, status):
+    (_, headers, _), _ = pair
+    sent = {**headers, **({} if accept is None else {"Accept": accept})}
+    answer = client.get("/v1/federations/default/assignment", params=query, headers=sent)
+    assert answer.status_code == status
+    if status == 422:
+        assert_problem(answer, 422, next(iter(query)))
+    elif accept != ASSIGNMENT_TYPE:
+        assert answer.headers["content-type"] == "application/json"
 
 
 def test_the_global_model_as_checkpoint_and_as_onnx(client):

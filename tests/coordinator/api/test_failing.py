@@ -30,7 +30,7 @@ from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator import app
 from sparrow.coordinator.api import connections, uploads
 from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.api.threads import Threads
+from sparrow.coordinator.api.threads import Batches, Threads
 from sparrow.coordinator.errors import NotFound, Unavailable, UnknownMethod
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.rounds.engine import Rounds
@@ -295,6 +295,49 @@ def test_who_waits_for_a_thread_gives_up_only_where_none_is_done_with_its_work()
     first, *others = asyncio.run(crowd(0.1, 0.5))
     assert first is None
     assert {type(each) for each in others} == {Unavailable}
+
+
+def test_calls_that_come_while_a_batch_is_done_are_the_next():
+    async def crowd(free):
+        done = []
+
+        def work(batch):
+            done.append(list(batch))
+            assert free.wait(20)
+            return [ValueError(item) if item == 3 else 2 * item for item in batch]
+
+        batches = Batches("batches", work, 20.0)
+        first = asyncio.ensure_future(batches.run(0))
+        while not done:
+            await asyncio.sleep(0.01)
+        others = [asyncio.ensure_future(batches.run(item)) for item in range(1, 5)]
+        await asyncio.sleep(0)
+        others[0].cancel()  # its caller has gone
+        free.set()
+        results = await asyncio.gather(first, *others[1:], return_exceptions=True)
+        batches.close()
+        return done, results
+
+    done, (zero, two, three, four) = asyncio.run(crowd(threading.Event()))
+    assert done == [[0], [1, 2, 3, 4]]
+    assert (zero, two, four) == (0, 4, 8)
+    assert isinstance(three, ValueError), "one's error is nobody else's"
+
+
+def test_who_waits_behind_a_batch_gives_up_where_it_takes_long():
+    async def crowd(free):
+        batches = Batches("batches", lambda batch: [free.wait(20) for _ in batch], 0.1)
+        first = asyncio.ensure_future(batches.run(0))
+        await asyncio.sleep(0.01)
+        others = await asyncio.gather(*(batches.run(item) for item in (1, 2)), return_exceptions=True)
+        free.set()
+        last = await asyncio.wait_for(asyncio.gather(first, batches.run(3)), 20)
+        batches.close()
+        return others, last
+
+    others, last = asyncio.run(crowd(threading.Event()))
+    assert {type(each) for each in others} == {Unavailable}
+    assert last == [True, True], "it goes on when the batch is done after all"
 
 
 def test_one_addresss_calls_are_not_in_all_threads(open_app, monkeypatch):
