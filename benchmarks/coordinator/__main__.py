@@ -8,16 +8,18 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from sparrow.benchmarks.coordinator import flower, grpc, memory, sparrow
+from sparrow.benchmarks.coordinator import flare, flower, grpc, memory, sparrow
 from sparrow.benchmarks.coordinator.contest import Contest, Row
 from sparrow.benchmarks.coordinator.models import LARGE, SMALL, model_of
 from sparrow.benchmarks.coordinator.page import page
+from sparrow.benchmarks.peers.install import PEERS
 
 RESULTS = Path("docs/results")
 ROUNDS = {
@@ -25,8 +27,12 @@ ROUNDS = {
     "sparrow 0.2": {LARGE: (2, 8)},
     "flower": {SMALL: (1, 1), LARGE: (1, 1)},
     "grpc": {SMALL: (3, 50), LARGE: (2, 8)},
+    "flare": {SMALL: (2, 5), LARGE: (2, 5)},
 }
-"""By engine and model: rounds that are not measured, and those that are. Flower's deployment takes long for one."""
+"""By engine and model: rounds that are not measured, and those that are. Flower's deployment and FLARE take long for
+one."""
+ONE_EACH: dict[str, Callable[[Contest, Path], Row]] = {"grpc": grpc.run, "flare": flare.run}
+"""Engines that start anew for each contest and need no more than it."""
 TURNS = ((4, 10, 20), (10,), (10,))
 """Clients of each turn: the cohort in the middle is repeated."""
 QUICK = ((4,),)
@@ -56,14 +62,15 @@ def measure(turns: Sequence[Sequence[int]], folder: Path, bar: tqdm[Any]) -> lis
 def _run(engine: str, contests: Sequence[Contest], folder: Path) -> list[Row]:
     if engine == "flower":
         return flower.run(contests, folder)
-    return [
-        grpc.run(contest, folder) if engine == "grpc" else sparrow.run(engine, contest, folder) for contest in contests
-    ]
+    run = ONE_EACH.get(engine) or partial(sparrow.run, engine)
+    return [run(contest, folder) for contest in contests]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, append the rows, write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator", description="The coordinator and Flower.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coordinator", description="The coordinator and its peers."
+    )
     parser.add_argument(
         "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; writes nothing"
     )
@@ -90,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -> list[Row]:
-    flower.check_installed()
+    for peer in PEERS.values():
+        peer.check()
     folder.mkdir(parents=True, exist_ok=True)
     contests = sum(len(models) for models in ROUNDS.values()) * sum(len(cohorts) for cohorts in turns)
     with tqdm(total=contests, unit="measurement") as bar:

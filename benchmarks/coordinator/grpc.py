@@ -1,4 +1,7 @@
-"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and Flower's leanest."""
+"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and Flower's leanest.
+
+Of flwr 1.32.0 in ``.venv-peers``, an older release than that of the deployment engine.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,23 @@ import json
 from pathlib import Path
 
 from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from sparrow.benchmarks.coordinator.flower import check_installed, environment
+from sparrow.benchmarks.coordinator.flower import environment
 from sparrow.benchmarks.coordinator.processes import Side, Wire
-from sparrow.benchmarks.peers.install import PYTHON, ROOT
+from sparrow.benchmarks.peers.install import PEERS, ROOT
 from sparrow.benchmarks.server import free_port
+
+PEER = PEERS["peers"]
 
 
 def run(contest: Contest, folder: Path) -> Row:
     """Return one measurement."""
-    check_installed()
+    PEER.check()
     port = free_port()
     address = f"127.0.0.1:{port}"
     marks = Marks(folder / "marks")
-    module = [str(PYTHON), "-m"]
-    with Side(folder, environment(folder)) as server, Side(folder, environment(folder)) as clients:
+    module = [str(PEER.python), "-m"]
+    mine = environment(folder, PEER.python)
+    with Side(folder, mine) as server, Side(folder, mine) as clients:
         server.start(
             "server",
             [
@@ -34,4 +40,4 @@ def run(contest: Contest, folder: Path) -> Row:
                 command = [*module, "benchmarks.coordinator.grpc_client", address, str(number)]
                 clients.start(f"client-{number}", command, cwd=ROOT)
             row = measure(contest, server, clients, Wire(port), marks, memory)
-    return {"engine": "grpc", **row}
+    return {"engine": "grpc", "version": PEER.version("flwr"), **row}

@@ -14,7 +14,10 @@ ENGINES = {
     "sparrow 0.2": "sparrow, density 0.2",
     "flower": "Flower, deployment engine",
     "grpc": "Flower, old gRPC API",
+    "flare": "NVIDIA FLARE",
 }
+SLOW = ("flower", "flare")
+"""Engines whose rounds take seconds, so that few are measured."""
 MB = 1e6
 
 
@@ -30,6 +33,7 @@ def _figure(key: str) -> Callable[[Row], float]:
 class Asked:
     """A bound on a figure: our ``figure`` divided by theirs is at most ``most``; ``model`` None means every model.
 
+    most: None only tells the ratio.
     upside_down: it is asked and told how many times smaller ours is.
     """
 
@@ -38,7 +42,7 @@ class Asked:
     theirs: str
     model: str | None
     figure: Callable[[Row], float]
-    most: float
+    most: float | None
     upside_down: bool = False
 
     def ratio(self, ours: Row, theirs: Row) -> float:
@@ -53,7 +57,15 @@ class Asked:
     @property
     def bound(self) -> str:
         """Return the bound as text."""
+        if self.most is None:
+            return "-"
         return f"at least {1 / self.most:.0f} times" if self.upside_down else f"at most {self.most:g}"
+
+    def met(self, ratio: float) -> str:
+        """Return whether this ratio is within the bound, as text."""
+        if self.most is None:
+            return "-"
+        return "yes" if ratio <= self.most else "no"
 
 
 ASKED = (
@@ -65,35 +77,46 @@ ASKED = (
     Asked("server CPU per update", "sparrow", "grpc", "large", _figure("server_seconds_per_update"), 1.0),
     Asked("server CPU per update", "sparrow 0.2", "grpc", "large", _figure("server_seconds_per_update"), 0.25),
     Asked("server memory", "sparrow", "grpc", "large", _memory, 0.1),
+    Asked("a round is shorter", "sparrow", "flare", None, _figure("seconds_per_round"), None, True),
+    Asked("server CPU per update", "sparrow", "flare", None, _figure("server_seconds_per_update"), None),
+    Asked("client CPU per round", "sparrow", "flare", None, _figure("client_seconds_per_round"), None),
+    Asked("server memory", "sparrow", "flare", None, _memory, None),
+    Asked("server CPU per update", "sparrow 0.2", "flare", "large", _figure("server_seconds_per_update"), None),
 )
 GROWTH = 0.10
 """By how much peak memory with the most updates may exceed that with the fewest."""
 
-ABOUT = """# The coordinator against Flower's servers
+ABOUT = """# The coordinator against Flower's servers and NVIDIA FLARE
 
-Made by `python -m benchmarks.coordinator` (Flower apart, by `python -m benchmarks.peers.install`) from
+Made by `python -m benchmarks.coordinator` (its peers apart, by `python -m benchmarks.peers.install`) from
 `coordinator.jsonl` beside this page, a line for each measurement. {machine}; {seconds}.{note}
 
 Every client takes part in every round and trains nothing: it downloads, adds a small number to every value, and
 uploads. Each is a process of its own. The engines are measured in turn: {turns}. A measurement lies between two ends of
-rounds, after rounds that start things up; Flower's deployment is measured over {flower} round of each federation, since
-one takes seconds, the others over {others}.
+rounds, after rounds that start things up; Flower's deployment and FLARE are measured over {slow} rounds of each
+federation, since one takes seconds, the others over {others}.
 
 - *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
   before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
-- *Flower, deployment engine*: flwr 1.32.0, a SuperLink, SuperNodes, `flwr run`, its own FedAvg. State in memory, the
-  default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
-- *Flower, old gRPC API*: `start_server` and `start_client` of the same release, deprecated. All in memory.
+- *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP. State in
+  memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
+- *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
+- *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
+  process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and
+  sites keep a process for the job. A round is mostly waiting: both sides look for tasks at intervals, by default.
 
 Processor seconds are user and system time of a side's processes, children that ended included, from `/proc`. Server
-memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's), sampled four times a
+memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's, FLARE's with its
+job's), sampled four times a
 second, start-up included; the old API and sparrow have one process. Bytes are what TCP carried at the server's port,
-headers of HTTP or gRPC included. No TLS, no telemetry, one machine: clients and server share its cores, so that a round
+headers of HTTP or gRPC included, and of the SuperLink's, which serves its ServerApp too, those of SuperNodes alone. No TLS, no telemetry, one machine: clients and server share its cores, so that a round
 lasts as long as all its processor time takes on them; CPU per update is the better figure to plan with.
 
-What is not alike: sparrow and only sparrow writes to disk and checks every update's digest and values; Flower's
-federation is one of several that a SuperLink can run, and it evaluates nothing here; on one SuperLink the small model's
-federation runs before the large one's.
+What is not alike: sparrow and only sparrow writes every update to disk and checks its digest and values, and FLARE
+writes each round's new model; the model of FLARE is one array of as many values, as its NumPy recipe has it, that of
+the others an array per tensor; the end of a round is noted by the server with Flower, and with sparrow and FLARE by the
+first client, when the next work has arrived. Federations of Flower and FLARE are one of several that a server can run.
+None evaluates here. On one SuperLink the small model's federation runs before the large one's.
 """
 
 
@@ -132,15 +155,22 @@ def _about(rounds: Sequence[Row], run: Row | None) -> str:
         for clients in sorted({row["clients"] for row in rounds})
         if (turns := {row["turn"] for row in rounds if row["clients"] == clients})
     ]
-    others = sorted({row["rounds"] for row in rounds if row["engine"] != "flower"})
+    counts = {slow: sorted({r["rounds"] for r in rounds if (r["engine"] in SLOW) is slow}) for slow in (True, False)}
     return ABOUT.format(
         machine=rounds[0]["machine"],
         seconds=f"{run['seconds'] / 60:.0f} minutes" if run else "time not noted",
         note=f" **{run['note']}**" if run and run["note"] else "",
         turns=", ".join(turns),
-        flower=" or ".join(str(count) for count in sorted({r["rounds"] for r in rounds if r["engine"] == "flower"})),
-        others=" or ".join(str(count) for count in others),
+        slow=" or ".join(str(count) for count in counts[True]),
+        others=" or ".join(str(count) for count in counts[False]),
+        **{engine: _version(rounds, engine) for engine in ("flower", "grpc", "flare")},
     )
+
+
+def _version(rows: Sequence[Row], engine: str) -> str:
+    """Return the releases of a peer that were measured; rows of earlier days do not say."""
+    found = {row.get("version", "of a release not noted") for row in rows if row["engine"] == engine}
+    return " and ".join(sorted(found)) or "not measured"
 
 
 def _figures(rows: Sequence[Row]) -> str:
@@ -177,8 +207,8 @@ def _asked(rows: Sequence[Row]) -> str:
             least, greatest = asked.show(ends[0]), asked.show(ends[-1])
             shown = f"{least}, **{asked.show(middle)}**, {greatest}" if len(found) > 1 else f"**{asked.show(middle)}**"
             against = f"{ENGINES[asked.ours]} against {ENGINES[asked.theirs]}"
-            met = "yes" if middle <= asked.most else "no"
-            lines.append([against, asked.what, f"{model}, {clients} clients", shown, asked.bound, met])
+            row = [against, asked.what, f"{model}, {clients} clients", shown, asked.bound, asked.met(middle)]
+            lines.append(row)
     return markdown_table(["", "", "", "found", "asked", "met"], lines)
 
 

@@ -1,24 +1,74 @@
-"""``python -m benchmarks.peers.install``: the peers' own environment, ``.venv-peers`` beside ours."""
+"""``python -m benchmarks.peers.install [NAME ...]``: each peer in an environment of its own, beside ours.
+
+Without names, all of them. Nothing of them enters our own environment, and their requirements need not fit together.
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / ".venv-peers"
-PYTHON = FOLDER / "bin" / "python"
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
-def main() -> int:
-    """Create or update the environment."""
-    torch = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("torch=="))
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
-    subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, "--requirement", str(REQUIREMENTS)], check=True)
+@dataclass(frozen=True)
+class Peer:
+    """One environment. title: what an error calls it; requirements: a file beside this one."""
+
+    title: str
+    folder: Path
+    requirements: Path
+
+    @property
+    def python(self) -> Path:
+        """Return its interpreter."""
+        return self.folder / "bin" / "python"
+
+    def version(self, package: str) -> str:
+        """Return the pinned version of a package."""
+        lines = self.requirements.read_text().splitlines()
+        return next(line.split("==")[1] for line in lines if line.partition("[")[0].partition("==")[0] == package)
+
+    def check(self) -> None:
+        """Raise SystemExit if it is not installed."""
+        if not self.python.exists():
+            raise SystemExit(f"{self.title} is not installed: python -m benchmarks.peers.install")
+
+    def install(self) -> None:
+        """Create or update the environment."""
+        pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
+        for torch in [line for line in self.requirements.read_text().splitlines() if line.startswith("torch==")]:
+            subprocess.run([*pip, torch], check=True)
+        subprocess.run([*pip, "--requirement", str(self.requirements)], check=True)
+
+
+def _peer(title: str, name: str, requirements: str) -> Peer:
+    return Peer(title, ROOT / f".venv-{name}", Path(__file__).with_name(requirements))
+
+
+PEERS = {
+    "peers": _peer("Flower with its old gRPC API", "peers", "requirements.txt"),
+    "flower": _peer("Flower", "flower", "requirements-flower.txt"),
+    "flare": _peer("NVIDIA FLARE", "flare", "requirements-flare.txt"),
+}
+"""By the name of the environment, ``.venv-NAME``. ``peers`` has torch and the last Flower with the old gRPC API, which
+is also the one of the simulations."""
+PYTHON = PEERS["peers"].python
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Create or update the environments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.install", description="Install the peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; all without one")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(PEERS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    for name in options.names or PEERS:
+        PEERS[name].install()
     return 0
 
 

@@ -126,7 +126,7 @@ async def take_update(
     if asked is None or asked.assignment is None:
         if asked is not None:
             coordinator.found_nothing.note(device.device_id, seen, (holding.mask, holding.model))
-        text = UpdateAccepted(new=taken.new).model_dump_json()
+        text = UpdateAccepted(new=taken.new).model_dump_json(exclude_none=True)
         return Response(text, status, media_type=JSON, headers=_renewal(coordinator, device) if goes_on else None)
     text = UpdateAccepted(new=taken.new, next=asked.assignment).model_dump_json()
     return _answer(request, coordinator, device, status, text, asked.payload, _renewal(coordinator, device))

@@ -415,7 +415,7 @@ def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(coordina
     transport = sessions[0].transport
     update = transport.update
 
-    def late(assignment_id, body, media_type):
+    def late(assignment_id, body, media_type, *_, **named):
         for session in sessions[1:]:
             session.step()
         coordinator.rounds.advance()

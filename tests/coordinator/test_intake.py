@@ -192,11 +192,11 @@ def take_all(small, moves, mads):
     sent = initial_values(small, 0)
     base = pack(small, sent, None)
     updates = {str(place): Update(base + np.float32(moved), None, 1) for place, moved in enumerate(moves)}
-    intake = Intake(Kept(), FederationSettings(outlier_mads=mads), small, sent, updates.__getitem__)
+    intake = Intake(Kept(), FederationSettings(outlier_mads=mads), small, sent)
     for key, update in updates.items():
         intake.take(f"id-{key}", key, update)
     assert intake.sums.updates == 0, "not before all have come"
-    intake.finish(len(moves))
+    intake.finish(len(moves), updates.__getitem__)
     return intake
 
 

@@ -544,7 +544,7 @@ def test_what_int8_owes_is_of_the_updates_that_counted(coordinator, clock, monke
         device = coordinator.open_device("a", 0.5 if method == "fedspu" else 1.0)
         sends = device.transport.update
 
-        def update(assignment_id, body, media_type):
+        def update(assignment_id, body, media_type, *_, **named):
             if media_type == bundle.MEDIA_TYPE and fault and not isinstance(fault[0], ConnectionError):
                 raise fault.pop()
             sends(assignment_id, body, media_type)

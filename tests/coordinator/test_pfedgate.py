@@ -471,7 +471,7 @@ def test_an_update_that_was_refused_leaves_the_base_right(coordinator, rebuilt, 
     first, second = start(coordinator, rounds=5, own={"touched_limit": 0.4})
     send, tries = first.transport.update, itertools.count()
 
-    def damaged(assignment_id, body, media_type):
+    def damaged(assignment_id, body, media_type, *_, **named):
         if next(tries) == 1:
             raise Refused(422, "damaged")
         send(assignment_id, body, media_type)
@@ -492,7 +492,7 @@ def test_an_update_that_came_too_late_leaves_the_base_right(coordinator, rebuilt
     first, second = start(coordinator, rounds=5, quorum=0.5)
     send, tries = first.transport.update, itertools.count()
 
-    def late(assignment_id, body, media_type):
+    def late(assignment_id, body, media_type, *_, **named):
         if next(tries) == 1:
             raise RoundOver(409, "too late")
         send(assignment_id, body, media_type)

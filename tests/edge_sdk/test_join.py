@@ -232,6 +232,7 @@ class Spoiling(httpx.BaseTransport):
     def handle_request(self, request):
         request.read()
         self.calls.append((request.method, request.url.path, request.content))
+        request.headers["Accept"] = "application/json"  # so that a payload has an answer of its own to be spoilt
         spoilt = self.times and request.url.path.endswith(self.end)
         if request.method == "DELETE":  # the coordinator would let the device rest for a minute
             return httpx.Response(204)

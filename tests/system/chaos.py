@@ -192,7 +192,9 @@ class World:
         self.coordinators[0].http.post("/v1/federations", json=body).raise_for_status()
         names = ["fleet"] if self.scenario.fleet else [f"device{n}" for n in range(len(self.scenario.budgets))]
         for name in names:
-            self._proxies[name] = Proxy(chaos.port, keeps=True, trouble=chaos.of(name))
+            self._proxies[name] = Proxy(
+                chaos.port, keeps=True, trouble=chaos.of(name), plain=len(self._proxies) % 2 == 0
+            )
         for name in names:
             self.start_device(name)
 

@@ -743,10 +743,12 @@ class Chaos:
         """What the coordinator has said, whether or not it is passed on."""
         called = exchange.path.split("?")[0]
         device = self._named(device, called, exchange)
-        if called.endswith("/assignment") and exchange.produced == 200:
+        if called.endswith(("/assignment", "/update")) and exchange.produced in (200, 201):
             with suppress(ValueError):  # cut short: it was killed in the middle of it
-                each = json.loads(exchange.answer)
-                self.told[f"/v1/assignments/{each['assignment_id']}/update"] = (each["round"], device, each["kind"])
+                answer = json.loads(exchange.answer)
+                each = answer.get("next") if called.endswith("/update") else answer
+                if each is not None:
+                    self.told[f"/v1/assignments/{each['assignment_id']}/update"] = (each["round"], device, each["kind"])
         if exchange.method != "PUT" or not called.endswith("/update"):
             return
         head, _, body = exchange.sent.partition(b"\r\n\r\n")

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import BinaryIO
 
+from edge_sdk.protocol.messages import ASSIGNMENT_TYPE
+
 PIECE = 16 * 1024
 SMALL = 64 * 1024
 
@@ -42,8 +44,14 @@ class Exchange:
     down: int = 0
     sent: bytes = b""
     answer: bytes = b""  # of JSON that is not large
+    brought: bytes = b""  # the payload that came with an assignment
     complete: bool = False
     over: bool = False
+
+    @property
+    def payload(self) -> int:
+        """The bytes of the payload that came down with it."""
+        return self.down if self.path.endswith("/payload") else len(self.brought)
 
 
 @dataclass
@@ -95,9 +103,18 @@ class Proxy:
 
     port: or what gives one for each exchange, as a load balancer does; where it raises ConnectionError nobody is there.
     keeps: whether exchanges have what was sent, for tests of what is on the wire. trouble: what befalls exchanges.
+    plain: no payload comes with its assignment, so that it is asked for: what a caller accepts is left out.
     """
 
-    def __init__(self, port: int | Callable[[], int], *, keeps: bool = False, trouble: Trouble | None = None) -> None:
+    def __init__(
+        self,
+        port: int | Callable[[], int],
+        *,
+        keeps: bool = False,
+        trouble: Trouble | None = None,
+        plain: bool = False,
+    ) -> None:
+        self._plain = plain
         self._port: Callable[[], int] = port if callable(port) else lambda: port
         self._keeps = keeps
         self._trouble = trouble or Trouble()
@@ -260,7 +277,7 @@ class Proxy:
         length = self._length(exchange, head)
         if mine and mine.place(length) is None:
             mine.strike()
-        server.sendall(head)
+        server.sendall(re.sub(rb"(?i)\r\naccept: [^\r]*", b"", head) if self._plain else head)
         kept = [head]
         try:
             for piece in _pieces(requests, length, mine):
@@ -281,9 +298,11 @@ class Proxy:
         length = 0 if status in (204, 304) else self._length(exchange, head)
         mine = fault if fault and fault.where == "answer" else None
         exchange.produced = status
-        if length <= SMALL and b"application/json" in head:
-            exchange.answer = answers.read(length)
-            answers = BytesIO(exchange.answer)
+        media_type = (_header(head, b"content-type") or b"").decode()
+        if media_type == ASSIGNMENT_TYPE or (length <= SMALL and media_type == "application/json"):
+            body = answers.read(length)
+            exchange.answer, _, exchange.brought = body.partition(b"\n")
+            answers = BytesIO(body)
         self._trouble.reached(exchange, "answered")
         if client is None:
             answers.read(length)

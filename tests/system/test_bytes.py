@@ -110,12 +110,7 @@ class Traffic:
         return found
 
     def payloads(self, number: int) -> int:
-        return sum(
-            exchange.down
-            for budget in self.proxies
-            for exchange in self.rounds(budget)[number]
-            if exchange.path.endswith("/payload")
-        )
+        return sum(exchange.payload for budget in self.proxies for exchange in self.rounds(budget)[number])
 
     def updates(self, number: int) -> int:
         return sum(self.rounds(budget)[number][-1].up for budget in self.proxies)
@@ -179,7 +174,7 @@ def test_nothing_is_sent_chunked(traffic):
 
 def test_the_first_download_is_the_whole_model(traffic, precision):
     for budget in BUDGETS:
-        down = sum(exchange.down for exchange in traffic.rounds(budget)[1] if exchange.path.endswith("/payload"))
+        down = sum(exchange.payload for exchange in traffic.rounds(budget)[1])
         assert abs(down - BYTES_PER_VALUE[precision] * active_values(1.0)) <= 2048
 
 
@@ -193,7 +188,7 @@ def test_the_devices_say_what_the_proxies_saw(traffic):
     for budget, result in traffic.results.items():
         mine = traffic.rounds(budget)
         training = [exchange for number in range(1, ROUNDS + 1) for exchange in mine[number]]
-        payloads = sum(exchange.down for exchange in training if exchange.path.endswith("/payload"))
+        payloads = sum(exchange.payload for exchange in training)
         updates = [exchange for exchange in training if exchange.method == "PUT"]
         assert result.training.bytes_down == payloads + sum(exchange.down for exchange in updates)
         assert result.training.bytes_up == sum(exchange.up for exchange in updates)

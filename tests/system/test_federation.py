@@ -180,7 +180,7 @@ def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
     coordinator.create(NAME, rounds=2, local_steps=400, evaluation_interval=0, early_stopping="off", seed=3)
     leaving = device.command(coordinator.url, NAME, "leaving", "--budget", "0.4")
     staying = device(coordinator.url, NAME, "staying", "--budget", "0.4")
-    coordinator.wait_for_log(r"GET /v1/assignments/\w+/payload", times=2)
+    coordinator.wait_for_log(r'GET /v1/federations/\S+/assignment\S* HTTP/1.1" 200', times=2)
     assert coordinator.rounds(NAME)[0]["updates"] == 0, "both are at work"
     leaving.signal(signal.SIGINT)
     assert leaving.wait(10) in INTERRUPTED, leaving.output
@@ -203,7 +203,7 @@ def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordi
     (chosen,) = wait_until(lambda: coordinator.rounds(NAME), "round 1 to open")[0]["cohort"]
     (idle,) = set(started) - {chosen}
     proxies[idle].wait_for(lambda exchange: "/assignment?" in exchange.path)
-    proxies[chosen].wait_for(lambda exchange: exchange.path.endswith("/payload"))
+    proxies[chosen].wait_for(lambda exchange: "/assignment?" in exchange.path and exchange.produced == 200)
     started[idle].signal(signal.SIGINT)
     assert started[idle].wait(10) in INTERRUPTED, started[idle].output
 

@@ -178,7 +178,8 @@ def test_upload_bytes_follow_the_touched_blocks(played, name):
 def test_payloads_are_what_has_changed(played, coordinator, name):
     """The first is the whole model. Then the device says which it holds; the rest follows from everybody's updates."""
     table, whole = played.manifest.block_table, 4 * played.manifest.shared_values
-    asked = [parse_qs(urlsplit(each.path).query).get("model") for each in played.exchanges(name, "GET", "/assignment")]
+    asking = [each for each in played.proxies[name].exchanges if each.path.partition("?")[0].endswith(ASKING)]
+    asked = [parse_qs(urlsplit(each.path).query).get("model") for each in asking]
     digests = [record["model_sha256"] for record in coordinator.rounds(NAME)]
     said = list(dict.fromkeys(model[0] for model in asked if model))
     assert asked[0] is None
@@ -186,12 +187,16 @@ def test_payloads_are_what_has_changed(played, coordinator, name):
     union = {
         number: np.logical_or(*(played.updates(each)[number].mask.on for each in DEVICES)) for number in range(ROUNDS)
     }
-    downs = [each.down for each in played.exchanges(name, "GET", "/payload")]
+    downs = [each.payload for each in played.proxies[name].exchanges if each.payload]
     assert whole <= downs[0] <= whole + SPARE
     # Rounds 3 and 4 (held: of round 1 and 2), then the last evaluation (held: of round 3).
     wanted = [4 * int(table.sizes[union[number]].sum()) for number in (1, 2, 3)]
     print(f"{name}: {downs} bytes down of {whole}; {wanted} are due in the last rounds")
     assert all(due <= down <= due + SPARE for due, down in zip(wanted, _last_three(downs), strict=True))
+
+
+ASKING = ("/assignment", "/update")
+"""What a device calls to be given work, or to send an update and be given more."""
 
 
 def _last_three(downs: list[int]) -> list[int]:
@@ -204,7 +209,7 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(played, coordin
     assert played.updates(LATE) == []
     (exchange,) = played.exchanges(LATE, "PUT", "/update")
     assert exchange.up < SPARE
-    (download,) = played.exchanges(LATE, "GET", "/payload")
+    (download,) = [each for each in played.proxies[LATE].exchanges if each.payload]
     version = coordinator.info(NAME)["model_version"]
     path = sorted(Path(coordinator.data / "blobs").glob(f"*/models/{version:09d}.[!s]*.safetensors"))[0]
     theta = load_file(path)
@@ -212,7 +217,7 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(played, coordin
     assert theta.keys() == held.keys()
     assert all(held[name].tobytes() == tensor.tobytes() for name, tensor in theta.items()), "θ bits unchanged"
     assert {tensor.dtype for tensor in theta.values()} == {np.dtype(np.float32)}
-    assert download.down >= 4 * played.manifest.shared_values
+    assert download.payload >= 4 * played.manifest.shared_values
     assert any(key.startswith("gate:") for key in played.kept[LATE][-1][1])
 
 

@@ -722,6 +722,7 @@ def test_a_device_has_few_calls_at_once(open_app, train):
 
 def test_a_large_update_without_a_range_is_checked_first_and_goes_to_the_disk(open_app, train, tmp_path, monkeypatch):
     monkeypatch.setattr(uploads, "GATHERED_BYTES", 1000)
+    monkeypatch.setattr(uploads, "WRITTEN_BYTES", 1000)
     client = open_app()
     devices = start_round(client)
     headers, assignment = devices[0]
