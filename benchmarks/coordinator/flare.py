@@ -1,9 +1,9 @@
 """NVIDIA FLARE as it is deployed: a provisioned project, a server, a process per site, and an operator's job.
 
 ``nvflare provision`` makes a startup kit for the server, each site and the operator, and each is started by its kit's
-own ``sub_start.sh``: the same processes as on machines of their own, all on this one; neither the simulator nor ``nvflare
-poc``. The server and every site start a process for the job. The scheme is the default, ``http``; no TLS, as on our
-side (``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m benchmarks.peers.install``).
+own ``sub_start.sh``: the same processes as on machines of their own, all on this one; neither the simulator nor
+``nvflare poc``. The server and every site start a process for the job. The scheme is the default, ``http``; no TLS, as
+on our side (``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m benchmarks.peers.install``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
@@ -36,12 +36,13 @@ SETTINGS = {"workspace": {"template_file": ["master_template.yml"]}, "static_fil
 class Sites(Side):
     """The sites, whose check also says why the operator's job ended."""
 
-    operator: Side | None = None
+    def __init__(self, folder: Path, environment: Mapping[str, str], operator: Side) -> None:
+        super().__init__(folder, environment)
+        self._operator = operator
 
     def check(self) -> None:
         super().check()
-        if self.operator:
-            self.operator.check()
+        self._operator.check()
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -57,7 +58,7 @@ def run(contest: Contest, folder: Path) -> Row:
     kits = _provision(contest.clients, port, folder)
     marks = Marks(folder / "marks")
     mine = environment(folder)
-    with Side(folder, mine) as server, Sites(folder, mine) as sites, Side(folder, mine) as operator:
+    with Side(folder, mine) as server, Side(folder, mine) as operator, Sites(folder, mine, operator) as sites:
         server.start("server", _start(kits / "server"))
         try:
             with server.watch() as memory:
@@ -73,7 +74,6 @@ def run(contest: Contest, folder: Path) -> Row:
                 # One round more than is measured: what follows the last one is another matter.
                 command += [str(contest.clients), str(contest.all_rounds + 1), str(_values(contest)), str(marks.path)]
                 operator.start("operator", command, cwd=ROOT)
-                sites.operator = operator
                 row = measure(contest, server, sites, Wire(port), marks, memory)
         except SystemExit as failed:
             raise SystemExit("\n".join([str(failed), *_complaints(kits)])) from None

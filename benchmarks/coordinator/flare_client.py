@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import nvflare.client as flare
-from nvflare.apis.fl_constant import FLMetaKey
+import nvflare.client as flare  # type: ignore[import-not-found]
+from nvflare.apis.fl_constant import FLMetaKey  # type: ignore[import-not-found]
 
 EXAMPLES = 100
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
-from nvflare.fuel.flare_api.flare_api import new_secure_session
+from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe  # type: ignore[import-not-found]
+from nvflare.fuel.flare_api.flare_api import new_secure_session  # type: ignore[import-not-found]
 
 START_SECONDS = 120.0
 LOGIN_SECONDS = 60.0

@@ -1,9 +1,9 @@
 """Flower's deployment engine: a SuperLink, a SuperNode per client, and ``flwr run``, as documented.
 
 Flower's newest release is installed in ``.venv-flower`` (``python -m benchmarks.peers.install``). No TLS, as on our
-side; telemetry, the search for updates and the installation of an app's dependencies are off. The rest are defaults: a
-SuperLink serves everybody by HTTP on one port and keeps its state in memory, and SuperLink and SuperNodes start the apps
-in processes of their own.
+side; telemetry, the search for updates and the installation of an app's dependencies are off. The rest are
+defaults: a SuperLink serves everybody by HTTP on one port and keeps its state in memory, and SuperLink and SuperNodes
+start the apps in processes of their own.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ federation, since one takes seconds, the others over {others}.
 
 - *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
   before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
-- *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP. State in
-  memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
+- *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP.
+  State in memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
 - *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
 - *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
   process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and
@@ -107,10 +107,10 @@ federation, since one takes seconds, the others over {others}.
 
 Processor seconds are user and system time of a side's processes, children that ended included, from `/proc`. Server
 memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's, FLARE's with its
-job's), sampled four times a
-second, start-up included; the old API and sparrow have one process. Bytes are what TCP carried at the server's port,
-headers of HTTP or gRPC included, and of the SuperLink's, which serves its ServerApp too, those of SuperNodes alone. No TLS, no telemetry, one machine: clients and server share its cores, so that a round
-lasts as long as all its processor time takes on them; CPU per update is the better figure to plan with.
+job's), sampled four times a second, start-up included; the old API and sparrow have one process. Bytes are what TCP
+carried at the server's port, headers of HTTP or gRPC included; of the SuperLink's, which serves its ServerApp too,
+those of the SuperNodes. No TLS, no telemetry, one machine: clients and server share its cores, so that a round lasts as
+long as all its processor time takes on them; CPU per update is the better figure to plan with.
 
 What is not alike: sparrow and only sparrow writes every update to disk and checks its digest and values, and FLARE
 writes each round's new model; the model of FLARE is one array of as many values, as its NumPy recipe has it, that of
@@ -169,8 +169,8 @@ def _about(rounds: Sequence[Row], run: Row | None) -> str:
 
 def _version(rows: Sequence[Row], engine: str) -> str:
     """Return the releases of a peer that were measured; rows of earlier days do not say."""
-    found = {row.get("version", "of a release not noted") for row in rows if row["engine"] == engine}
-    return " and ".join(sorted(found)) or "not measured"
+    found = {row.get("version", "(release not noted)") for row in rows if row["engine"] == engine}
+    return " and ".join(sorted(found)) or "(not measured)"
 
 
 def _figures(rows: Sequence[Row]) -> str:

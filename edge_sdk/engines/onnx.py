@@ -318,9 +318,9 @@ class Step:
         return self.run(inputs, targets), self.output()
 
     def output(self) -> NDArray[np.float32]:
-        """Return the model's outputs [N, ...] for the batch of the last run."""
+        """Return the model's outputs [N, ...] for the batch of the last run, which the next run does not change."""
         outputs = self._binding.get_outputs()
-        return np.asarray(outputs[self._bound + self._free.index("output")].numpy())
+        return np.array(outputs[self._bound + self._free.index("output")].numpy())
 
 
 class Training:
