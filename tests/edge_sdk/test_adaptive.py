@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.engine import OnnxEngine
+from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.publishing.untraced import describe_whole
+from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
 
@@ -111,3 +117,15 @@ def test_scores_are_those_of_evaluation_and_judged_like_it():
     assert wanted.num_examples == 21
     assert (scores.argmax(axis=1) == targets).mean() == pytest.approx(wanted.accuracy)
     assert engine.loss(scores, targets) == pytest.approx(wanted.loss, rel=1e-5)
+
+
+def test_scores_of_onnx_runtime_are_each_batchs_own():
+    task, builtin = load_task("digits", "index=0,of=4", device="d", seed=0, batch_size=8), load_builtin("digits")
+    graphs = Graphs(builtin.graphs["step"], builtin.graphs["evaluation"])
+    engine = OnnxEngine(Network(builtin.manifest, Sessions(graphs)), classification=True)
+    engine.load(initial_values(builtin.manifest, 0))
+    scores, targets = engine.scores(task.held_out)
+    assert len(np.unique(scores, axis=0)) > len(scores) / 2
+    found = engine.evaluate(task.held_out)
+    assert (scores.argmax(axis=1) == targets).mean() == pytest.approx(found.accuracy)
+    assert engine.loss(scores, targets) == pytest.approx(found.loss, rel=1e-5)
