@@ -43,8 +43,8 @@ class Device:
     def ask(self, wait_seconds: float) -> Assignment | None:
         """Return the next assignment when there is one. Raises FederationOver."""
         if self._next is not None:
-            assignment, self._next = self._next, None
-            return assignment
+            following, self._next = self._next, None
+            return following
         self._transport.token = self._token
         assignment, pause = self._transport.assignment(self._federation, wait_seconds, None, self._digest)
         if assignment is None:

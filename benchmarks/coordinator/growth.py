@@ -67,8 +67,8 @@ def run(crowd: Crowd, folder: Path, note: Callable[[], object]) -> Row:
             ours.wait_until_healthy(addresses[-1], process, folder / f"coordinator-{number}.log")
             processes.append(process)
         settings = {**ALWAYS, "method": "fedavg", "rounds": crowd.rounds + 1}
-        cohort = {"cohort": crowd.cohort, "min_devices": crowd.enrolled}
-        publish(addresses[0], FEDERATION, task_of(SMALL), **settings, **cohort)
+        settings |= {"cohort": crowd.cohort, "min_devices": crowd.enrolled}
+        publish(addresses[0], FEDERATION, task_of(SMALL), **settings)
         with _players(addresses) as players:
             began, enrolling = time.monotonic(), server.processor_seconds()
             devices = _enrol(players, crowd.enrolled)

@@ -203,7 +203,7 @@ class DeviceCalls(Middleware):
             if known is None:
                 raise
             answer = known
-        return await answer(scope, receive, send)
+        await answer(scope, receive, send)
 
     def _answering(
         self, coordinator: Coordinator, scope: Scope, receive: Receive, caller: Caller, cost: str | None

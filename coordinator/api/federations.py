@@ -180,7 +180,7 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
     await run_in_threadpool(coordinator.federations.get, name)  # 404 before the stream begins
 
     async def admit() -> Identity:
-        identity = await identify(coordinator, request)
+        identity = await identify(coordinator, request.scope)
         await observer(identity, request)
         return identity
 

@@ -76,15 +76,18 @@ class UploadCosts:
             for device_id, cost in costs
         ]
         with self._store.writing() as db:
-            connection, rounds = db.connection(), set()
+            connection, rounds = db.connection(), set[tuple[int, int]]()
             connection.execute(_DOWN, moved)
             connection.execute(_UP, moved)
             for device_id, cost in costs:
                 which = {"cost_of": cost.assignment_id, "device": device_id}
                 values = {**which, "upload_cost": cost.upload.model_dump(mode="json")}
                 found = connection.execute(_COST, values).first()
-                if found is not None:
-                    federation_id, number, arrival, counted = found
-                    rounds.add((federation_id, number if arrival is None else counted))
-            for federation_id, number in sorted(each for each in rounds if each[1] is not None):
-                touch(db, federation_id, number)  # else it waits in a buffer, and no record that is kept has it
+                if found is None:
+                    continue
+                federation_id, number, arrival, counted = found
+                in_round = number if arrival is None else counted
+                if in_round is not None:  # else it waits in a buffer, and no record that is kept has it
+                    rounds.add((federation_id, in_round))
+            for federation_id, in_round in sorted(rounds):
+                touch(db, federation_id, in_round)
