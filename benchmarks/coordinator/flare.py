@@ -3,7 +3,8 @@
 ``nvflare provision`` makes a startup kit for the server, each site and the operator, and each is started by its kit's
 own ``sub_start.sh``: the same processes as on machines of their own, all on this one; neither the simulator nor
 ``nvflare poc``. The server and every site start a process for the job. The scheme is the default, ``http``; no TLS, as
-on our side (``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m benchmarks.peers.install``).
+on our side (``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m
+benchmarks.peers.install``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from sparrow.benchmarks.server import free_port
 
 PEER = PEERS["flare"]
 OPERATOR = "admin@contest.org"
-PROVISION_SECONDS = 120
+PROVISION_SECONDS = 120.0
 PARTS = (
     "workspace.WorkspaceBuilder",
     "static_file.StaticFileBuilder",
@@ -64,15 +64,10 @@ def run(contest: Contest, folder: Path) -> Row:
             with server.watch() as memory:
                 for number in range(contest.clients):
                     sites.start(f"site-{number + 1}", _start(kits / f"site-{number + 1}"))
-                command = [
-                    str(PEER.python),
-                    "-m",
-                    "benchmarks.coordinator.flare_job",
-                    str(kits / OPERATOR),
-                    str(folder),
-                ]
+                command = [str(PEER.python), "-m", "benchmarks.coordinator.flare_job", str(kits / OPERATOR)]
                 # One round more than is measured: what follows the last one is another matter.
-                command += [str(contest.clients), str(contest.all_rounds + 1), str(_values(contest)), str(marks.path)]
+                numbers = (contest.clients, contest.all_rounds + 1, _values(contest))
+                command += [str(folder), *map(str, numbers), str(marks.path)]
                 operator.start("operator", command, cwd=ROOT)
                 row = measure(contest, server, sites, Wire(port), marks, memory)
         except SystemExit as failed:
@@ -103,17 +98,9 @@ def _provision(clients: int, port: int, folder: Path) -> Path:
     }
     file = folder / "project.yml"
     file.write_text(json.dumps(project))  # YAML holds JSON
-    done = subprocess.run(
-        [str(PEER.python.with_name("nvflare")), "provision", "-p", str(file), "-w", str(folder / "kits"), "--force"],
-        env=os.environ | environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PROVISION_SECONDS,
-    )
+    command = ["nvflare", "provision", "-p", str(file), "-w", str(folder / "kits"), "--force"]
+    PEER.call(command, environment(folder), PROVISION_SECONDS)
     kits = folder / "kits" / "contest" / "prod_00"
-    if done.returncode or not kits.is_dir():
-        raise SystemExit(f"nvflare provision ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     local = kits / "server" / "local"
     resources = (local / "resources.json.default").read_text()
     # Its stores of jobs and snapshots, which are in /tmp/nvflare for everybody.
@@ -122,7 +109,8 @@ def _provision(clients: int, port: int, folder: Path) -> Path:
 
 
 def _complaints(kits: Path) -> Iterator[str]:
-    """Yield the last errors in the logs of the server and the sites, those of their jobs included."""
+    """Yield the first errors in the logs of the server and the sites, those of their jobs included."""
     for log in sorted(kits.glob("*/**/log.txt")):
-        if found := [line for line in log.read_text(errors="replace").splitlines() if " ERROR " in line]:
-            yield "\n".join([f"{log.relative_to(kits)}:", *(line[:500] for line in found[-5:])])
+        _, error, rest = log.read_text(errors="replace").partition(" - ERROR - ")
+        if error:
+            yield f"{log.relative_to(kits)}:\n{rest[:2000]}"

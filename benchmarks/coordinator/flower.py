@@ -116,9 +116,8 @@ def run(contests: Sequence[Contest], folder: Path) -> list[Row]:
                     row = measure(contest, server, clients, wire, marks, memory)
             except SystemExit as failed:
                 logs = [folder / "superlink.log", folder / "client-0.log"]
-                raise SystemExit(
-                    "\n".join([str(failed), *(f"{x.name}:\n{x.read_text()[-2000:]}" for x in logs)])
-                ) from None
+                said = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs]
+                raise SystemExit("\n".join([str(failed), *said])) from None
             rows.append({"engine": "flower", "version": PEER.version("flwr"), **row})
     return rows
 
@@ -144,13 +143,5 @@ def _submit(contest: Contest, folder: Path, marks: Marks) -> None:
     }
     file = folder / f"{contest.model.name}.toml"
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
-    done = subprocess.run(
-        ["flwr", "run", str(folder / "plain"), "contest", "--run-config", str(file)],
-        env=os.environ | environment(folder, PEER.python),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SUBMIT_SECONDS,
-    )
-    if done.returncode:
-        raise SystemExit(f"flwr run ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    command = ["flwr", "run", str(folder / "plain"), "contest", "--run-config", str(file)]
+    PEER.call(command, environment(folder, PEER.python), SUBMIT_SECONDS)

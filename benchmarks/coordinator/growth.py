@@ -1,4 +1,4 @@
-"""What a device-round costs the coordinator where many devices are enrolled, and where several processes share records:
+"""The cost of a device-round where many devices are enrolled, and where several processes share records:
 ``python -m benchmarks.coordinator.growth [--postgresql URL]`` prints a line of JSON for each measurement.
 
 All devices are played by one process, which asks who is waited for and lets these answer, a few at a time. Devices that

@@ -99,7 +99,8 @@ federation, since one takes seconds, the others over {others}.
 - *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
   before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
 - *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP.
-  State in memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
+  State in memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it
+  takes.
 - *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
 - *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
   process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and

@@ -6,8 +6,11 @@ Without names, all of them. Nothing of them enters our own environment, and thei
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,24 @@ class Peer:
         """Raise SystemExit if it is not installed."""
         if not self.python.exists():
             raise SystemExit(f"{self.title} is not installed: python -m benchmarks.peers.install")
+
+    def call(self, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> None:
+        """Run one of its commands, found in the path of ``environment``, which is on top of this process's own.
+
+        Raises SystemExit with what it printed if it fails or takes longer.
+        """
+        name = " ".join(command[:2])
+        with tempfile.TemporaryFile("w+") as out:
+            try:
+                code = subprocess.call(
+                    command, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT, timeout=seconds
+                )
+                failed = f"{name} ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                failed = f"{name} took more than {seconds:g} s"
+            if failed:
+                out.seek(0)
+                raise SystemExit(f"{failed}:\n{out.read()[-5000:]}")
 
     def install(self) -> None:
         """Create or update the environment."""

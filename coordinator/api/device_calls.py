@@ -46,7 +46,7 @@ JSON = "application/json"
 
 
 class Holding(BaseModel):
-    """What a device that asks for work says that it holds."""
+    """The query of a device that says what it holds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

@@ -103,7 +103,7 @@ _MOVING = select(Federation.id, Federation.name).where(Federation.status.in_(("w
 
 
 class Step(Enum):
-    """What a step has done: nothing; moved something, so that there may be more to do; or opened a round."""
+    """The outcome of a step: nothing; something moved, so that there may be more to do; or a round was opened."""
 
     nothing = 0
     moved = 1
