@@ -109,7 +109,13 @@ def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -
             rows.append(memory.run(count, work, bar.update))
             bar.write(json.dumps(rows[-1]))
             shutil.rmtree(work)
-    return rows
+    return rows + [json.loads(line) for line in _former() if '"kind": "growth"' in line]
+
+
+def _former() -> list[str]:
+    """Return the recorded lines: those of ``growth`` are measured by themselves."""
+    file = RESULTS / "coordinator.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
 
 
 if __name__ == "__main__":

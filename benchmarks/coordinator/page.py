@@ -69,20 +69,27 @@ class Asked:
 
 
 ASKED = (
-    Asked("a round is shorter", "sparrow", "flower", "small", _figure("seconds_per_round"), 1 / 50, True),
-    Asked("a round is shorter", "sparrow", "flower", "large", _figure("seconds_per_round"), 1 / 15, True),
-    Asked("server CPU per update", "sparrow", "flower", None, _figure("server_seconds_per_update"), 0.15),
+    Asked("a round is shorter", "sparrow", "flower", "small", _figure("seconds_per_round"), 1 / 100, True),
+    Asked("a round is shorter", "sparrow", "flower", "large", _figure("seconds_per_round"), 1 / 25, True),
+    Asked("server CPU per update", "sparrow", "flower", "small", _figure("server_seconds_per_update"), 0.06),
+    Asked("server CPU per update", "sparrow", "flower", "large", _figure("server_seconds_per_update"), None),
     Asked("client CPU per round", "sparrow", "flower", None, _figure("client_seconds_per_round"), 0.05),
-    Asked("server memory", "sparrow", "flower", None, _memory, 0.2),
+    Asked("server memory", "sparrow", "flower", "small", _memory, None),
+    Asked("server memory", "sparrow", "flower", "large", _memory, 0.25),
     Asked("server CPU per update", "sparrow", "grpc", "large", _figure("server_seconds_per_update"), 1.0),
-    Asked("server CPU per update", "sparrow 0.2", "grpc", "large", _figure("server_seconds_per_update"), 0.25),
-    Asked("server memory", "sparrow", "grpc", "large", _memory, 0.1),
+    Asked("server CPU per update", "sparrow 0.2", "grpc", "large", _figure("server_seconds_per_update"), 0.5),
+    Asked("server CPU per update", "sparrow", "grpc", "small", _figure("server_seconds_per_update"), None),
+    Asked("server memory", "sparrow", "grpc", "large", _memory, None),
     Asked("a round is shorter", "sparrow", "flare", None, _figure("seconds_per_round"), None, True),
     Asked("server CPU per update", "sparrow", "flare", None, _figure("server_seconds_per_update"), None),
     Asked("client CPU per round", "sparrow", "flare", None, _figure("client_seconds_per_round"), None),
     Asked("server memory", "sparrow", "flare", None, _memory, None),
     Asked("server CPU per update", "sparrow 0.2", "flare", "large", _figure("server_seconds_per_update"), None),
 )
+CROWD = ["server CPU, ms/device-round", "device-rounds/s", "server CPU, ms/enrolment", "peak RSS, MB"]
+CROWDED = 1.3
+"""How much more a device-round may cost with the most devices enrolled."""
+MILLION, DAY = 1_000_000, 24 * 3600
 GROWTH = 0.10
 """By how much peak memory with the most updates may exceed that with the fewest."""
 
@@ -99,8 +106,8 @@ federation, since one takes seconds, the others over {others}.
 - *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
   before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
 - *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP.
-  State in memory, the default. SuperLink and SuperNodes start a process for every app's run: that is most of what it
-  takes.
+  State in memory, the default. SuperLink and SuperNodes start a process for every app's run, and wait in fixed steps: an
+  idle SuperNode asks every 3 s, and so does the app for its answers.
 - *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
 - *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
   process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and
@@ -130,6 +137,9 @@ def page(rows: Sequence[Row]) -> str:
     memory = [row for row in rows if row["kind"] == "memory"]
     if memory:
         parts += ["## Memory by updates in a round\n", _growth(memory)]
+    crowds = [row for row in rows if row["kind"] == "growth"]
+    if crowds:
+        parts += ["## Many devices\n", _crowds(crowds)]
     return "\n".join(parts)
 
 
@@ -225,6 +235,44 @@ def _growth(rows: Sequence[Row]) -> str:
         f"Dense updates of {model} parameters, by the kernel's count of the coordinator process (VmHWM).\n\n{table}\n"
         f"With {ordered[-1]['updates']:,} updates it is {100 * grown:.1f} % more than with {ordered[0]['updates']:,}; "
         f"less than {100 * GROWTH:.0f} % is asked: {'met' if grown < GROWTH else 'not met'}.\n"
+    )
+
+
+def _crowds(rows: Sequence[Row]) -> str:
+    """Return what device-rounds cost among many enrolled devices, and what a million a day would take."""
+    table = markdown_table(
+        ["enrolled", "drawn", "rounds", "records", "processes", *CROWD],
+        [
+            [
+                f"{row['enrolled']:,}",
+                str(row["cohort"]),
+                str(row["rounds"]),
+                row["records"],
+                str(row["processes"]),
+                f"{1000 * row['server_seconds_per_update']:.2f}",
+                f"{row['updates_per_second']:.0f}",
+                f"{1000 * row['server_seconds_per_enrolment']:.2f}",
+                f"{row['server_peak_rss'] / MB:.0f}",
+            ]
+            for row in rows
+        ],
+    )
+    alone = [row for row in rows if row["records"] == "SQLite"]
+    few, many = min(alone, key=lambda row: row["enrolled"]), max(alone, key=lambda row: row["enrolled"])
+    share = many["server_seconds_per_update"] / few["server_seconds_per_update"]
+    seconds = MILLION * (many["server_seconds_per_update"] + many["server_seconds_per_enrolment"])
+    memory = (many["server_peak_rss"] - few["server_peak_rss"]) / (many["enrolled"] - few["enrolled"])
+    return (
+        f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all calls "
+        f"of a device-round, the lists of who is waited for included. A process of ours plays the devices, on the same "
+        f"cores.\n\n{table}\n"
+        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of what it does with {few['enrolled']:,}; at "
+        f"most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
+        f"**A million devices a day**, each enrolled and doing one device-round of this model, would take "
+        f"{seconds / 3600:.1f} hours of one core by these coefficients, {100 * seconds / DAY:.0f} % of it, {MILLION / DAY:.0f} "
+        f"device-rounds a second, and {memory * MILLION / 1e9:.1f} GB more memory if it grew alike, which was not measured "
+        f"beyond {many['enrolled']:,}. Every device-round moves two models through the network. What was not measured: "
+        f"draws among a million rows, and the long polls of devices that wait, each of which holds a connection.\n"
     )
 
 

@@ -19,11 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Peer:
-    """One environment. title: what an error calls it; requirements: a file beside this one."""
+    """One environment. title: what an error calls it; requirements: as pip takes them, torch first and alone: resolved
+    with the rest, its newest build would bring gigabytes of CUDA."""
 
     title: str
     folder: Path
-    requirements: Path
+    requirements: tuple[str, ...]
 
     @property
     def python(self) -> Path:
@@ -32,8 +33,8 @@ class Peer:
 
     def version(self, package: str) -> str:
         """Return the pinned version of a package."""
-        lines = self.requirements.read_text().splitlines()
-        return next(line.split("==")[1] for line in lines if line.partition("[")[0].partition("==")[0] == package)
+        pins = dict(each.split("==") for each in self.requirements if "==" in each)
+        return next(version for name, version in pins.items() if name.partition("[")[0] == package)
 
     def check(self) -> None:
         """Raise SystemExit if it is not installed."""
@@ -62,19 +63,19 @@ class Peer:
         """Create or update the environment."""
         pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
-        for torch in [line for line in self.requirements.read_text().splitlines() if line.startswith("torch==")]:
+        for torch in [each for each in self.requirements if each.startswith("torch==")]:
             subprocess.run([*pip, torch], check=True)
-        subprocess.run([*pip, "--requirement", str(self.requirements)], check=True)
+        subprocess.run([*pip, *self.requirements], check=True)
 
 
-def _peer(title: str, name: str, requirements: str) -> Peer:
-    return Peer(title, ROOT / f".venv-{name}", Path(__file__).with_name(requirements))
+def _peer(title: str, name: str, *requirements: str) -> Peer:
+    return Peer(title, ROOT / f".venv-{name}", requirements)
 
 
 PEERS = {
-    "peers": _peer("Flower with its old gRPC API", "peers", "requirements.txt"),
-    "flower": _peer("Flower", "flower", "requirements-flower.txt"),
-    "flare": _peer("NVIDIA FLARE", "flare", "requirements-flare.txt"),
+    "peers": _peer("Flower with its old gRPC API", "peers", "torch==2.13.0", "numpy>=1.26", "flwr[simulation]==1.32.0"),
+    "flower": _peer("Flower", "flower", "flwr==1.42.0", "numpy==2.4.6"),
+    "flare": _peer("NVIDIA FLARE", "flare", "nvflare==2.9.0", "numpy==2.4.6"),
 }
 """By the name of the environment, ``.venv-NAME``. ``peers`` has torch and the last Flower with the old gRPC API, which
 is also the one of the simulations."""

@@ -192,10 +192,12 @@ class DeviceCalls(Middleware):
         caller = scope["state"]["identity"].caller
         cost = header(scope, b"sparrow-upload-cost")
         if not isinstance(caller, Caller) or len(cost or "") > MOST_COST:
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         answering = self._answering(coordinator, scope, receive, caller, cost)
         if answering is None:
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         try:
             answer = await answering
         except Exception as error:

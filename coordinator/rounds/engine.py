@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sqlalchemy import and_, bindparam, delete, func, or_, select
+from sqlalchemy import and_, bindparam, delete, func, literal_column, or_, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
@@ -99,11 +99,23 @@ _FEDERATION_AND_ROUND = (
     .outerjoin(Round, and_(Round.federation_id == Federation.id, Round.status == "open"))
     .where(Federation.id == bindparam("federation_id"))
 )
-_MOVING = select(Federation.id, Federation.name).where(Federation.status.in_(("waiting", "running", "stopped")))
+_SOMEBODY_TRAINS = (
+    select(Assignment.id)
+    .where(
+        Assignment.federation_id == bindparam("federation_id"),
+        Assignment.round == bindparam("number"),
+        Assignment.kind == wire.Kind.train.value,
+        Assignment.status == literal_column("'open'"),
+    )
+    .limit(1)
+)
+_MOVING = select(Federation.id, Federation.name, Federation.status).where(
+    Federation.status.in_(("waiting", "running", "stopped"))
+)
 
 
 class Step(Enum):
-    """The outcome of a step: nothing; something moved, so that there may be more to do; or a round was opened."""
+    """The outcome of a step: nothing; something moved, so that there may be more to do; or a round opened."""
 
     nothing = 0
     moved = 1
@@ -163,6 +175,7 @@ class Rounds:
         # By federation: devices that did not prepare it, since the others were asked.
         self._failed_to_prepare: dict[int, set[str]] = {}
         self._stuck: dict[int, float] = {}
+        self._calm: dict[int, tuple[int, float]] = {}  # by federation: a round that waits for all, and until when
         self._late_seen: dict[int, float] = {}
         self._silent_seen: dict[int, float] = {}
         self._looked_at = -math.inf
@@ -188,12 +201,15 @@ class Rounds:
         """Turn facts into progress; return whether something moved that a device or observer may wait for."""
         moved = False
         with self._advancing:
+            now = self._clock()
             with self._store.reading() as db:
                 federations = db.execute(_MOVING).all()
-            now = self._clock()
+                calm = {row[0] for row in federations if self._is_calm(db, row[0], row[2], now)}
             since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
             self._looking_since = {row[0]: since.get(row[0], now) for row in federations}
-            for federation_id, name in federations:
+            for federation_id, name, _ in federations:
+                if federation_id in calm:
+                    continue
                 with about(federation=name):
                     try:
                         while (found := self._step_whole(federation_id)) is not Step.nothing:
@@ -216,6 +232,15 @@ class Rounds:
                         self._stuck.pop(federation_id, None)
             self._looked_at = self._clock()
         return moved
+
+    def _is_calm(self, db: Session, federation_id: int, status: str, now: float) -> bool:
+        """Return whether there is nothing to do but to wait: a cohort's first updates have come, or none.
+
+        They are folded later, if there are few enough to be in memory by then."""
+        number, until = self._calm.get(federation_id, (0, -math.inf))
+        if status != "running" or not now < until or not self._decoded.has_room:
+            return False
+        return db.execute(_SOMEBODY_TRAINS, {"federation_id": federation_id, "number": number}).first() is not None
 
     def _is_deleted(self, federation_id: int) -> bool:
         with self._store.reading() as db:
@@ -383,6 +408,9 @@ class Rounds:
         folding = self._fold(federation, current)
         folding.take_in_order(cohort)
         if waiting:
+            if current.target == len(cohort):  # else it may close while some still train
+                until = min(current.deadline_at, self._clock() + LOOK_SECONDS)
+                self._calm[federation.id] = (current.number, until)
             return self._expire_late(federation.id)
         why = f"skipped: {len(done)} updates came, and min_updates is {lacking}"
         self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)

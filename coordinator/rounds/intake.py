@@ -76,6 +76,11 @@ class DecodedUpdates:
         self._bytes = 0
         self._lock = threading.Lock()
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether as much again may come before any is dropped."""
+        return self._bytes < DECODED_BYTES / 2
+
     def put(self, key: str, decoded: bundle.Bundle) -> None:
         """Keep an update, in place of the oldest ones."""
         with self._lock:
