@@ -106,8 +106,8 @@ federation, since one takes seconds, the others over {others}.
 - *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
   before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
 - *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP.
-  State in memory, the default. SuperLink and SuperNodes start a process for every app's run, and wait in fixed steps: an
-  idle SuperNode asks every 3 s, and so does the app for its answers.
+  State in memory, the default. SuperLink and SuperNodes start a process for every app's run, and wait in fixed steps:
+  an idle SuperNode asks every 3 s, and so does the app for its answers.
 - *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
 - *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
   process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and
@@ -266,13 +266,13 @@ def _crowds(rows: Sequence[Row]) -> str:
         f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all calls "
         f"of a device-round, the lists of who is waited for included. A process of ours plays the devices, on the same "
         f"cores.\n\n{table}\n"
-        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of what it does with {few['enrolled']:,}; at "
-        f"most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
+        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of what it does with {few['enrolled']:,}; "
+        f"at most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
         f"**A million devices a day**, each enrolled and doing one device-round of this model, would take "
-        f"{seconds / 3600:.1f} hours of one core by these coefficients, {100 * seconds / DAY:.0f} % of it, {MILLION / DAY:.0f} "
-        f"device-rounds a second, and {memory * MILLION / 1e9:.1f} GB more memory if it grew alike, which was not measured "
-        f"beyond {many['enrolled']:,}. Every device-round moves two models through the network. What was not measured: "
-        f"draws among a million rows, and the long polls of devices that wait, each of which holds a connection.\n"
+        f"{seconds / 3600:.1f} hours of one core by these coefficients, {100 * seconds / DAY:.0f} % of it, at "
+        f"{MILLION / DAY:.0f} device-rounds a second, and {memory * MILLION / 1e9:.1f} GB more memory, if it grew "
+        f"alike, which was not measured beyond {many['enrolled']:,}. Not measured: draws among a million rows, and the "
+        f"long polls of devices that wait, each of which holds a connection.\n"
     )
 
 
