@@ -263,10 +263,10 @@ def _crowds(rows: Sequence[Row]) -> str:
     seconds = MILLION * (many["server_seconds_per_update"] + many["server_seconds_per_enrolment"])
     memory = (many["server_peak_rss"] - few["server_peak_rss"]) / (many["enrolled"] - few["enrolled"])
     return (
-        f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all calls "
-        f"of a device-round, the lists of who is waited for included. A process of ours plays the devices, on the same "
-        f"cores.\n\n{table}\n"
-        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of what it does with {few['enrolled']:,}; "
+        f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all "
+        f"calls of a device-round, the lists of who is waited for included. A process of ours plays the devices, on the "
+        f"same cores.\n\n{table}\n"
+        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of it with {few['enrolled']:,}; "
         f"at most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
         f"**A million devices a day**, each enrolled and doing one device-round of this model, would take "
         f"{seconds / 3600:.1f} hours of one core by these coefficients, {100 * seconds / DAY:.0f} % of it, at "
