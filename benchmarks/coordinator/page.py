@@ -264,7 +264,7 @@ def _crowds(rows: Sequence[Row]) -> str:
     memory = (many["server_peak_rss"] - few["server_peak_rss"]) / (many["enrolled"] - few["enrolled"])
     return (
         f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all "
-        f"calls of a device-round, the lists of who is waited for included. A process of ours plays the devices, on the "
+        f"calls of a device-round, the lists of who is waited for included. One process plays the devices, on the "
         f"same cores.\n\n{table}\n"
         f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of it with {few['enrolled']:,}; "
         f"at most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
