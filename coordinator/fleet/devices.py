@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import (
@@ -247,6 +247,11 @@ class Devices:
         self._forget(revoked)
 
 
+_HOLDER = (
+    select(Device, Federation)
+    .join(Federation, Federation.id == Device.federation_id)
+    .where(or_(Device.token_sha256 == bindparam("digest"), Device.next_token_sha256 == bindparam("digest")))
+)
 UNKNOWN = "the device token is unknown or revoked; enrol again"
 
 
@@ -257,10 +262,7 @@ def revoke(db: Session, device: Device) -> None:
 
 
 def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
-    mine = or_(Device.token_sha256 == digest, Device.next_token_sha256 == digest)
-    row = db.execute(
-        select(Device, Federation).join(Federation, Federation.id == Device.federation_id).where(mine)
-    ).first()
+    row = db.execute(_HOLDER, {"digest": digest}).first()
     if row is None and db.get(DeletedDevice, digest) is not None:
         raise FederationDeleted
     if row is None or row[0].status == "revoked":

@@ -30,12 +30,16 @@ FEWEST_COUNTS = 3
 """Devices of a cohort that say how many samples they have, below which the median is that of all that are there."""
 
 # Columns of devices and not whole records, for there may be many; statements of every round are made once.
-_EXAMPLES = select(Device.num_examples).where(
-    Device.federation_id == bindparam("federation_id"),
-    or_(
-        Device.status == "active",
-        and_(Device.status == "stopped", Device.stopped_round == bindparam("number")),  # with an update that counts
-    ),
+_EXAMPLES = (
+    select(Device.num_examples, func.count())
+    .where(
+        Device.federation_id == bindparam("federation_id"),
+        or_(
+            Device.status == "active",
+            and_(Device.status == "stopped", Device.stopped_round == bindparam("number")),  # with an update that counts
+        ),
+    )
+    .group_by(Device.num_examples)
 )
 _PLAN = (
     select(Assignment.plan)
@@ -67,7 +71,7 @@ def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> 
 def situation_of(db: Session, manifest: Manifest, federation: Federation, number: int) -> Situation:
     """Return the situation of round ``number`` for its method, when it opens and when it closes."""
     which = {"federation_id": federation.id, "number": number}
-    examples = [row[0] for row in db.execute(_EXAMPLES, which)]
+    examples = [row[0] for row in db.execute(_EXAMPLES, which) for _ in range(row[1])]
     settings = settings_of(federation)
     return Situation(
         manifest,

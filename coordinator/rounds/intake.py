@@ -61,7 +61,7 @@ LEAST_SPREAD = 0.05
 ROUNDING = 1e-6
 """The share of a tensor's largest running variance by which rounding may bring another one below 0."""
 
-DECODED_BYTES = 64 * 1024 * 1024
+DECODED_BYTES = 24 * 1024 * 1024
 """Decoded updates that are kept in memory: a few, or none of a large model. All of them are on the disk, too."""
 
 
