@@ -49,8 +49,8 @@ def sizes(proxy: Proxy) -> dict[str, list[int]]:
     for each in proxy.exchanges:
         if each.method == "PUT":
             found["up"].append(each.up)
-        elif each.path.endswith("/payload"):
-            found["down"].append(each.down)
+        if each.payload:
+            found["down"].append(each.payload)
     return found
 
 
@@ -111,7 +111,7 @@ def play(coordinator: Coordinator, devices: Devices, disturbed: bool) -> tuple[l
         wait_until((devices.folder / "small" / "mask.bits").exists, "the neurons that the device chose")
         running["small"].kill()
         running["small"] = start("small")
-        coordinator.wait_for_log(r"PUT /v1/assignments/\w+/update HTTP/1.1\" 201")
+        coordinator.wait_for_log(r"PUT /v1/assignments/\w+/update\S* HTTP/1.1\" 201")
         coordinator.kill()
         coordinator.start()
     for device in running.values():

@@ -59,7 +59,7 @@ def test_a_killed_device_costs_its_round_seconds_and_later_ones_nothing(coordina
     settings = {"local_steps": 600, "min_devices": 2, "evaluation_interval": 0, "early_stopping": "off"}
     coordinator.create("f", rounds=3, silence_seconds=3, deadline_seconds=600, **settings)
     stays, dies = (device(coordinator.url, "f", name, "--quiet") for name in ("stays", "dies"))
-    coordinator.wait_for_log(r"GET /v1/assignments/\w+/payload HTTP/1.1\" 200", times=2)
+    coordinator.wait_for_log(r"GET /v1/federations/\S+/assignment\S* HTTP/1.1\" 200", times=2)
     dies.kill()
     assert stays.wait(120) == 0, stays.output
     first, *later = coordinator.rounds("f")

@@ -73,7 +73,7 @@ class Traffic:
         return self.rounds(name)[number][-1].up
 
     def down(self, name: str, number: int) -> int:
-        return sum(each.down for each in self.rounds(name)[number] if each.path.split("?")[0].endswith("/payload"))
+        return sum(each.payload for each in self.rounds(name)[number])
 
 
 @pytest.fixture(scope="module")
