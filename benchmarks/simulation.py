@@ -1,9 +1,9 @@
 """The speed of the fleet, compared with Flower's simulation and a loop without a framework, and a thousand devices.
 
-    python -m benchmarks.simulation speed --data mnist.npz    all three in turn; then one of each for memory
+    python -m benchmarks.simulation speed --data mnist.npz    all in turn; then one of each for memory
     python -m benchmarks.simulation scale --data mnist.npz    100 and 1,000 devices: memory of fleet and coordinator
 
-Each run is a command of its own. Ratios are taken within a turn of the three, so that changes of the machine's speed
+Each run is a command of its own. Ratios are taken within a turn of all, so that changes of the machine's speed
 affect all alike, and the median over turns is quoted. Results replace those of their kind in
 ``docs/results/simulation.jsonl``, from which ``simulation.md`` is made.
 """
@@ -27,7 +27,15 @@ from sparrow.benchmarks.peers.memory import measure
 from sparrow.benchmarks.server import machine
 
 FOLDER = Path("docs/results")
-PEERS = ("sparrow", "bare", "flower")
+PEERS = {
+    "sparrow": ["sparrow"],
+    "sparrow over HTTP": ["sparrow", "--http"],
+    "sparrow with PyTorch": ["sparrow", "--http", "--engine", "torch"],
+    "bare": ["bare"],
+    "flower": ["flower"],
+}
+"""Each with its module in ``benchmarks.peers`` and its arguments."""
+OURS = tuple(peer for peer in PEERS if peer.startswith("sparrow"))
 
 Row = dict[str, Any]
 
@@ -40,13 +48,15 @@ def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row
             for peer in peers:
                 bar.set_description(peer)
                 watched = turn == turns
-                command = [sys.executable, "-m", f"benchmarks.peers.{peer}", "--data", str(data)]
+                module, *arguments = PEERS[peer]
+                command = [sys.executable, "-m", f"benchmarks.peers.{module}", "--data", str(data), *arguments]
                 command += ["--rounds", str(rounds), "--memory" if watched else "--no-memory"]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise SystemExit(f"{peer} failed:\n{done.stderr[-3000:]}")
                 row = json.loads(done.stdout.splitlines()[-1])
-                rows.append({"row": "memory" if watched else "speed", "turn": turn, "machine": machine(), **row})
+                kind = "memory" if watched else "speed"
+                rows.append({"row": kind, "turn": turn, "machine": machine(), **row, "peer": peer})
                 bar.update()
     return rows
 
@@ -72,8 +82,9 @@ Made by `python -m benchmarks.simulation speed --data mnist.npz` and `... scale 
 `simulation.jsonl` beside this page. The work is that of `benchmarks/peers/work.py`: MNIST's small network (21,840
 parameters), 100 devices of 600 samples, 10 a round, one local epoch in batches of 50, plain SGD, FedAvg; two processes
 of one thread each. *bare* is a PyTorch loop without any framework, *flower* is Flower 1.32's simulation on Ray.
-sparrow's runs include a coordinator process, HTTP, records on disk, and an evaluation of the first model that each
-device receives, which the others do not have; its last accuracy is that of ten devices, on a hundredth of the test
+*sparrow* trains with ONNX Runtime and has its coordinator in the same process, *over HTTP* in one of its own, and *with
+PyTorch* also two processes that train. All of them write records to disk, and each device evaluates the first model
+that it receives, which the others do not do; the last accuracy is that of ten devices, on a hundredth of the test
 images each. No device fetches the finished model, as none does of the others.
 """
 
@@ -113,16 +124,18 @@ def page(rows: Sequence[Row]) -> str:
         )
         parts.append(
             markdown_table(
-                ["sparrow against", "processor s", "device-rounds/s", "whole command, start-up included"],
+                ["", "against", "processor s", "device-rounds/s", "whole command, start-up included"],
                 [
                     [
+                        mine,
                         peer,
-                        _spread(_ratios(runs, peer, "processor_per_device_round")),
-                        _spread(_ratios(runs, peer, "device_rounds_per_second")),
-                        _spread([1 / ratio for ratio in _ratios(runs, peer, "seconds_whole_command")]),
+                        _spread(_ratios(runs, mine, peer, "processor_per_device_round")),
+                        _spread(_ratios(runs, mine, peer, "device_rounds_per_second")),
+                        _spread([1 / ratio for ratio in _ratios(runs, mine, peer, "seconds_whole_command")]),
                     ]
+                    for mine in _peers(runs)
                     for peer in _peers(runs)
-                    if peer != "sparrow"
+                    if mine in OURS and peer not in OURS
                 ],
             )
         )
@@ -172,11 +185,11 @@ def _median(rows: Sequence[Row], key: str) -> float:
     return float(statistics.median(row[key] for row in rows))
 
 
-def _ratios(rows: Sequence[Row], peer: str, key: str) -> list[float]:
-    """Return sparrow's figure divided by the peer's, turn by turn."""
+def _ratios(rows: Sequence[Row], mine: str, peer: str, key: str) -> list[float]:
+    """Return the figure of one of ours divided by the peer's, turn by turn."""
     by = {(row["turn"], row["peer"]): row[key] for row in rows}
     turns = sorted({turn for turn, _ in by})
-    return [by[turn, "sparrow"] / by[turn, peer] for turn in turns if (turn, "sparrow") in by and (turn, peer) in by]
+    return [by[turn, mine] / by[turn, peer] for turn in turns if (turn, mine) in by and (turn, peer) in by]
 
 
 def _spread(ratios: Sequence[float]) -> str:
@@ -202,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         made = ("speed", "memory") if options.what == "speed" else ("scale",)
         rows = [row for row in rows if row["row"] not in made]
         rows += (
-            speed(options.data, options.rounds, options.turns, options.peer or PEERS)
+            speed(options.data, options.rounds, options.turns, options.peer or tuple(PEERS))
             if options.what == "speed"
             else scale(options.data)
         )

@@ -105,4 +105,8 @@ def install(level: str, format: Literal["text", "json"]) -> None:
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in (
+        "alembic",
+        "httpx",
+    ):  # a line a migration; a line a call of the devices in this process, or of evaluate
+        logging.getLogger(name).setLevel(logging.WARNING)

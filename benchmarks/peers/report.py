@@ -78,11 +78,15 @@ def parser(peer: str) -> argparse.ArgumentParser:
     return result
 
 
-def watch(module: str, options: argparse.Namespace, *, python: Path | None = None) -> int:
-    """Run the peer in a process of its own under ``python``, then print its line with the outside measurements."""
+def watch(module: str, options: argparse.Namespace, *more: str, python: Path | None = None) -> int:
+    """Run the peer in a process of its own under ``python``, then print its line with the outside measurements.
+
+    more: the peer's own arguments.
+    """
     command = [
         *(str(python or sys.executable), "-m", module, "--unwatched", "--data", str(options.data.resolve())),
         *("--rounds", str(options.rounds), "--processes", str(options.processes), "--seed", str(options.seed)),
+        *more,
     ]
     interval = 0.25 if options.memory else None
     measured = measure(command, cwd=ROOT, interval=interval, timeout=options.timeout)

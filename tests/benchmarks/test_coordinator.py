@@ -115,7 +115,7 @@ def test_processor_seconds_hold_those_of_children_that_ended(tmp_path):
     with Side(tmp_path, {}) as side:
         process = side.start("parent", [sys.executable, "-c", f"{spawn}; time.sleep(60)"])
         Marks(tmp_path / "parent.log").wait(1, side.check, 30)
-        assert 0.3 <= side.processor_seconds() < 10
+        assert 0.25 <= side.processor_seconds() < 10, "0.3, in ticks of 0.01"
         assert processor_seconds([process.pid]) == pytest.approx(side.processor_seconds(), abs=0.1)
     assert process.poll() is not None
 
