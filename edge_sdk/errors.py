@@ -32,7 +32,7 @@ SdkError
 │   └── NoData                   there is no such file or folder
 ├── UnknownTask                  the task is not installed on this device (``tasks``)
 ├── UnknownMethod                the method is not installed on this device (``methods``)
-├── UnsupportedLayer             the method cannot train a layer of the model (``publishing.coupling``)
+├── UnsupportedLayer             the method cannot train a layer of the model (``publishing.graph``)
 ├── ProtocolError                data on the wire breaks the contract (``protocol.errors``, as MissingPart)
 │   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
 │   │   ├── CannotCompile        a training step cannot be written as a graph (``publishing.translations``)

@@ -283,9 +283,11 @@ class Step:
         return self._held[name]
 
     def choose(self, index: Mapping[str, Index]) -> None:
-        """Give the active rows and columns: ``rows:NAME``, ``columns:NAME``, int64."""
+        """Give the active rows and columns: ``rows:NAME``, ``columns:NAME``, int64; those of a weight whose error is
+        computed whole are not asked for."""
         for name, places in index.items():
-            self._bind(name, np.ascontiguousarray(places, np.int64))
+            if name in self.inputs:
+                self._bind(name, np.ascontiguousarray(places, np.int64))
 
     def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
         """Return what the step draws for ``count`` samples, by the names of its inputs."""

@@ -370,7 +370,8 @@ def train_parts(editor: Editor, parts: Parts) -> None:
         found = _product(editor, f"grad:{name}")
         if found is None:
             continue
-        _, errors, inputs = found
+        product, *places = found
+        errors, inputs = ((_alone(editor, product, reader), position) for reader, position in places)
         kept = [dim.dim_value for dim in outputs[f"grad:{name}"].type.tensor_type.shape.dim]
         for axis, (what, count, place) in enumerate((("rows", counts[0], errors), ("columns", counts[1], inputs))):
             if count is None:
@@ -386,6 +387,24 @@ def train_parts(editor: Editor, parts: Parts) -> None:
             kept[axis] = count
         tensor = outputs[f"grad:{name}"].type.tensor_type
         tensor.shape.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, kept).tensor_type.shape)
+
+
+def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> onnx.NodeProto:
+    """Return a node that ``product`` reads, or is, as one that nothing else reads: layers beside each other have the
+    same input."""
+    value = reader.output[0]
+    if reader is product or len(editor.readers(value)) == 1:
+        return reader
+    copy = onnx.NodeProto()
+    copy.CopyFrom(reader)
+    copy.ClearField("name")
+    copy.output[:] = [editor.fresh()]
+    editor.before(product).insert(copy)
+    editor.know(copy.output[0], editor.shape(value) or ())
+    product.input[:] = [copy.output[0] if name == value else name for name in product.input]
+    made = editor.maker(copy.output[0])
+    assert made is not None
+    return made
 
 
 def narrow_errors(editor: Editor, weights: Collection[str]) -> None:

@@ -11,8 +11,12 @@ from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.coupling import UnsupportedLayer, describe
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.untraced import describe_whole
+
+LEAST_MASKED = 0.1
+"""The share of a model's trained weights that a method which trains some neurons must be able to leave out."""
 
 
 def describe_for(
@@ -31,7 +35,7 @@ def describe_for(
     manifest = describe_whole(model, example, task=task, running_statistics=running_statistics)
     try:
         if half.needs_coupling:
-            manifest = describe(model, example, task=task, running_statistics=running_statistics)
+            manifest = describe(model, example, task=task, running_statistics=running_statistics, least=LEAST_MASKED)
         half.check_model(model, manifest, example)
     except (UnsupportedLayer, ManifestError) as error:
         any_model = ", ".join(_for_any_model())

@@ -1,8 +1,9 @@
 """From an ``nn.Module`` to its manifest: which values of which tensors belong to which neurons.
 
-The forward pass is traced with torch.fx and run once on an example. Every traced value carries, for each of its axes,
-the neurons that lie along it, in the manifest's own terms (``manifest.Segment``); the empty tuple means that the axis
-belongs to no hidden neuron and is always complete. So a layer finds on its input which neurons its columns belong to:
+The forward pass is traced with torch.export into a graph of operators. Every value in it carries, for each of its axes,
+the neurons that lie along it (``neurons.Run``); an axis without belongs to no hidden neuron and is always complete. A
+parameter is a value like others: its first two axes begin as sets of their own, and what it is multiplied with or added
+to says what they are:
 
     x                 [N,1,4,4]   (), (), (), ()
     conv 1->3         [N,3,4,4]   (), (conv,), (), ()                 conv.weight  [conv], [], [], []
@@ -10,11 +11,11 @@ belongs to no hidden neuron and is always complete. So a layer finds on its inpu
     linear 12->5      [N,5]       (), (fc,)                           fc.weight    [fc], [conv x 4]
     linear 5->2       [N,2]       (), ()   <- the model's output      out.weight   [], [fc]
 
-Values that are added share one index set: their groups are united (union-find; the group keeps the name of the first
-layer in forward order). What an axis cannot describe is made complete, never left half true: neurons that reach the
-model's output, that are added to or concatenated with a complete value such as the input, or that a reshape, a product
-of matrices or attention mixes with other neurons. That costs sparsity, not correctness. What we do not know at all is
-refused by name (UnsupportedLayer). docs/coupling.md lists what is found, complete and refused.
+Values that are added share one set, which keeps the name of the first layer in forward order. A reshape into heads
+makes a head's rows of query, key, value and columns of what follows one neuron. What an axis cannot describe is made
+complete, never left half true: neurons that reach the model's output, that are added to a complete value such as the
+input, that attention sums over, or that pass an operator we do not know. That costs sparsity, not correctness.
+docs/coupling.md lists what is found and what is complete.
 
 Beside its axes every value carries which part of its gradient can be of use below it (``manifest.Layer.input_error``).
 """
@@ -22,35 +23,28 @@ Beside its axes every value carries which part of its gradient can be of use bel
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import (
     Constant,
     Data,
     InputError,
     Layer,
     Manifest,
-    NeuronGroup,
     Recipe,
-    Segment,
     TensorSpec,
     Uniform,
 )
-
-
-class UnsupportedLayer(SdkError):
-    """The model has a part whose neurons cannot be found; the message names it and says what to do."""
+from edge_sdk.publishing import RunningStatistics
+from edge_sdk.publishing.graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
+from edge_sdk.publishing.neurons import Axes, Axis, Neurons, Run
 
 
 def describe(
@@ -58,66 +52,96 @@ def describe(
     example: torch.Tensor,
     *,
     task: str,
-    running_statistics: Literal["shared", "personal"] = "shared",
+    running_statistics: RunningStatistics = "shared",
     recipes: bool = False,
+    least: float = 0.0,
 ) -> Manifest:
-    """Return the manifest of ``model``, found by running it in evaluation mode on ``example`` [N, ...], N >= 1.
+    """Return the manifest of ``model``, found by tracing it in evaluation mode on ``example`` [N, ...], N >= 1.
 
     The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
     running mean and variance (method card FedSPU, section 7, row 19). ``recipes`` True writes PyTorch's default
     initialisation of the layers we know as recipes, so that initial weights need not be published; what those layers
-    hold now is then ignored.
+    hold now is then ignored. least: the share of the trained weights that must belong to neurons.
 
-    Tensors come in state-dict order. Buffers are not trainable; all but the running statistics stay personal, since
-    integers and counters cannot be averaged; ``num_batches_tracked`` is dropped. A frozen parameter
-    (``requires_grad`` False) is not trainable but shared: it is how devices receive it, and an average of equal values
-    changes nothing. A layer's kind is its class name in lower case; its tensors are its parameters.
+    Tensors come in state-dict order, a tied one under its first name; its others are the manifest's aliases. Buffers
+    are not trainable; all but the running statistics stay personal, since integers and counters cannot be averaged;
+    ``num_batches_tracked`` is dropped. A frozen parameter (``requires_grad`` False) is not trainable but shared: it is
+    how devices receive it, and an average of equal values changes nothing. A layer's kind is its class name in lower
+    case; its tensors are its parameters.
 
-    Raises UnsupportedLayer, naming the layer by its module path.
+    Raises UnsupportedLayer for a model that cannot be traced or sent, and, naming what is complete and why, for one of
+    which less than ``least`` belongs to neurons.
     """
     refuse_types(model)
-    _refuse_tied(model)
-    if _Tracer().is_leaf_module(model, ""):  # else its own forward would be traced, which is torch's
-        raise UnsupportedLayer(f"the model is one {type(model).__name__}; publish it as torch.nn.Sequential(model)")
     model = copy.deepcopy(model).eval()
-    graph = _trace(model)
-    coupling = _Coupling(fx.GraphModule(model, graph), model)
-    with torch.no_grad():
-        output = coupling.run(example.clone())
-    if output.shape[:1] != example.shape[:1]:
+    names, aliases = names_of(model)
+    traced = trace(model, example[:2])
+    found = _search(lambda choices: _Coupling(traced, model, names, choices))
+    if traced.shape[:1] != example[:2].shape[:1]:
         raise UnsupportedLayer(
-            f"the model's output has shape {tuple(output.shape)} for {len(example)} samples; "
+            f"the model's output has shape {traced.shape} for {len(example[:2])} samples; "
             "its first axis must be the batch"
         )
-    unused = [name for name, _ in model.named_parameters() if name not in coupling.axes]
-    if unused:
-        raise UnsupportedLayer(
-            f"{unused[0]}: a parameter that no supported layer uses in the forward pass (evaluation mode); "
-            "remove it from the model, or use it through a torch.nn layer"
-        )
-    neurons = coupling.neurons
-    neurons.settle(coupling.axes.values())
-    return Manifest(
+    groups, numbered = found.groups
+    manifest = Manifest(
         task=task,
         input_shape=tuple(example.shape[1:]),
-        output_shape=tuple(output.shape[1:]),
-        tensors=tuple(_specs(model, coupling, running_statistics, recipes)),
-        groups=neurons.groups(),
-        layers=tuple(coupling.layers()),
+        output_shape=traced.shape[1:],
+        tensors=tuple(_specs(model, found, aliases, numbered, running_statistics, recipes)),
+        groups=groups,
+        layers=tuple(found.layers()),
+        aliases=aliases,
     )
+    if found.share < least:
+        raise UnsupportedLayer(_too_little(manifest, found, least))
+    return manifest
 
 
-def _specs(model: nn.Module, coupling: _Coupling, running_statistics: str, recipes: bool) -> Iterable[TensorSpec]:
+def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """Return the first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = names.setdefault(id(tensor), name)
+        if first != name:
+            aliases[name] = first
+    return names, aliases
+
+
+def _specs(
+    model: nn.Module,
+    found: _Coupling,
+    aliases: Mapping[str, str],
+    numbered: Sequence[str],
+    running_statistics: str,
+    recipes: bool,
+) -> Iterable[TensorSpec]:
     parameters = dict(model.named_parameters())
+    known = found.recipes() if recipes else {}
     for name, tensor in model.state_dict().items():
-        axes = tuple(coupling.neurons.resolve(axis) for axis in coupling.axes.get(name, ()))
+        if name in aliases:
+            continue
+        axes = tuple(found.neurons.segments(axis, numbered) for axis in found.axes.get(name, ()))
         policy = "shared" if name in parameters else "personal"
         if name.rpartition(".")[2] == "num_batches_tracked":
             policy = "dropped"
-        elif name in coupling.statistics:
+        elif name in found.statistics:
             policy = running_statistics
-        init = coupling.recipes.get(name, Data()) if recipes else Data()
-        yield spec_of(name, tensor, policy, parameters.get(name), axes=axes if any(axes) else (), init=init)
+        yield spec_of(
+            name, tensor, policy, parameters.get(name), axes=axes if any(axes) else (), init=known.get(name, Data())
+        )
+
+
+def _too_little(manifest: Manifest, found: _Coupling, least: float) -> str:
+    whole = sorted(
+        (spec for spec in manifest.tensors if spec.trainable and not any(spec.axes)), key=lambda spec: -spec.size
+    )
+    reasons = [f"{spec.name} ({spec.size} values{found.why(spec.name)})" for spec in whole[:3]]
+    return (
+        f"{found.share:.0%} of the weights belong to neurons that can be left out, and at least {least:.0%} must; "
+        f"complete are {', '.join(reasons)}. Build these parts from linear layers and convolutions, or choose a method "
+        "that trains whole tensors"
+    )
 
 
 def spec_of(name: str, tensor: torch.Tensor, policy: str, parameter: nn.Parameter | None, **more: object) -> TensorSpec:
@@ -150,653 +174,874 @@ def refuse_types(model: nn.Module) -> None:
             raise UnsupportedLayer(f"{name}: a tensor without values; remove it from the model")
 
 
-def _refuse_tied(model: nn.Module) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            raise UnsupportedLayer(f"{name}: the same parameter as {other} (tied weights); give each layer its own")
+# --- what neurons there are -------------------------------------------------------------------------------------------
 
 
-class DefaultsTracer(fx.Tracer):
-    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults."""
+def _search(look: Callable[[dict[Any, int]], _Coupling]) -> _Coupling:
+    """Return what is found with the best choices: where a reshape splits neurons, which part keeps them.
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
-    ) -> tuple[Any, list[Any]]:
-        """Return the function and what it is called with, a proxy only where there is no default."""
-        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
-        for place, argument in enumerate(arguments[2:], start=2):  # behind the module and the batch
-            if isinstance(argument, fx.Proxy) and argument.node.args:
-                arguments[place] = argument.node.args[0]
-                self.graph.erase_node(argument.node)
-        return function, arguments
-
-
-class _Tracer(DefaultsTracer):
-    """Looks into torch's transformer encoders, whose own forward decides between kernels and cannot be traced."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return True for all of torch.nn but containers and encoders."""
-        return type(m) not in _ENCODERS and super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace one call; an encoder's forward is what it computes, without the choice of a kernel."""
-        if type(m) in _ENCODERS:
-            forward = functools.partial(_ENCODERS[type(m)], m)
-        return super().call_module(m, forward, args, kwargs)
+    Heads of attention are the outer part, the groups of a shuffle the inner one: each is tried, one kind of reshape
+    after another, and what leaves most weights, then most neurons, to choose from is taken.
+    """
+    best = look({})
+    tried: set[Any] = set()
+    while open_ := [kind for kind in best.splits if kind not in tried]:
+        kind = open_[0]
+        tried.add(kind)
+        for place in range(best.splits[kind]):
+            if place != best.choices.get(kind):
+                found = look({**best.choices, kind: place})
+                best = max(best, found, key=lambda each: each.worth)
+    return best
 
 
-def _encoder_layer(
-    layer: nn.TransformerEncoderLayer,
-    x: torch.Tensor,
-    src_mask: torch.Tensor | None = None,
-    src_key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-        return cast(torch.Tensor, layer.dropout1(layer.self_attn(x, x, x, need_weights=False, **masks)[0]))
-
-    def feed(x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))))
-
-    if layer.norm_first:
-        x = x + attend(layer.norm1(x))
-        return x + feed(layer.norm2(x))
-    x = layer.norm1(x + attend(x))
-    return cast(torch.Tensor, layer.norm2(x + feed(x)))
-
-
-def _encoder(
-    encoder: nn.TransformerEncoder,
-    x: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    src_key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-) -> torch.Tensor:
-    for layer in encoder.layers:
-        x = layer(x, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
-    return x if encoder.norm is None else cast(torch.Tensor, encoder.norm(x))
-
-
-_ENCODERS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
-    nn.TransformerEncoderLayer: _encoder_layer,
-    nn.TransformerEncoder: _encoder,
-}
-
-
-def _trace(model: nn.Module) -> fx.Graph:
-    try:
-        return _Tracer().trace(model)
-    # Tracing runs the user's forward on stand-ins; what they cannot do surfaces as any exception.
-    except Exception as error:
-        raise UnsupportedLayer(
-            f"the forward pass of {type(model).__name__} cannot be traced: {error}. "
-            "Take decisions that depend on the data out of forward; see the limitations of torch.fx"
-        ) from error
-
-
-# --- neurons -----------------------------------------------------------------------------------------------------
-
-_COMPLETE = 0
+# --- what is known of a value -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A ``Segment`` before groups are settled: the neurons of set ``set``, each owning ``repeat`` entries."""
+class _Value:
+    """What is known of a tensor of the graph. axes: of a parameter None where anything may lie along an axis, which is
+    then trained whole. error: what is of use of its gradient below it. fixed: it follows from parameters and constants
+    alone, so that each of its neurons has a place in them."""
 
-    set: int
-    repeat: int = 1
+    shape: tuple[int, ...]
+    axes: tuple[Axis | None, ...]
+    error: InputError = "none"
+    fixed: bool = False
 
-
-_Axis = tuple[_Run, ...]
-_Axes = tuple[_Axis, ...]
-
-
-class _Neurons:
-    """Index sets of neurons, united as they turn out to be coupled (union-find).
-
-    Set 0 stands for everything that is always complete. A root is the smallest number of its union, so it bears the
-    name of the first layer in forward order, and whatever is united with set 0 becomes complete.
-    """
-
-    def __init__(self) -> None:
-        self._parent = [_COMPLETE]
-        self._names = [""]
-        self._sizes = [0]
-
-    def add(self, name: str, size: int) -> _Axis:
-        """Return a new set of ``size`` neurons, as the axis along which they lie."""
-        self._parent.append(len(self._parent))
-        self._names.append(name)
-        self._sizes.append(size)
-        return (_Run(len(self._parent) - 1),)
-
-    def find(self, number: int) -> int:
-        while self._parent[number] != number:
-            self._parent[number] = self._parent[self._parent[number]]
-            number = self._parent[number]
-        return number
-
-    def complete(self, *axes: _Axis) -> _Axis:
-        """Make every neuron of ``axes`` always active; returns the axis that says so."""
-        for axis in axes:
-            for run in axis:
-                self._parent[self.find(run.set)] = _COMPLETE
-        return ()
-
-    def unite(self, first: _Axis, second: _Axis) -> _Axis:
-        """Unite the index sets of both axes, which have the same length."""
-        if [(self._sizes[run.set], run.repeat) for run in first] != [
-            (self._sizes[run.set], run.repeat) for run in second
-        ]:
-            return self.complete(first, second)
-        for one, other in zip(first, second, strict=True):
-            low, high = sorted((self.find(one.set), self.find(other.set)))
-            self._parent[high] = low
-        return first
-
-    def settle(self, axes: Iterable[_Axes]) -> None:
-        """Complete every axis of which a part is complete, until none is half described."""
-        mixed = [axis for tensor in axes for axis in tensor if len(axis) > 1]
-        changed = True
-        while changed:
-            changed = False
-            for axis in mixed:
-                roots = {self.find(run.set) for run in axis}
-                if _COMPLETE in roots and len(roots) > 1:
-                    self.complete(axis)
-                    changed = True
-
-    def resolve(self, axis: _Axis) -> tuple[Segment, ...]:
-        """Return the axis in the manifest's terms, once settled."""
-        runs = [(self.find(run.set), run.repeat) for run in axis]
-        return tuple(Segment(group=self._names[root], repeat=repeat) for root, repeat in runs if root != _COMPLETE)
-
-    def groups(self) -> tuple[NeuronGroup, ...]:
-        """Return the sets that remain, in forward order."""
-        roots = [number for number in range(1, len(self._parent)) if self.find(number) == number]
-        return tuple(NeuronGroup(name=self._names[root], size=self._sizes[root]) for root in roots)
-
-
-# --- what is handled ---------------------------------------------------------------------------------------------
-
-_SAME_MODULES: tuple[type[nn.Module], ...] = (
-    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
-    *(nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardshrink),
-    *(nn.Softshrink, nn.Tanhshrink, nn.Threshold, nn.Softmax, nn.LogSoftmax),
-)
-"""Neurons stay where they are."""
-
-_SPATIAL_MODULES: dict[type[nn.Module], int] = {
-    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d, nn.LPPool1d), 1),
-    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d, nn.LPPool2d), 2),
-    **dict.fromkeys((nn.ConstantPad1d, nn.ZeroPad1d, nn.ReflectionPad1d, nn.ReplicationPad1d), 1),
-    **dict.fromkeys((nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d), 2),
-    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveMaxPool3d, nn.AdaptiveAvgPool3d), 3),
-    **dict.fromkeys((nn.ConstantPad3d, nn.ZeroPad3d, nn.ReflectionPad3d, nn.ReplicationPad3d), 3),
-}
-"""Layers without weights that mix their last one to three axes."""
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_CHANNEL_NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
-
-_SAME = {
-    *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh"),
-    *("logsigmoid", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink"),
-    *("tanhshrink", "threshold", "softmax", "log_softmax", "clamp", "clip", "abs", "neg", "exp", "log", "sqrt"),
-    *("rsqrt", "square", "pow", "contiguous", "clone", "detach", "float", "to"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "masked_fill"),
-}
-_BINARY = {"add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "maximum", "minimum"}
-_SPATIAL = {
-    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d", "lp_pool1d"), 1),
-    **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d", "lp_pool2d"), 2),
-    **dict.fromkeys(("max_pool3d", "avg_pool3d", "adaptive_max_pool3d", "adaptive_avg_pool3d"), 3),
-}
-_REDUCE = {"mean", "sum", "amax", "amin"}
-_RESHAPE = {"flatten", "view", "reshape", "squeeze", "unsqueeze", "unflatten"}
-_PERMUTE = {"permute", "transpose"}
-_CONCATENATE = {"cat", "concat", "concatenate"}
-_DIVIDE = {"chunk": 2, "split": 2, "unbind": 1}  # where their argument dim stands
-_PRODUCTS = {"matmul", "bmm", "einsum", "scaled_dot_product_attention"}
-_SOFTMAX = {"softmax", "log_softmax"}
-
-_ADVICE = (
-    "build it from Linear, Conv1d to Conv3d, Embedding, MultiheadAttention and the norms, activations, pooling, "
-    "reshapes, additions, concatenations and matrix products of torch, or keep it out of the federated model"
-)
-
-
-class _Coupling(fx.Interpreter):
-    """Runs the traced model and carries the axes of every value along.
-
-    Afterwards ``axes`` holds name -> axes of every tensor of a handled layer, ``statistics`` the names of running means
-    and variances, ``recipes`` name -> default initialisation; ``layers()`` are those with weights, in forward order.
-    """
-
-    def __init__(self, traced: fx.GraphModule, model: nn.Module) -> None:
-        super().__init__(traced)
-        self.extra_traceback = False  # it would rewrite the text of our errors
-        self.neurons = _Neurons()
-        self.axes: dict[str, _Axes] = {}
-        self.statistics: set[str] = set()
-        self.recipes: dict[str, Recipe] = {}
-        self._flows: dict[fx.Node, _Axes] = {}  # values that depend on the input or on a layer; the rest are constants
-        self._parts: dict[fx.Node, tuple[_Axes, ...]] = {}  # the same, of tuples
-        self._errors: dict[fx.Node, InputError] = {}
-        self._shapes: dict[fx.Node, tuple[int, ...]] = {}
-        self._layers: list[tuple[Layer, _Axis]] = []  # with the neurons that the columns of its weight belong to
-        self._samples = 1
-        self._modules = dict(model.named_modules())
-        self._parameters = dict(model.named_parameters())
-        self._calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
-        if sum(node.op == "placeholder" for node in traced.graph.nodes) != 1:
-            raise UnsupportedLayer("forward takes several arguments; let it take one tensor, the batch of inputs")
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Execute one node, and derive the axes of its value."""
-        if n.op == "output":
-            return self._output(n)
-        self._check(n)
-        try:
-            value = super().run_node(n)
-        except Exception as error:  # a layer's own refusal of its input may be any exception
-            raise UnsupportedLayer(
-                f"{_where(n)}: fails on the example: {error}. Give an example that the model takes, batch first"
-            ) from error
-        if isinstance(value, torch.Tensor):
-            self._shapes[n] = tuple(value.shape)
-            if n.op == "placeholder":
-                self._samples = len(value)
-            axes = self._derive(n, self._shapes[n])
-            if axes is not None:
-                self._flows[n] = axes
-                self._errors[n] = self._error(n, axes)
-        elif isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in value):
-            self._parts[n] = self._divide(n, value)
-            self._errors[n] = self._error(n, self._parts[n][0])
-        return value
-
-    def layers(self) -> Iterable[Layer]:
-        """Yield the layers with weights in forward order, once the neurons are settled."""
-        for layer, columns in self._layers:
-            vague = layer.input_error == "active" and not self.neurons.resolve(columns)
-            yield layer.model_copy(update={"input_error": "all"}) if vague else layer
-
-    def _output(self, node: fx.Node) -> torch.Tensor:
-        (result,) = node.args
-        if not isinstance(result, fx.Node) or result not in self._flows:
-            raise UnsupportedLayer("the model does not return one tensor; let forward return the class scores alone")
-        self.neurons.complete(*self._flows[result])
-        return cast(torch.Tensor, self.env[result])
-
-    def _check(self, node: fx.Node) -> None:
-        """Refuse what is not handled before it runs, so that the message is ours."""
-        if node.op == "get_attr" and node.target in self._parameters:
-            raise UnsupportedLayer(
-                f"{node.target}: a parameter that forward uses directly; its neurons are unknown. "
-                "Use it through a torch.nn layer such as Linear or Conv2d inside the model; learned positions are "
-                "an Embedding of torch.arange"
-            )
-        if node.op == "call_module":
-            path, module = str(node.target), self._modules[str(node.target)]
-            handled = {*_LAYERS, *_SPATIAL_MODULES, *_SAME_MODULES, nn.Flatten, nn.Unflatten, nn.MultiheadAttention}
-            if type(module) not in handled:
-                raise UnsupportedLayer(f"{path}: layers of type {type(module).__name__} are not supported; {_ADVICE}")
-            if self._calls[path] > 1 and module.state_dict():
-                raise UnsupportedLayer(
-                    f"{path}: this {type(module).__name__} is called {self._calls[path]} times (shared weights); "
-                    "give each call a layer of its own"
-                )
-
-    def _derive(self, node: fx.Node, shape: tuple[int, ...]) -> _Axes | None:
-        """Return the axes of the value of ``node``; None for a constant."""
-        if node.op == "placeholder":
-            return ((),) * len(shape)
-        if node.op == "call_module":
-            return self._module(node, shape)
-        divided = [source for source in node.all_input_nodes if source in self._parts]
-        flowing = [source for source in node.all_input_nodes if source in self._flows]
-        if not flowing and not divided:
-            return None
-        name = _operation(node)
-        if divided:
-            return self._pick(node)
-        if name in _BINARY:
-            return self._binary(flowing, shape)
-        if name in _CONCATENATE:
-            return self._concatenate(node)
-        if name in _PRODUCTS:
-            return self._product(node, name)
-        (source, *others) = flowing
-        if others or source not in (*node.args[:1], node.kwargs.get("input")):
-            raise UnsupportedLayer(f"{_where(node)}: this use of {name} is not supported; {_ADVICE}")
-        axes = self._flows[source]
-        if name in _SAME and shape == self._shapes[source]:
-            return axes
-        if name in _SPATIAL:
-            return self._spatial(axes, _SPATIAL[name])
-        if name in _RESHAPE:
-            return self._reshape(axes, self._shapes[source], shape)
-        if name in _REDUCE:
-            return self._reduce(node, axes, keep=len(shape) == len(axes))
-        if name in _PERMUTE:
-            return _permute(node, axes)
-        if name == "getitem":
-            return self._index(node, axes, self._shapes[source])
-        raise UnsupportedLayer(f"{_where(node)}: the operation {name} is not supported; {_ADVICE}")
-
-    def _input_error(self, node: fx.Node) -> InputError:
-        """Return the widest of the node's inputs; constants use none."""
-        return max((self._errors.get(source, "none") for source in node.all_input_nodes), key=_WIDTH, default="none")
-
-    def _error(self, node: fx.Node, axes: _Axes) -> InputError:
-        """Return the part of the error at a value with these axes that is of use below it
-        (``manifest.Layer.input_error``).
-        """
-        error = self._input_error(node)
-        if node.op == "call_module":
-            error = _error_behind(self._modules[str(node.target)], error, axes)
-        elif error == "active" and _operation(node) in {*_PRODUCTS, *_SOFTMAX}:
-            error = "all"
-        if error != "active":
-            return error
-        # Neurons lie along one axis, those of all below among them. Otherwise an active one below gets its error from
-        # inactive ones here, as a map of one channel does that was broadcast over the channels of another.
-        active = [source for source in node.all_input_nodes if self._errors.get(source) == "active"]
-        below = {run.set for source in active for axis in self._flows.get(source, ()) for run in axis}
-        here = {self.neurons.find(run.set) for axis in axes for run in axis}
-        alone = sum(bool(axis) for axis in axes) == 1
-        return "active" if alone and here.issuperset(map(self.neurons.find, below)) else "all"
-
-    # --- operations without weights
-
-    def _binary(self, sources: list[fx.Node], shape: tuple[int, ...]) -> _Axes:
-        """Broadcast: an axis of length 1 takes the neurons of the other side, axes of one length are united."""
-        result: list[_Axis | None] = [None] * len(shape)
-        for source in sources:
-            lengths = self._shapes[source]
-            offset = len(shape) - len(lengths)
-            for position, axis in enumerate(self._flows[source]):
-                if lengths[position] == shape[offset + position]:
-                    known = result[offset + position]
-                    result[offset + position] = axis if known is None else self.neurons.unite(known, axis)
-        return tuple(axis or () for axis in result)
-
-    def _concatenate(self, node: fx.Node) -> _Axes:
-        """Along the joined axis one after another, on the others united. A constant part has no neurons of its own."""
-        parts = node.args[0] if node.args else node.kwargs["tensors"]
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
-        if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
-            raise UnsupportedLayer(f"{_where(node)}: concatenate a list of tensors along an axis that does not change")
-        flows = [self._flow(part) for part in parts]
-        dim %= len(flows[0])
-        result = list(flows[0])
-        for position, axes in enumerate(zip(*flows, strict=True)):
-            if position == dim:
-                # A part without neurons cannot be described beside others: then all are complete.
-                result[position] = sum(axes, ()) if all(axes) else self.neurons.complete(*axes)
-            else:
-                for axis in axes[1:]:
-                    result[position] = self.neurons.unite(result[position], axis)
-        return tuple(result)
-
-    def _product(self, node: fx.Node, name: str) -> _Axes:
-        """Products of matrices: an axis that is summed over mixes its neurons, the others keep them."""
-        given = [source for source in node.args if isinstance(source, fx.Node)]
-        terms, result = _letters(node, name, [len(self._shapes[source]) for source in given])
-        found: dict[str, _Axis] = {}
-        for source, term in zip(given, terms, strict=False):
-            for letter, axis, length in zip(term, self._flows.get(source, ()), self._shapes[source], strict=False):
-                if length > 1:  # a shorter one is broadcast, and an only neuron is always active
-                    found[letter] = self.neurons.unite(found[letter], axis) if letter in found else axis
-        self.neurons.complete(*(axis for letter, axis in found.items() if letter not in result))
-        for mask in set(node.all_input_nodes).difference(given[: len(terms)]):
-            self.neurons.complete(*self._flows.get(mask, ()))
-        return tuple(found.get(letter, ()) for letter in result)
-
-    def _divide(self, node: fx.Node, values: Sequence[Any]) -> tuple[_Axes, ...]:
-        """Return the axes of each tensor of a tuple: attention's, or parts of a tensor, whose neurons are complete."""
-        if isinstance(self._modules.get(str(node.target)), nn.MultiheadAttention):
-            weights = values[1]  # None where they are not asked for
-            return self._attention(node), () if weights is None else ((),) * weights.dim()
-        name = "" if node.op == "call_module" else _operation(node)
-        (source, *others) = node.all_input_nodes
-        if name not in _DIVIDE or others or source not in self._flows:
-            raise UnsupportedLayer(f"{_where(node)}: gives a {type(values).__name__} of tensors, not one; {_ADVICE}")
-        place = _DIVIDE[name]
-        (dim,) = _integers(node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0))
-        axes = list(self._flows[source])
-        dim %= len(axes)
-        axes[dim] = self.neurons.complete(axes[dim])
-        if name == "unbind":
-            del axes[dim]
-        return (tuple(axes),) * len(values)
-
-    def _pick(self, node: fx.Node) -> _Axes:
-        if node.target is not operator.getitem or not isinstance(node.args[1], int):
-            raise UnsupportedLayer(f"{_where(node)}: takes several tensors at once; pick each by its number")
-        return self._parts[cast(fx.Node, node.args[0])][node.args[1]]
-
-    def _flow(self, source: Any) -> _Axes:
-        """Return the axes of an operand; those of a constant are complete."""
-        return self._flows.get(source) or ((),) * len(self._shapes[source])
-
-    def _spatial(self, axes: _Axes, mixed: int) -> _Axes:
-        """Return the last ``mixed`` axes are mixed; neurons that lie there can only be complete."""
-        self.neurons.complete(*axes[-mixed:])
-        return (*axes[:-mixed], *((),) * mixed)
-
-    def _reduce(self, node: fx.Node, axes: _Axes, *, keep: bool) -> _Axes:
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
-        gone = {dim % len(axes) for dim in (range(len(axes)) if dims is None else _integers(dims))}
-        self.neurons.complete(*(axes[dim] for dim in gone))
-        if keep:
-            return tuple(() if dim in gone else axis for dim, axis in enumerate(axes))
-        return tuple(axis for dim, axis in enumerate(axes) if dim not in gone)
-
-    def _reshape(self, axes: _Axes, old: Sequence[int], new: Sequence[int]) -> _Axes:
-        """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
-
-        Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
-        """
-        sources = [(length, axis) for length, axis in zip(old, axes, strict=True) if length > 1]
-        targets = [position for position, length in enumerate(new) if length > 1]
-        result: list[_Axis] = [()] * len(new)
-        while sources and targets:
-            block, positions = [sources.pop(0)], [targets.pop(0)]
-            while (have := math.prod(length for length, _ in block)) != (want := math.prod(new[p] for p in positions)):
-                if have < want:
-                    block.append(sources.pop(0))
-                else:
-                    positions.append(targets.pop(0))
-            result[positions[0]] = self._join(block, math.prod(new[p] for p in positions[1:]))
-        return tuple(result)
-
-    def _join(self, block: list[tuple[int, _Axis]], inner: int) -> _Axis:
-        """Return the neurons along several axes flattened into one, each owning ``inner`` entries of what is split off
-        again.
-
-        Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
-        """
-        owners = [position for position, (_, axis) in enumerate(block) if axis]
-        if len(owners) == 1:
-            before = math.prod(length for length, _ in block[: owners[0]])
-            behind = math.prod(length for length, _ in block[owners[0] + 1 :])
-            runs = block[owners[0]][1]
-            if all(run.repeat * behind % inner == 0 for run in runs) and (inner == 1 or before == 1):
-                return tuple(_Run(run.set, run.repeat * behind // inner) for run in runs) * before
-        return self.neurons.complete(*(axis for _, axis in block))
-
-    def _index(self, node: fx.Node, axes: _Axes, shape: Sequence[int]) -> _Axes:
-        """Slices and whole numbers; neurons on an axis that is cut can only be complete."""
-        index = node.args[1]
-        parts = list(index) if isinstance(index, tuple) else [index]
-        if not all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts):
-            raise UnsupportedLayer(f"{_where(node)}: only slices and whole numbers can index a tensor; {_ADVICE}")
-        if Ellipsis not in parts:
-            parts.append(Ellipsis)
-        gap = parts.index(Ellipsis)
-        named = sum(part is not None for part in parts) - 1
-        parts[gap : gap + 1] = [slice(None)] * (len(axes) - named)
-        result: list[_Axis] = []
-        remaining = list(zip(axes, shape, strict=True))
-        for part in parts:
-            if part is None:
-                result.append(())
-                continue
-            axis, length = remaining.pop(0)
-            if isinstance(part, slice):
-                result.append(axis if _is_whole(part, length) else self.neurons.complete(axis))
-            else:
-                self.neurons.complete(axis)
-        return tuple(result)
-
-    # --- layers
-
-    def _module(self, node: fx.Node, shape: tuple[int, ...]) -> _Axes:
-        path = str(node.target)
-        module = self._modules[path]
-        (source,) = node.all_input_nodes
-        axes = self._flow(source)
-        if isinstance(module, _SAME_MODULES):
-            return axes
-        if type(module) in _SPATIAL_MODULES:
-            return self._spatial(axes, _SPATIAL_MODULES[type(module)])
-        if isinstance(module, (nn.Flatten, nn.Unflatten)):
-            return self._reshape(axes, self._shapes[source], shape)
-        result, tensors, channels = _LAYERS[type(module)](self, path, module, axes)
-        self._register(node, module, tensors, math.prod(shape) // channels)
-        return result
-
-    def _register(self, node: fx.Node, module: nn.Module, tensors: dict[str, _Axes], positions: int) -> None:
-        """Keep what the manifest says of a layer; ``positions`` are those of all samples."""
-        path = str(node.target)
-        self.axes |= {f"{path}.{name}": tensors[name] for name in module.state_dict() if name in tensors}
-        self.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
-        self.recipes |= {f"{path}.{name}": recipe for name, recipe in _defaults(module).items()}
-        names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
-        if names:
-            # The batch need not be the first axis, as in attention. What no sample reaches is computed once.
-            samples = self._samples if any(source in self._flows for source in node.all_input_nodes) else 1
-            layer = Layer(
-                name=path,
-                kind=type(module).__name__.lower(),
-                tensors=names,
-                positions=max(1, positions // samples),
-                input_error=self._input_error(node),
-            )
-            columns = tensors["weight"][:2][-1] if "weight" in tensors else ()
-            self._layers.append((layer, columns))
-
-    def linear(self, path: str, module: nn.Linear, axes: _Axes) -> _Handled:
-        """Return the last axis: columns are the neurons that lie there, rows are new ones."""
-        neurons = self.neurons.add(path, module.out_features)
-        return (*axes[:-1], neurons), {"weight": (neurons, axes[-1]), "bias": (neurons,)}, module.out_features
-
-    def convolution(self, path: str, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axes: _Axes) -> _Handled:
-        taps = len(module.kernel_size)
-        if len(axes) != taps + 2:
-            raise UnsupportedLayer(
-                f"{path}: the input of a {type(module).__name__} must have {taps + 2} axes, batch and channels first"
-            )
-        self.neurons.complete(*axes[2:])
-        if _is_depthwise(module):  # a filter lives and dies with its channel
-            multiplier = module.out_channels // module.groups
-            neurons = tuple(_Run(run.set, run.repeat * multiplier) for run in axes[1])
-        else:
-            neurons = self.neurons.add(path, module.out_channels)
-        # With groups a column is another input channel in each group of rows, so that it belongs to nobody: a weight
-        # is active with its row alone.
-        columns = axes[1] if module.groups == 1 else ()
-        free: _Axes = ((),) * taps
-        tensors = {"weight": (neurons, columns, *free), "bias": (neurons,)}
-        return (axes[0], neurons, *free), tensors, module.out_channels
-
-    def channel_norm(self, path: str, module: nn.BatchNorm2d | nn.GroupNorm, axes: _Axes) -> _Handled:
-        """Batch, group and instance norm: everything they hold follows the channel."""
-        names = ("weight", "bias", "running_mean", "running_var")
-        channels = module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features
-        return axes, dict.fromkeys(names, (axes[1],)), channels
-
-    def layer_norm(self, path: str, module: nn.LayerNorm, axes: _Axes) -> _Handled:
-        shape = module.normalized_shape
-        # Blocks are cut out of the first two axes of a tensor only.
-        last: _Axes = tuple(axis if position < 2 else () for position, axis in enumerate(axes[-len(shape) :]))
-        self.neurons.complete(*axes[-len(shape) :][2:])
-        return (*axes[: -len(shape)], *last), {"weight": last, "bias": last}, math.prod(shape)
-
-    def _attention(self, node: fx.Node) -> _Axes:
-        """Multi-head attention: heads and scores mix what is projected, so only inputs and outputs keep their neurons.
-
-        The columns of the projections are the neurons of query, key and value, the rows of out_proj new ones.
-        """
-        path = str(node.target)
-        module = cast(nn.MultiheadAttention, self._modules[path])
-        names = ("query", "key", "value")
-        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-        sources = [cast(fx.Node, arguments[name]) for name in names]
-        query, key, value = (self._flow(source) for source in sources)
-        self.neurons.complete(*query[:-1], *key[:-1], *value[:-1])  # the batch and the sequence
-        for mask in set(node.all_input_nodes).difference(sources):
-            self.neurons.complete(*self._flows.get(mask, ()))
-        neurons = self.neurons.add(path, module.embed_dim)
-        columns = {"q_proj_weight": query[-1], "k_proj_weight": key[-1], "v_proj_weight": value[-1]}
-        if module.in_proj_weight is not None:
-            united = self.neurons.unite(self.neurons.unite(query[-1], key[-1]), value[-1])
-            columns = {"in_proj_weight": united}
-        tensors: dict[str, _Axes] = {name: ((),) * parameter.dim() for name, parameter in module.named_parameters()}
-        tensors |= {name: ((), axis) for name, axis in columns.items()}
-        tensors |= {"out_proj.weight": (neurons, ()), "out_proj.bias": (neurons,)}
-        self._register(node, module, tensors, math.prod(self._shapes[sources[0]][:-1]))
-        return (*((),) * (len(query) - 1), neurons)
-
-    def prelu(self, path: str, module: nn.PReLU, axes: _Axes) -> _Handled:
-        return axes, {"weight": (axes[1] if module.num_parameters > 1 else (),)}, module.num_parameters
-
-    def embedding(self, path: str, module: nn.Embedding, axes: _Axes) -> _Handled:
-        """Return rows are words, columns are new neurons."""
-        neurons = self.neurons.add(path, module.embedding_dim)
-        return (*axes, neurons), {"weight": ((), neurons)}, module.embedding_dim
-
-
-_Handled = tuple[_Axes, dict[str, _Axes], int]
-"""What a layer answers: axes of its output, axes of its tensors, and its channels, which positions leave out."""
-
-_LAYERS: dict[type[nn.Module], Callable[[_Coupling, str, Any, _Axes], _Handled]] = {
-    nn.Linear: _Coupling.linear,
-    **dict.fromkeys(_CONVOLUTIONS, _Coupling.convolution),
-    **dict.fromkeys(_CHANNEL_NORMS, _Coupling.channel_norm),
-    nn.LayerNorm: _Coupling.layer_norm,
-    nn.PReLU: _Coupling.prelu,
-    nn.Embedding: _Coupling.embedding,
-}
+    @property
+    def known(self) -> Axes:
+        """The axes, complete where anything may lie."""
+        return tuple(axis or () for axis in self.axes)
 
 
 _WIDTH = get_args(InputError).index
 
+_SAME = {
+    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout", "contiguous", "clone"),
+    *("detach", "alias", "to", "_to_copy", "lift_fresh_copy", "type_as", "softmax", "_softmax", "log_softmax"),
+    *("_log_softmax", "float", "view_as", "lift_fresh", "tril", "triu"),
+}
+_ELEMENTWISE = {"hardswish", "log_sigmoid", "rsub", "copy", "special_expit", "masked_fill", "where"}
+"""Operators of every entry by itself that torch does not mark so."""
+_SHAPED = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "ravel"}
+_FILLED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+_REDUCED = {"mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "norm", "linalg_vector_norm", "any"}
+_PRODUCTS = {"matmul", "mm", "bmm", "einsum", "scaled_dot_product_attention", "addmm", "baddbmm", "linear"}
+_POOLS = (
+    *("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "lp_pool"),
+    *("upsample_nearest", "upsample_bilinear", "upsample_linear", "upsample_bicubic", "upsample_trilinear"),
+)
+_SOFTMAX = {"softmax", "_softmax", "log_softmax", "_log_softmax"}
+_RECURRENT = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""Rows of weights that a unit has."""
 
-def _error_behind(module: nn.Module, error: InputError, axes: _Axes) -> InputError:
-    """Return the error of use below a module's output, which has these axes, from that below its input."""
-    if error == "none" and next(module.parameters(), None) is not None:
-        return "active" if isinstance(module, (nn.Linear, *_CONVOLUTIONS, nn.Embedding)) else "all"
-    if error == "active" and isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax)):
-        single = (
-            isinstance(module, (*_BATCH_NORMS, *_INSTANCE_NORMS))
-            or _is_depthwise(module)
-            or (isinstance(module, nn.PReLU) and module.num_parameters > 1)
+
+class _Coupling:
+    """Goes through the graph once. Afterwards ``axes`` holds name -> axes of every parameter and running statistic,
+    ``statistics`` the names of running means and variances; ``layers()`` are those with weights, in forward order.
+
+    choices: kind of reshape -> the part that keeps neurons where it splits them; ``splits``: those there were, and of
+    how many parts.
+    """
+
+    def __init__(self, traced: Traced, model: nn.Module, names: Mapping[int, str], choices: Mapping[Any, int]) -> None:
+        self.neurons = Neurons()
+        self.axes: dict[str, Axes] = {}
+        self.statistics: set[str] = set()
+        self.choices = dict(choices)
+        self.splits: dict[Any, int] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._modules = dict(model.named_modules())
+        self._tensors = model.state_dict(keep_vars=True)
+        self._names = names
+        self._parameters = {names[id(parameter)] for parameter in model.parameters()}
+        self._layers: dict[str, tuple[Layer, list[Axis]]] = {}
+        self._inputs = traced.inputs
+        self._samples = next(len(node.meta["val"]) for node, name in traced.inputs.items() if name is None)
+        self._needed = set(traced.nodes)
+        for node in traced.nodes:
+            if node in self._inputs and self._inputs[node] is not None:
+                continue  # where it is used first: groups bear the name of the first layer
+            for source in node.all_input_nodes:
+                if source not in self._values:
+                    self._values[source] = self._derive(source)
+            self.neurons.doing = f"{operation(node)} in {place_of(node) or 'forward'}"
+            self._values[node] = self._derive(node)
+            if node.op == "call_function":
+                self._note(node)
+        self.neurons.doing = "the model's output"
+        self.neurons.complete(*self._values[traced.output].known)
+        self.neurons.settle(self.axes.values())
+        self.groups = self.neurons.groups(self.axes.values())
+        specs = {name: self._tensors[name] for name in self._parameters if self._tensors[name].requires_grad}
+        total = sum(tensor.numel() for tensor in specs.values())
+        masked = sum(
+            tensor.numel() for name, tensor in specs.items() if any(map(self.neurons.resolve, self.axes.get(name, ())))
         )
-        return "active" if single and axes[1] else "all"
-    return error
+        self.share = masked / total if total else 0.0
+        both = sum(
+            tensor.numel() * sum(bool(self.neurons.resolve(axis)) for axis in self.axes.get(name, ()))
+            for name, tensor in specs.items()
+        )
+        self.worth = (masked, both, sum(group.size for group in self.groups[0]))
+
+    def why(self, name: str) -> str:
+        """Return why a tensor is complete."""
+        reasons = [self.neurons.why(axis) for axis in self.axes.get(name, ())]
+        return next((f", by {reason}" for reason in reasons if reason), "" if name in self.axes else ", used nowhere")
+
+    def layers(self) -> Iterator[Layer]:
+        """Yield the layers with weights in forward order."""
+        for layer, columns in self._layers.values():
+            vague = layer.input_error == "active" and not any(map(self.neurons.resolve, columns))
+            yield layer.model_copy(update={"input_error": "all"}) if vague else layer
+
+    def recipes(self) -> dict[str, Recipe]:
+        """Return the default initialisation of the tensors of layers that run, by name."""
+        return {
+            f"{path}.{name}".lstrip("."): recipe
+            for path in self._layers
+            if path in self._modules
+            for name, recipe in _defaults(self._modules[path]).items()
+        }
+
+    # --- one node
+
+    def _derive(self, node: fx.Node) -> Any:
+        """Return what is known of a node's value: a _Value, a tuple of them, or None of what is no tensor."""
+        shape = shape_of(node)
+        if node.op == "placeholder":
+            return self._placeholder(node, shape)
+        if node.target is operator.getitem:
+            return self._picked(node)
+        if node.op != "call_function":
+            return None if shape is None else _Value(shape, (None,) * len(shape), fixed=True)
+        values = self._inputs_of(node)
+        if all(value.fixed and not any(value.axes) for value in values) or operation(node) in _FILLED:
+            return self._constant(node, shape)
+        call = Call(node)
+        derived = self._rule(call)(call, values, shape)
+        if isinstance(derived, list):
+            return tuple(derived)
+        return None if derived is None or shape is None else self._value(call, values, shape, derived)
+
+    def _value(
+        self, call: Call, values: Sequence[_Value], shape: tuple[int, ...], axes: Sequence[Axis | None]
+    ) -> _Value:
+        fixed = all(value.fixed for value in values)
+        return _Value(shape, tuple(axes), "none" if fixed else self._error(call, values, axes), fixed)
+
+    def _constant(self, node: fx.Node, shape: tuple[int, ...] | None) -> Any:
+        if shape is not None:
+            return _Value(shape, (None,) * len(shape), fixed=True)
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            return tuple(
+                _Value(tuple(each.shape), (None,) * each.dim(), fixed=True) if isinstance(each, torch.Tensor) else None
+                for each in value
+            )
+        return None
+
+    def _placeholder(self, node: fx.Node, shape: tuple[int, ...] | None) -> _Value | None:
+        if shape is None:
+            return None
+        if node not in self._inputs:
+            return _Value(shape, (None,) * len(shape), fixed=True)
+        name = self._inputs[node]
+        if name is None:
+            return _Value(shape, ((),) * len(shape))
+        name = self._names.get(id(self._tensors[name]), name) if name in self._tensors else name
+        if name not in self._parameters:
+            return _Value(shape, (None,) * len(shape), fixed=True)
+        if name not in self.axes:
+            path = name.rpartition(".")[0] or name
+            mine = [self.neurons.add(path, length) for length in shape[:2]]
+            self.axes[name] = (*mine, *((),) * (len(shape) - len(mine)))
+        known = [axis if length > 1 else None for axis, length in zip(self.axes[name][:2], shape, strict=False)]
+        return _Value(shape, (*known, *(None,) * (len(shape) - len(known))), fixed=True)
+
+    def _inputs_of(self, node: fx.Node) -> list[_Value]:
+        found: list[_Value] = []
+        for source in node.all_input_nodes:
+            value = self._values.get(source)
+            found += [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, _Value)]
+        return found
+
+    def _of(self, argument: Any) -> _Value | None:
+        value = self._values.get(argument) if isinstance(argument, fx.Node) else None
+        return value if isinstance(value, _Value) else None
+
+    def _picked(self, node: fx.Node) -> Any:
+        source, place = cast(tuple[fx.Node, int], node.args)
+        value = self._values.get(source)
+        return value[place] if isinstance(value, tuple) and place < len(value) else None
+
+    def _rule(self, call: Call) -> Callable[..., Any]:
+        """Return what finds the axes of a call's value: (call, values, shape) -> axes; a list of values of several;
+        None of no tensor."""
+        name = call.name.rstrip("_")
+        known = getattr(self, f"_do_{name}", None)
+        if known is not None:
+            return cast(Callable[..., Any], known)
+        if name in _SAME:
+            return self._unchanged
+        if name in _SHAPED:
+            return self._reshaped
+        if name in _REDUCED:
+            return self._reduce
+        if name in _RECURRENT:
+            return self._recurrent
+        if name.startswith(_POOLS):
+            return self._pool
+        if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(call.node.target, "tags", ()):
+            return self._pointwise
+        return self._unknown
+
+    def _unchanged(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return values[0].axes
+
+    def _reshaped(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return self._reshape(values[0], shape)
+
+    def _unknown(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
+        """Whatever it does, it does with complete neurons."""
+        self.neurons.complete(*(axis for value in values for axis in value.known))
+        if shape is not None:
+            return ((),) * len(shape)
+        given = call.result
+        if not isinstance(given, (tuple, list)):
+            return None
+        return [
+            self._value(call, values, tuple(each.shape), ((),) * each.dim()) if isinstance(each, torch.Tensor) else None
+            for each in given
+        ]
+
+    # --- errors and layers
+
+    def _error(self, call: Call, values: Sequence[_Value], axes: Sequence[Axis | None]) -> InputError:
+        """Return the part of the error at a value with these axes that is of use below it
+        (``manifest.Layer.input_error``).
+        """
+        name = call.name.rstrip("_")
+        flowing = [value for value in values if not value.fixed]
+        error: InputError = max((value.error for value in flowing), key=_WIDTH, default="none")
+        weighted = any(value.fixed and any(value.axes) for value in values)
+        convolution = name.startswith("conv")
+        if error == "none" and weighted:
+            error = "active" if convolution or name in {"linear", "embedding", "mm", "addmm", "matmul"} else "all"
+        elif error == "active":
+            single = name in {"batch_norm", "instance_norm", "prelu"} or (convolution and _is_depthwise(values))
+            if weighted or name in {"group_norm", "layer_norm", "rms_norm"}:
+                error = "active" if single and len(axes) > 1 and axes[1] else "all"
+            elif name in _PRODUCTS or name in _SOFTMAX:
+                error = "all"
+        if error != "active":
+            return error
+        # Neurons lie along one axis, those of all below among them. Otherwise an active one below gets its error from
+        # inactive ones here, as a map of one channel does that was broadcast over the channels of another.
+        below = {run.set for value in flowing if value.error == "active" for run in self._sets(value.axes)}
+        here = {run.set for run in self._sets(axes)}
+        alone = sum(bool(axis and self.neurons.resolve(axis)) for axis in axes) == 1
+        return "active" if alone and here.issuperset(below) else "all"
+
+    def _sets(self, axes: Sequence[Axis | None]) -> list[Run]:
+        return [run for axis in axes if axis for run in self.neurons.resolve(axis)]
+
+    def _note(self, node: fx.Node) -> None:
+        """Keep what the manifest says of the layer that the node is of."""
+        named = [self._named(source) for source in node.all_input_nodes]
+        mine = [name for name in named if name is not None]
+        if not mine:
+            return
+        path, module = self._module(node)
+        values = [value for value in self._inputs_of(node) if not value.fixed]
+        error: InputError = max((value.error for value in values), key=_WIDTH, default="none")
+        samples = self._samples if values else 1
+        weight = next((name for name in mine if self._tensors[name].dim() > 1), mine[0])
+        columns = self.axes[weight][:2][-1]
+        if module is not None:
+            tensors = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in module.parameters()))
+            entries = [(path, _kind(module), tensors)]
+        else:
+            entries = [(f"{name}:", PARAMETER, (name,)) for name in mine]
+        for key, kind, tensors in entries:
+            channels = _channels(module, self._tensors[weight])
+            result = self._values[node]
+            made = result[0] if isinstance(result, tuple) else result
+            given = values[0] if values and kind in _COUNTED_BY_INPUT else made
+            entries_made = math.prod(given.shape) if isinstance(given, _Value) else 0
+            positions = max(1, entries_made // channels // samples)
+            known = self._layers.get(key)
+            if known is None:
+                layer = Layer(
+                    name=key.rstrip(":") or kind, kind=kind, tensors=tensors, positions=positions, input_error=error
+                )
+                self._layers[key] = (layer, [columns])
+            else:
+                layer, all_columns = known
+                wider = max(layer.input_error, error, key=_WIDTH)
+                again = module is not None and not isinstance(module, nn.MultiheadAttention)
+                both = layer.positions + positions if again else layer.positions
+                self._layers[key] = (
+                    layer.model_copy(update={"input_error": wider, "positions": both}),
+                    [*all_columns, columns],
+                )
+
+    def _named(self, source: fx.Node) -> str | None:
+        name = self._inputs.get(source)
+        name = self._names.get(id(self._tensors[name]), name) if name in self._tensors else name
+        return name if name in self._parameters else None
+
+    def _module(self, node: fx.Node) -> tuple[str, nn.Module | None]:
+        """Return the innermost module that runs the node, if it is one of torch's layers."""
+        path = place_of(node)
+        module = self._modules.get(path)
+        return (path, module) if module is not None and _base(module) is not None else (path, None)
+
+    # --- operations without weights
+
+    def _join(self, first: Axis | None, second: Axis | None) -> Axis | None:
+        if first is None or second is None:
+            return second if first is None else first
+        return self.neurons.unite(first, second)
+
+    def _pointwise(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Broadcast: an axis of length 1 takes the neurons of the other side, axes of one length are united."""
+        result: list[Axis | None] = [None] * len(shape)
+        for value in values:
+            offset = len(shape) - len(value.shape)
+            for position, axis in enumerate(value.axes):
+                if value.shape[position] == shape[offset + position] and axis is not None:
+                    known = result[offset + position]
+                    single = value.shape[position] == 1
+                    result[offset + position] = axis if known is None or single else self._join(known, axis)
+        flows = not all(value.fixed for value in values)
+        return tuple(() if axis is None and flows else axis for axis in result)
+
+    def _pool(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
+        """Pool: the last one to three axes are mixed; neurons that lie there can only be complete."""
+        value = values[0]
+        mixed = min(next((int(each) for each in call.name if each.isdigit()), len(value.shape) - 2), len(value.shape))
+        self.neurons.complete(*value.known[len(value.shape) - mixed :])
+        axes = (*value.axes[: len(value.shape) - mixed], *((),) * mixed)
+        if shape is not None:
+            return axes
+        return [self._value(call, values, tuple(call.result[0].shape), axes)] * 2
+
+    def _do_pad(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Axes that are padded are complete."""
+        changed = [old != new for old, new in zip(values[0].shape, shape, strict=True)]
+        self.neurons.complete(*(axis for axis, far in zip(values[0].known, changed, strict=True) if far))
+        return tuple(() if far else axis for axis, far in zip(values[0].axes, changed, strict=True))
+
+    _do_constant_pad_nd = _do_reflection_pad1d = _do_reflection_pad2d = _do_replication_pad2d = _do_pad
+
+    def _reduce(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        dims, rank = call.given.get("dim"), len(value.shape)
+        gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        # A mean that keeps its axis is what norms by hand divide by, which see their neurons as layer norm does.
+        if len(shape) != rank or not call.name.startswith(("mean", "var")):
+            self.neurons.complete(*(value.known[dim] for dim in gone))
+        if len(shape) == rank:
+            return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
+        return tuple(axis for dim, axis in enumerate(value.axes) if dim not in gone)
+
+    def _do_permute(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return tuple(values[0].axes[dim] for dim in call.at(1))
+
+    def _do_transpose(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        axes = list(values[0].axes)
+        first, second = call.at(1), call.at(2)
+        axes[first], axes[second] = axes[second], axes[first]
+        return tuple(axes)
+
+    _do_swapaxes = _do_transpose
+
+    def _do_t(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return tuple(reversed(values[0].axes))
+
+    _do_numpy_T = _do_t  # noqa: N815  the operator's name
+
+    def _do_mT(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:  # noqa: N802
+        return (*values[0].axes[:-2], *reversed(values[0].axes[-2:]))
+
+    def _do_movedim(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        order = torch.empty(values[0].shape, device="meta")
+        places = torch.arange(len(order.shape))
+        strides = [2**place for place in places.tolist()]
+        moved = torch.empty_strided([1] * len(strides), strides, device="meta").movedim(call.at(1), call.at(2))
+        return tuple(values[0].axes[strides.index(stride)] for stride in moved.stride())
+
+    def _do_expand(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        front = len(shape) - len(value.shape)
+        kept = [
+            axis if old == new else None if value.fixed else ()
+            for axis, old, new in zip(value.axes, value.shape, shape[front:], strict=True)
+        ]
+        return (*((None if value.fixed else (),) * front), *kept)
+
+    _do_expand_as = _do_expand
+
+    def _do_repeat(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        front = len(shape) - len(value.shape)
+        kept = [
+            axis * (new // old) if axis else axis
+            for axis, old, new in zip(value.axes, value.shape, shape[front:], strict=True)
+        ]
+        return (*((None if value.fixed else (),) * front), *kept)
+
+    _do_tile = _do_repeat
+
+    def _do_roll(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        dims = call.given["dims"]
+        return self._mixed(values[0], dims or range(len(shape)))
+
+    def _do_flip(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return self._mixed(values[0], call.at(1))
+
+    def _mixed(self, value: _Value, dims: Iterable[int]) -> Any:
+        """Return the axes of a value whose entries change places along ``dims``."""
+        gone = {dim % len(value.shape) for dim in dims}
+        self.neurons.complete(*(value.known[dim] for dim in gone))
+        return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
+
+    # --- parts
+
+    def _do_cat(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Along the joined axis one after another, on the others united."""
+        parts = [part for part in map(self._of, call.at(0)) if part is not None and len(part.shape) == len(shape)]
+        dim = call.dim(len(shape))
+        result: list[Axis | None] = [None] * len(shape)
+        joined: Axis = ()
+        for part in parts:
+            for position, axis in enumerate(part.axes):
+                if position != dim:
+                    result[position] = self._join(result[position], axis)
+            lies = self.neurons.resolve(part.axes[dim] or ())
+            joined += lies or (Run(0, part.shape[dim]),)
+        result[dim] = self.neurons.resolve(joined)
+        return tuple(axis or () for axis in result)
+
+    def _do_stack(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        parts = [part for part in map(self._of, call.at(0)) if part is not None]
+        dim = call.dim(len(shape))
+        result: list[Axis | None] = [None] * (len(shape) - 1)
+        for part in parts:
+            for position, axis in enumerate(part.axes):
+                result[position] = self._join(result[position], axis)
+        result.insert(dim, ())
+        return tuple(axis or () for axis in result)
+
+    def _part(self, value: _Value, dim: int, start: int, stop: int) -> tuple[Axis | None, ...]:
+        """Return the axes of entries ``start`` to ``stop`` along ``dim``."""
+        axes = list(value.axes)
+        axis = axes[dim]
+        if axis:
+            length = self.neurons.length(axis)
+            _, behind = self.neurons.cut(axis, start) if start else ((), axis)
+            mine, _ = self.neurons.cut(behind, stop - start) if stop < length else (behind, ())
+            axes[dim] = self.neurons.resolve(mine)
+        return tuple(axes)
+
+    def _do_slice(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        dim = call.dim(len(value.shape))
+        start, stop, step = (call.given[name] for name in ("start", "end", "step"))
+        if shape == value.shape:
+            return value.axes
+        if step != 1 or not isinstance(start or 0, int) or not isinstance(stop or 0, int):
+            return self._mixed(value, [dim])
+        start, stop, _ = slice(start, stop).indices(value.shape[dim])
+        return self._part(value, dim, start, stop)
+
+    def _do_narrow(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        start = call.given["start"]
+        return self._part(values[0], call.dim(len(shape)), start, start + call.given["length"])
+
+    def _do_select(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        dim = call.dim(len(value.shape))
+        index = call.given["index"] % value.shape[dim]
+        part = list(self._part(value, dim, index, index + 1))
+        self.neurons.complete(part.pop(dim) or ())
+        return tuple(part)
+
+    def _do_unbind(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
+        value = values[0]
+        dim = call.dim(len(value.shape))
+        self.neurons.complete(value.known[dim])
+        axes = tuple(axis for place, axis in enumerate(value.axes) if place != dim)
+        kept = tuple(length for place, length in enumerate(value.shape) if place != dim)
+        return [self._value(call, values, kept, axes)] * value.shape[dim]
+
+    def _do_split(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
+        value, parts, start = values[0], [], 0
+        dim = call.dim(len(value.shape))
+        for each in call.result:
+            stop = start + each.shape[dim]
+            parts.append(self._value(call, values, tuple(each.shape), self._part(value, dim, start, stop)))
+            start = stop
+        return parts
+
+    _do_chunk = _do_split_with_sizes = _do_tensor_split = _do_split
+
+    def _do_glu(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Unite both halves: one gates the other."""
+        value, dim = values[0], call.dim(len(shape))
+        first, second = (self._part(value, dim, place * shape[dim], (place + 1) * shape[dim]) for place in range(2))
+        return tuple(self._join(one, other) for one, other in zip(first, second, strict=True))
+
+    def _do_index(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Rows picked by an index: the axes that are not indexed keep their neurons."""
+        value = self._of(call.at(0))
+        indices = list(call.at(1))
+        picked = [place for place, index in enumerate(indices) if index is not None]
+        if value is None or picked != list(range(picked[0], picked[-1] + 1)):
+            return self._unknown(call, values, shape)
+        self.neurons.complete(*(value.known[place] for place in picked))
+        left, right = value.axes[: picked[0]], value.axes[picked[-1] + 1 :]
+        middle = len(shape) - len(left) - len(right)
+        return (*left, *((None if value.fixed else (),) * middle), *right)
+
+    def _do_index_select(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return self._mixed(values[0], [call.at(1)])
+
+    def _do_cumsum(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        return self._mixed(values[0], [call.at(1)])
+
+    def _reshape(self, value: _Value, new: tuple[int, ...]) -> Any:
+        """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
+
+        Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
+        """
+        sources = [(length, axis) for length, axis in zip(value.shape, value.axes, strict=True) if length > 1]
+        targets = [position for position, length in enumerate(new) if length > 1]
+        blank: Axis | None = None if value.fixed else ()
+        result: list[Axis | None] = [blank] * len(new)
+        while sources and targets:
+            block, places = [sources.pop(0)], [targets.pop(0)]
+            while (have := math.prod(length for length, _ in block)) != (want := math.prod(new[p] for p in places)):
+                if have < want:
+                    block.append(sources.pop(0))
+                else:
+                    places.append(targets.pop(0))
+            if len(block) == len(places) == 1:
+                result[places[0]] = block[0][1]
+                continue
+            flat = self._flattened(block)
+            if flat:
+                place, axis = self._kept(flat, [new[p] for p in places])
+                result[places[place]] = axis
+        return tuple(result)
+
+    def _flattened(self, block: list[tuple[int, Axis | None]]) -> Axis:
+        """Return the neurons along several axes flattened into one.
+
+        Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
+        """
+        owners = [place for place, (_, axis) in enumerate(block) if axis and self.neurons.resolve(axis)]
+        if len(owners) != 1:
+            return self.neurons.complete(*(axis or () for _, axis in block))
+        before = math.prod(length for length, _ in block[: owners[0]])
+        behind = math.prod(length for length, _ in block[owners[0] + 1 :])
+        runs = self.neurons.resolve(block[owners[0]][1] or ())
+        return self.neurons.resolve(tuple(Run(run.set, run.repeat * behind) for run in runs) * before)
+
+    def _kept(self, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
+        """Split an axis into parts of these lengths: which of them keeps the neurons, and how they lie along it."""
+        if len(lengths) == 1:
+            return 0, flat
+        exact = next((place for place in range(len(lengths)) if self._fits(flat, lengths, place)), None)
+        if exact is None:
+            kind = tuple(lengths)
+            self.splits[kind] = len(lengths)
+            exact = self.choices.setdefault(kind, len(lengths) - 2)
+        before, behind = math.prod(lengths[:exact]), math.prod(lengths[exact + 1 :])
+        return exact, self._folded(flat, before, lengths[exact] * behind, behind)
+
+    def _fits(self, flat: Axis, lengths: list[int], place: int) -> bool:
+        """Return whether the neurons lie along this part as they are."""
+        behind, size = math.prod(lengths[place + 1 :]), math.prod(lengths[place:])
+        if any(run.repeat % behind for run in flat):
+            return False
+        count, times = 0, 0
+        for run in flat:  # the runs of the first copy, of which there must be whole ones
+            if count == size:
+                break
+            count += self.neurons.length((run,))
+            times += 1
+        return count == size and flat == flat[:times] * math.prod(lengths[:place])
+
+    def _folded(self, flat: Axis, copies: int, size: int, behind: int) -> Axis:
+        """Return the neurons of an axis of ``copies`` times ``size`` entries, alike in each copy, ``behind`` as one."""
+        mine, rest = self.neurons.cut(flat, size) if copies > 1 else (flat, ())
+        for _ in range(copies - 1):
+            if not rest:
+                break
+            other, rest = self.neurons.cut(rest, size)
+            self.neurons.unite(mine, other)
+        return self.neurons.coarsen(self.neurons.resolve(mine), behind)
+
+    # --- products, and what multiplies with weights
+
+    def _product(
+        self, terms: Sequence[tuple[_Value | None, str]], result: str, *, weighs: bool
+    ) -> tuple[Axis | None, ...]:
+        """Products of matrices: an axis that is summed over mixes its neurons, the others keep them. weighs: one side
+        is parameters, whose columns are then what lies there."""
+        found: dict[str, Axis | None] = {}
+        for value, letters in terms:
+            if value is None:
+                continue
+            for letter, axis, length in zip(letters, value.axes, value.shape, strict=True):
+                if length > 1:  # a shorter one is broadcast, and an only neuron is always active
+                    found[letter] = self._join(found[letter], axis) if letter in found else axis
+        if not weighs:
+            self.neurons.complete(*(axis or () for letter, axis in found.items() if letter not in result))
+        fixed = all(value.fixed for value, _ in terms if value is not None)
+        return tuple(None if found.get(letter) is None and fixed else found.get(letter) or () for letter in result)
+
+    def _multiplied(self, first: _Value, second: _Value) -> tuple[Axis | None, ...]:
+        batch = ["abcdefgh"[10 - max(len(value.shape), 2) :] for value in (first, second)]  # aligned at their ends
+        left, right = "nm"[-len(first.shape) :], "mp"[: len(second.shape)]
+        if len(first.shape) == 1:
+            left = "m"
+        result = max(batch, key=len) + left[:-1] + right[1:]
+        terms = [(first, batch[0] + left), (second, batch[1] + right)]
+        return self._product(terms, result, weighs=first.fixed or second.fixed)
+
+    def _do_matmul(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        first, second = self._of(call.at(0)), self._of(call.at(1))
+        if first is None or second is None:
+            return self._unknown(call, values, shape)
+        return self._multiplied(first, second)
+
+    _do_mm = _do_bmm = _do_matmul
+
+    def _do_addmm(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        added, first, second = (self._of(call.at(place)) for place in range(3))
+        if added is None or first is None or second is None:
+            return self._unknown(call, values, shape)
+        made = _Value(shape, self._multiplied(first, second))
+        return self._pointwise(call, [made, added], shape)
+
+    _do_baddbmm = _do_addmm
+
+    def _do_einsum(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        terms, arrow, result = str(call.at(0)).replace(" ", "").partition("->")
+        given = [self._of(argument) for argument in call.at(1)]
+        letters = terms.split(",")
+        if not arrow or "." in terms or any(value is None for value in given) or len(set(map(len, letters))) < 1:
+            return self._unknown(call, values, shape)
+        if any(len(set(term)) != len(term) for term in letters):
+            return self._unknown(call, values, shape)
+        weighs = any(value is not None and value.fixed for value in given)
+        return self._product(list(zip(given, letters, strict=True)), result, weighs=weighs)
+
+    def _do_scaled_dot_product_attention(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        given = [self._of(call.at(place)) for place in range(3)]
+        if any(value is None for value in given) or any(len(value.shape) != len(shape) for value in given if value):
+            return self._unknown(call, values, shape)
+        batch = "abcdefgh"[10 - len(shape) :]
+        terms = list(zip(given, (batch + "ls", batch + "ms", batch + "mt"), strict=True))
+        mask = self._of(call.given["attn_mask"])
+        if mask is not None and not mask.fixed:
+            self.neurons.complete(*mask.known)
+        return self._product(terms, batch + "lt", weighs=False)
+
+    def _do_linear(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Columns are the neurons of the input's last axis, rows are new ones."""
+        value, weight = self._of(call.at(0)), self._of(call.at(1))
+        if value is None or weight is None or not weight.fixed:
+            return self._unknown(call, values, shape)
+        self._join(value.axes[-1] if value.shape[-1] > 1 else None, weight.axes[1])
+        if value.shape[-1] == 1 and weight.axes[1]:
+            self.neurons.complete(weight.axes[1])
+        rows = weight.axes[0] or ()
+        self._with_bias(call.given["bias"], rows)
+        return (*value.axes[:-1], rows)
+
+    def _with_bias(self, argument: Any, axis: Axis) -> None:
+        bias = self._of(argument)
+        if bias is not None and bias.shape[-1] > 1:
+            self._join(axis, bias.axes[-1])
+
+    def _convolved(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value, weight = self._of(call.at(0)), self._of(call.at(1))
+        if value is None or weight is None or not weight.fixed or len(value.shape) != len(weight.shape):
+            return self._unknown(call, values, shape)
+        taps = len(weight.shape) - 2
+        self.neurons.complete(*value.known[2:])
+        channels, given = shape[1], value.shape[1]
+        columns = weight.shape[1]
+        if columns == given:
+            self._join(value.axes[1] if given > 1 else (), weight.axes[1])
+            rows = weight.axes[0] or ()
+        elif columns == 1:  # a filter lives and dies with its channel
+            lies = tuple(Run(run.set, run.repeat * (channels // given)) for run in self.neurons.resolve(value.known[1]))
+            rows = self._join(lies, weight.axes[0]) or ()
+        else:
+            # With groups a column is another input channel in each group of rows, so that it belongs to nobody: a
+            # weight is active with its row alone.
+            self.neurons.complete(weight.known[1])
+            rows = weight.axes[0] or ()
+        self._with_bias(call.given["bias"], rows)
+        return (value.axes[0], rows, *((),) * taps)
+
+    _do_conv1d = _do_conv2d = _do_conv3d = _convolved
+
+    def _transposed(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Convolve transposed: the weight has a row for each channel of its input."""
+        value, weight = self._of(call.at(0)), self._of(call.at(1))
+        if value is None or weight is None or weight.shape[1] != shape[1]:
+            return self._unknown(call, values, shape)
+        self.neurons.complete(*value.known[2:])
+        self._join(value.axes[1] if value.shape[1] > 1 else (), weight.axes[0])
+        rows = weight.axes[1] or ()
+        self._with_bias(call.given["bias"], rows)
+        return (value.axes[0], rows, *((),) * (len(shape) - 2))
+
+    _do_conv_transpose1d = _do_conv_transpose2d = _do_conv_transpose3d = _transposed
+
+    def _do_embedding(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Rows are words, columns are new neurons."""
+        weight, index = self._of(call.at(0)), self._of(call.at(1))
+        if weight is None or index is None:
+            return self._unknown(call, values, shape)
+        self.neurons.complete(weight.known[0], *index.known)
+        fixed = weight.fixed and index.fixed
+        return (*((None if fixed else (),) * len(index.shape)), weight.axes[1])
+
+    def _channels_normed(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        """Batch, group and instance norm, PReLU: everything they hold follows the channel."""
+        value = self._of(call.at(0))
+        if value is None:
+            return self._unknown(call, values, shape)
+        axis = value.axes[1] if len(value.axes) > 1 else None
+        for argument in call.given.values():
+            held = self._of(argument)
+            if held is None or held.shape != (value.shape[1],):
+                continue
+            if held.shape != (1,):
+                axis = self._join(axis, held.axes[0])
+            name = self._inputs.get(argument)
+            if name is not None and name not in self._parameters:
+                self.statistics.add(name)
+                self.axes[name] = (value.known[1],)
+        return (value.axes[0], axis or (), *value.axes[2:])
+
+    _do_batch_norm = _do_instance_norm = _do_group_norm = _do_prelu = _channels_normed
+
+    def _do_layer_norm(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
+        value = values[0]
+        count = len(call.at(1))
+        axes = list(value.axes)
+        # Blocks are cut out of the first two axes of a tensor only.
+        self.neurons.complete(*(axis or () for axis in axes[-count:][2:]))
+        axes[len(axes) - count + 2 :] = [()] * max(0, count - 2)
+        for argument in (call.given["weight"], call.given.get("bias")):
+            held = self._of(argument)
+            if held is not None and held.fixed:
+                for place, axis in enumerate(held.axes[:2]):
+                    mine = len(axes) - count + place
+                    axes[mine] = self._join(axes[mine], axis)
+        return tuple(axes)
+
+    _do_rms_norm = _do_layer_norm
+
+    def _recurrent(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
+        """Recurrent layers: a unit has its rows of each gate, and its columns."""
+        name = call.name
+        value = self._of(call.at(0))
+        states = call.at(1) if isinstance(call.at(1), (list, tuple)) else [call.at(1)]
+        given = [self._of(argument) for argument in call.at(2)]
+        layers, both = call.given["num_layers"], call.given["bidirectional"]
+        if value is None or any(each is None for each in given) or any(not s.fixed for s in map(self._of, states) if s):
+            return self._unknown(call, values, shape)
+        weights = [each for each in given if each is not None]
+        each_layer = len(weights) // (layers * (2 if both else 1))
+        if each_layer not in (2, 4):  # a projection
+            return self._unknown(call, values, shape)
+        below = value.known[-1]
+        for layer in range(layers):
+            lies: Axis = ()
+            for way in range(2 if both else 1):
+                start = (layer * (2 if both else 1) + way) * each_layer
+                first, second, *biases = weights[start : start + each_layer]
+                units = second.known[1]
+                self._join(below, first.axes[1])
+                for rows in (first, second, *biases):
+                    self._join(units * _RECURRENT[name], rows.axes[0])
+                lies += units
+            below = self.neurons.resolve(lies)
+        result = (*value.known[:-1], below)
+        used = {user.args[1] for user in call.node.users if user in self._needed}
+        made = []
+        for place, each in enumerate(call.result):
+            axes: Axes = result if place == 0 else ((),) * 3
+            if place in used and place > 0:
+                axes = self._last_state(weights, each_layer)
+            made.append(self._value(call, values, tuple(each.shape), axes))
+        return made
+
+    def _last_state(self, weights: Sequence[_Value], each_layer: int) -> Axes:
+        """Return the axes of the states in which several layers or ways end: their units are one set there."""
+        units, *others = (weights[place].known[1] for place in range(1, len(weights), each_layer))
+        for other in others:
+            units = self.neurons.unite(units, other)
+        return ((), (), units)
 
 
-def _is_depthwise(module: nn.Module) -> bool:
-    return isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels > 1
+# --- reading nodes and modules ----------------------------------------------------------------------------------------
+
+PARAMETER = "parameter"
+"""The kind of a layer that is a parameter which ``forward`` uses by itself."""
+
+_COUNTED_BY_INPUT = {"rnn", "gru", "lstm", "convtranspose1d", "convtranspose2d", "convtranspose3d"}
+
+
+def _base(module: nn.Module) -> type[nn.Module] | None:
+    """Return the layer of torch that a module is, or is derived from, if it has parameters of its own."""
+    if next(module.parameters(), None) is None:
+        return None
+    for each in type(module).__mro__:
+        if each.__module__.startswith("torch.nn.modules.") and each is not nn.Module:
+            return None if each.__module__.endswith((".container", ".transformer")) else each
+    return None
+
+
+def _kind(module: nn.Module) -> str:
+    base = _base(module)
+    assert base is not None
+    return base.__name__.lower()
+
+
+def _channels(module: nn.Module | None, weight: torch.Tensor) -> int:
+    """Return the entries of a layer's output, or its input's where that is counted, that one position has."""
+    if isinstance(module, nn.RNNBase):
+        return module.input_size
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    if isinstance(module, nn.MultiheadAttention):
+        return int(module.embed_dim)
+    if isinstance(module, nn.LayerNorm):
+        return math.prod(module.normalized_shape)
+    return int(weight.shape[0])
+
+
+def _is_depthwise(values: Sequence[_Value]) -> bool:
+    return len(values) > 1 and values[0].shape[1] > 1 == values[1].shape[1]
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CHANNEL_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    nn.GroupNorm,
+)
 
 
 def _defaults(module: nn.Module) -> dict[str, Recipe]:
@@ -819,70 +1064,3 @@ def _defaults(module: nn.Module) -> dict[str, Recipe]:
     if isinstance(module, nn.PReLU):
         return {"weight": Constant(value=module.init)}
     return {}
-
-
-# --- reading fx nodes --------------------------------------------------------------------------------------------
-
-
-def _where(node: fx.Node) -> str:
-    """Return the module whose forward holds the node, by its path, and the node's name in the traced graph."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack)[-1] if stack else ""
-    return f"{path or 'forward'} ({node.name})"
-
-
-def _operation(node: fx.Node) -> str:
-    """Return the operation of a node, by its name in torch, torch.nn.functional, operator or as a method ("add_" is
-    "add").
-    """
-    if isinstance(node.target, str):
-        return node.target.strip("_")
-    name = getattr(node.target, "__name__", str(node.target))
-    if not any(getattr(namespace, name, None) is node.target for namespace in (torch, F, operator)):
-        raise UnsupportedLayer(f"{_where(node)}: the function {name} is not supported; {_ADVICE}")
-    return name.strip("_")
-
-
-def _letters(node: fx.Node, name: str, ranks: list[int]) -> tuple[list[str], str]:
-    """Return a product of tensors with these numbers of axes, as einsum writes it: a term for each, and the result."""
-    if name == "einsum":
-        terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
-        letters, count = terms.split(","), terms.count(",") + 1
-        if not arrow or "." in terms:
-            raise UnsupportedLayer(f"{_where(node)}: write einsum with all its axes as letters, as in 'bij,bjk->bik'")
-    else:
-        count = 3 if name == "scaled_dot_product_attention" else 2
-    if len(ranks) < count:
-        raise UnsupportedLayer(f"{_where(node)}: pass the {count} tensors of {name} by position, one by one")
-    if name == "einsum":
-        return letters, result
-    batch = ["abcdefgh"[10 - max(rank, 2) :] for rank in ranks[:count]]  # aligned at their ends
-    longest = max(batch, key=len)
-    if count == 3:
-        return [one + term for one, term in zip(batch, ("ls", "ms", "mt"), strict=True)], longest + "lt"
-    left, right = "nm"[-ranks[0] :], "mp"[: ranks[1]]
-    return [batch[0] + left, batch[1] + right], longest + left[:-1] + right[1:]
-
-
-def _permute(node: fx.Node, axes: _Axes) -> _Axes:
-    order = list(range(len(axes)))
-    dims = [*node.args[1:], *(node.kwargs[key] for key in ("dims", "dim0", "dim1") if key in node.kwargs)]
-    if _operation(node) == "transpose":
-        first, second = _integers(dims)
-        order[first], order[second] = order[second], order[first]
-    else:
-        order = _integers(dims[0] if isinstance(dims[0], (tuple, list)) else dims)
-    return tuple(axes[dim] for dim in order)
-
-
-def _integers(dims: object) -> list[int]:
-    """Whole numbers of an argument that may be one or several."""
-    numbers = list(dims) if isinstance(dims, (tuple, list, range)) else [dims]
-    if not all(isinstance(number, int) for number in numbers):
-        raise UnsupportedLayer(f"the axes {dims} are computed while the model runs; write them as numbers")
-    return cast(list[int], numbers)
-
-
-def _is_whole(part: slice, length: int) -> bool:
-    bounds = (part.start, part.stop, part.step)
-    return all(bound is None or isinstance(bound, int) for bound in bounds) and part.indices(length) == (0, length, 1)

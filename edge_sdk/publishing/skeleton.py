@@ -20,7 +20,7 @@ from torch import nn
 
 from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.publishing.coupling import UnsupportedLayer
+from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.modes import evaluating
 
 if TYPE_CHECKING:

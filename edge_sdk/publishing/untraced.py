@@ -24,10 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
 from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.coupling import UnsupportedLayer, refuse_types, spec_of
-
-PARAMETER = "parameter"
-"""The kind of a layer that is a parameter which ``forward`` uses by itself."""
+from edge_sdk.publishing.coupling import PARAMETER, names_of, refuse_types, spec_of
+from edge_sdk.publishing.graph import UnsupportedLayer
 
 
 def describe_whole(
@@ -46,7 +44,7 @@ def describe_whole(
     """
     refuse_types(model)
     model = copy.deepcopy(model).eval()
-    names, aliases = _names(model)
+    names, aliases = names_of(model)
     with torch.no_grad(), _Watch(model, names, len(example)) as watch:
         try:
             output = model(example.clone())
@@ -69,17 +67,6 @@ def describe_whole(
         coupling=False,
         aliases=aliases,
     )
-
-
-def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """Return the first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
-    names: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first = names.setdefault(id(tensor), name)
-        if first != name:
-            aliases[name] = first
-    return names, aliases
 
 
 def _specs(model: nn.Module, aliases: Mapping[str, str], running_statistics: str) -> Iterator[TensorSpec]:

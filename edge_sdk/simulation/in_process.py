@@ -30,7 +30,7 @@ class InProcess(httpx.BaseTransport):
         """Send one request and wait for its whole answer."""
         call = _Call(request.read())
         asyncio.run_coroutine_threadsafe(call.run(self._app, _scope(request)), self._loop).result()
-        return httpx.Response(call.status, headers=call.headers, content=b"".join(call.parts))
+        return httpx.Response(call.status, headers=call.headers, stream=httpx.ByteStream(b"".join(call.parts)))
 
 
 def _scope(request: httpx.Request) -> dict[str, Any]:

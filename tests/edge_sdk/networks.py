@@ -67,6 +67,20 @@ class Residual(nn.Module):
         return self.out(x.mean((2, 3)))
 
 
+class Beside(nn.Module):
+    """Layers beside each other that read the same value, as SqueezeNet's."""
+
+    def __init__(self):
+        super().__init__()
+        self.squeeze = nn.Conv2d(3, 6, 1)
+        self.small, self.large = nn.Conv2d(6, 8, 1), nn.Conv2d(6, 8, 3, padding=1)
+        self.last = nn.Conv2d(16, 3, 1)
+
+    def forward(self, x):
+        x = F.relu(self.squeeze(x))
+        return self.last(torch.cat([F.relu(self.small(x)), F.relu(self.large(x))], 1)).mean((2, 3))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -195,6 +209,7 @@ def zoo():
     }
     made = {
         "residual": lambda: Kind(Residual(), images()),
+        "beside": lambda: Kind(Beside(), images()),
         "depthwise": lambda: Kind(
             nn.Sequential(
                 nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.ReLU6(), nn.Flatten(), nn.Linear(384, 3)

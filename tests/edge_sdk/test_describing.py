@@ -21,7 +21,8 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import publish
-from edge_sdk.publishing.coupling import UnsupportedLayer, describe
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Seeded, Task, build_seeded

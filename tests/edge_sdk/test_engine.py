@@ -81,7 +81,8 @@ def rule_of(given):
         for name in ("mnist:small", "digits", "har:small")
         for how in RULES
         if name != "digits" or how[0] != "a"
-    ],
+    ]
+    + [(name, "momentum") for name in ("beside", "GRU", "embedding", "residual")],
 )
 @pytest.mark.parametrize("what", PARTS)
 def test_steps_are_those_of_pytorch(name, what, how):

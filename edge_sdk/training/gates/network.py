@@ -37,10 +37,24 @@ from torch.nn import functional as F
 
 from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.publishing.coupling import DefaultsTracer
 from edge_sdk.training.gates import layers as gates_layers
 from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from edge_sdk.training.gates.values import Partial, like
+
+
+class DefaultsTracer(fx.Tracer):
+    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults."""
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Return the function and what it is called with, a proxy only where there is no default."""
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for place, argument in enumerate(arguments[2:], start=2):  # behind the module and the batch
+            if isinstance(argument, fx.Proxy) and argument.node.args:
+                arguments[place] = argument.node.args[0]
+                self.graph.erase_node(argument.node)
+        return function, arguments
 
 
 class CannotGate(ManifestError):

@@ -1,0 +1,138 @@
+"""A model's forward pass as a graph of torch's operators, by torch.export."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from edge_sdk.protocol.errors import SdkError
+
+
+class UnsupportedLayer(SdkError):
+    """The model cannot be published for a method; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph of a forward pass: the nodes that its output needs, and what its placeholders are.
+
+    inputs: node -> name of the parameter or buffer, or None of the batch. shape: of the output.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: Mapping[fx.Node, str | None]
+    output: fx.Node
+    shape: tuple[int, ...]
+
+
+class Call:
+    """One node of the graph that calls an operator.
+
+    name: the operator's, as ``linear`` of ``aten.linear.default``. shape: of the tensor that it gives, or None.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.name = operation(node)
+        self.shape = shape_of(node)
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The operator's arguments by their names, those that are left out as it has them."""
+        schema = getattr(self.node.target, "_schema", None)
+        if schema is None:
+            return {str(place): argument for place, argument in enumerate(self.node.args)}
+        named = {argument.name: argument.default_value for argument in schema.arguments}
+        return {**named, **dict(zip(named, self.node.args, strict=False)), **self.node.kwargs}
+
+    def at(self, place: int) -> Any:
+        """Return the argument that stands here in the operator's list."""
+        return list(self.given.values())[place]
+
+    @property
+    def result(self) -> Any:
+        """A stand-in for what it gives: a tensor, or several."""
+        return self.node.meta.get("val")
+
+    def dim(self, rank: int, name: str = "dim") -> int:
+        """Return an axis that it is given, counted from the front."""
+        return int(self.given[name]) % rank
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Within, torch's transformer layers compute what they say, and not by one operator."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def trace(model: nn.Module, example: torch.Tensor) -> Traced:
+    """Return the graph of ``model``, in the mode that it is in, on ``example`` [N, ...]. Raises UnsupportedLayer."""
+    try:
+        with _slow_attention(), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, (example.clone(),), strict=False)
+    # Tracing runs the user's forward on stand-ins; what they cannot do surfaces as any exception.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedLayer(
+            f"the forward pass of {type(model).__name__} cannot be traced: {reason}. Let it take the batch alone, and "
+            "take decisions that depend on the data out of it; see the limitations of torch.export"
+        ) from error
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = set(signature.inputs_to_lifted_tensor_constants) | set(signature.inputs_to_lifted_custom_objs)
+    inputs = {
+        node: names.get(node.name)
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name not in constants
+    }
+    (results,) = next(node.args for node in program.graph.nodes if node.op == "output")
+    results = results[len(signature.buffers_to_mutate) :] if isinstance(results, tuple) else results
+    if not isinstance(results, tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
+        raise UnsupportedLayer("the model does not return one tensor; let forward return the class scores alone")
+    output = results[0]
+    return Traced(_needed(program.graph, output), inputs, output, tuple(output.meta["val"].shape))
+
+
+def _needed(graph: fx.Graph, output: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the nodes that the output depends on, in order, and those that change one of these in place."""
+    needed, nodes = {output}, [node for node in graph.nodes if node.op != "output"]
+    count = 0
+    while count != len(needed):
+        count = len(needed)
+        for node in reversed(nodes):
+            if node in needed or (operation(node).endswith("_") and node.args and node.args[0] in needed):
+                needed.update((node, *node.all_input_nodes))
+    return tuple(node for node in nodes if node in needed)
+
+
+def operation(node: fx.Node) -> str:
+    """Return the name of a node's operator, without that of its variant."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+    return str(name).rpartition("::")[2]
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that runs the node; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).partition("@")[0]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of a node's value, if it is a tensor."""
+    value = node.meta.get("val")
+    return tuple(int(length) for length in value.shape) if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,226 @@
+"""Index sets of neurons, found out piece by piece: what lies along an axis, and what turns out to be the same.
+
+An axis is a sequence of runs, the neurons of a set in order, each owning ``repeat`` consecutive entries; the empty
+sequence is an axis without neurons, which is always complete. A set is known until something is learned of it: that it
+is the same as another, that it is complete, that it falls into two, or that its neurons belong together in runs, as
+those of an attention's head do. Then it stands for a sequence of runs of other sets, and whoever holds an axis of it
+finds those by ``resolve``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from edge_sdk.protocol.manifest import NeuronGroup, Segment
+
+_COMPLETE = 0
+_MOST_RUNS = 4096
+"""Of an axis: one of more is complete."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A ``Segment`` before groups are settled: the neurons of set ``set``, each owning ``repeat`` entries. Of set 0,
+    ``repeat`` entries that are complete."""
+
+    set: int
+    repeat: int = 1
+
+
+Axis = tuple[Run, ...]
+Axes = tuple[Axis, ...]
+
+
+class Neurons:
+    """The sets, numbered in the order in which they were met; what several become bears the name of the first.
+
+    ``doing``: what is being looked at, as it is told of sets that become complete (``why``).
+    """
+
+    def __init__(self) -> None:
+        self._sizes = [1]
+        self._names = [""]
+        self._order = [0]
+        self._become: list[Axis | None] = [None]
+        self._why: dict[int, str] = {}
+        self.doing = ""
+
+    def add(self, name: str, size: int) -> Axis:
+        """Return a new set of ``size`` neurons, as the axis along which they lie; an only neuron is always active."""
+        return (self._new(name, size, len(self._sizes)),) if size > 1 else ()
+
+    def _new(self, name: str, size: int, order: int) -> Run:
+        self._sizes.append(size)
+        self._names.append(name)
+        self._order.append(order)
+        self._become.append(None)
+        return Run(len(self._sizes) - 1)
+
+    def length(self, axis: Axis) -> int:
+        """Return the number of entries of an axis with neurons."""
+        return sum(self._sizes[run.set] * run.repeat for run in axis)
+
+    def resolve(self, axis: Axis) -> Axis:
+        """Return the axis in sets of which nothing else is known; empty where all of it is complete."""
+        found: list[Run] = []
+        for run in axis:
+            become = self._become[run.set]
+            if become is None:
+                found.append(run)
+                continue
+            known = self._expand(run.set)
+            found += [Run(each.set, each.repeat * run.repeat) for each in known]
+        if len(found) > _MOST_RUNS:
+            return self.complete(tuple(found))
+        return () if all(run.set == _COMPLETE for run in found) else tuple(found)
+
+    def _expand(self, number: int) -> Axis:
+        become = self._become[number]
+        assert become is not None
+        if any(self._become[run.set] is not None for run in become):
+            become = tuple(
+                Run(each.set, each.repeat * run.repeat)
+                for run in become
+                for each in ((Run(run.set),) if self._become[run.set] is None else self._expand(run.set))
+            )
+            self._become[number] = become
+        return become
+
+    def complete(self, *axes: Axis) -> Axis:
+        """Make every neuron of ``axes`` always active; returns the axis that says so."""
+        for axis in axes:
+            for run in axis:
+                if run.set != _COMPLETE and self._become[run.set] is None:
+                    self._become[run.set] = (Run(_COMPLETE, self._sizes[run.set]),)
+                    self._why[run.set] = self.doing
+                elif run.set != _COMPLETE:
+                    self.complete(self._expand(run.set))
+        return ()
+
+    def why(self, axis: Axis) -> str:
+        """Return what was being done when a set of the axis became complete; empty where none has."""
+        waiting = list(axis)
+        while waiting:
+            run = waiting.pop(0)
+            if run.set in self._why:
+                return self._why[run.set]
+            waiting += self._become[run.set] or ()
+        return ""
+
+    def unite(self, first: Axis, second: Axis) -> Axis:
+        """Say that both axes, of one length, have the same neurons; returns them."""
+        one, other = self.resolve(first), self.resolve(second)
+        if not one or not other or self.length(one) != self.length(other):
+            return self.complete(one, other)
+        while one and other:
+            step = min(self.length(one[:1]), self.length(other[:1]))
+            (_, one), (_, other) = (left, rest) = self.cut(one, step), self.cut(other, step)
+            left_of, right_of = self._whole(left[0]), self._whole(rest[0])
+            if len(left_of) == len(right_of) == 1:
+                self._same(left_of[0], right_of[0])
+            else:  # cutting one has cut the other
+                one, other = (*left_of, *one), (*right_of, *other)
+            one, other = self._whole(one), self._whole(other)
+        return self.resolve(first)
+
+    def _whole(self, axis: Axis) -> Axis:
+        """Return the axis resolved, complete runs written down."""
+        return self.resolve(axis) or ((Run(_COMPLETE, self.length(axis)),) if axis else ())
+
+    def _same(self, one: Run, other: Run) -> None:
+        """Unite two runs of one length, of sets of which nothing else is known."""
+        if one == other:
+            return
+        if one.set == other.set or _COMPLETE in (one.set, other.set):
+            self.complete((one, other))
+            return
+        if one.repeat == other.repeat:
+            low, high = sorted((one.set, other.set), key=self._order.__getitem__)
+            self._become[high] = (Run(low),)
+            return
+        repeat = math.lcm(one.repeat, other.repeat)
+        length = self.length((one,))
+        if length % repeat or length == repeat:
+            self.complete((one, other))
+            return
+        first = min(one.set, other.set, key=self._order.__getitem__)
+        united = self._new(self._names[first], length // repeat, self._order[first])
+        for run in (one, other):
+            self._become[run.set] = (Run(united.set, repeat // run.repeat),)
+
+    def cut(self, axis: Axis, place: int) -> tuple[Axis, Axis]:
+        """Return the axis before and from entry ``place``; a set that is cut falls into two."""
+        while True:
+            axis, at = self._whole(axis), place
+            for position, run in enumerate(axis):
+                length = self.length((run,))
+                if at <= 0 or at >= length:
+                    if at <= 0:
+                        return axis[:position], axis[position:]
+                    at -= length
+                    continue
+                if run.set == _COMPLETE:
+                    before, behind = Run(_COMPLETE, at), Run(_COMPLETE, length - at)
+                    return (*axis[:position], before), (behind, *axis[position + 1 :])
+                if at % run.repeat:
+                    self.complete((run,))
+                else:
+                    self._split(run.set, at // run.repeat)
+                break
+            else:
+                return axis, ()
+
+    def _split(self, number: int, place: int) -> None:
+        name, order, size = self._names[number], self._order[number], self._sizes[number]
+        self._become[number] = (self._new(name, place, order), self._new(name, size - place, order))
+
+    def coarsen(self, axis: Axis, count: int) -> Axis:
+        """Return the axis of every ``count`` entries as one: neurons that share one of them belong together."""
+        if count == 1:
+            return self.resolve(axis)
+        found: list[Run] = []
+        for run in axis:
+            for each in self._whole((run,)):
+                size, repeat = self._sizes[each.set], each.repeat
+                if repeat % count == 0:
+                    found.append(Run(each.set, repeat // count))
+                elif each.set != _COMPLETE and count % repeat == 0 and size % (count // repeat) == 0:
+                    together = count // repeat
+                    new = self._new(self._names[each.set], size // together, self._order[each.set])
+                    self._become[each.set] = (Run(new.set, together),)
+                    found.append(new)
+                else:
+                    return self.complete(axis)
+        return self.resolve(tuple(found))
+
+    def settle(self, axes: Iterable[Axes]) -> None:
+        """Complete every axis of which a part is complete, until none is half described."""
+        described = [axis for tensor in axes for axis in tensor if axis]
+        changed = True
+        while changed:
+            changed = False
+            for axis in described:
+                runs = self.resolve(axis)
+                if any(run.set == _COMPLETE for run in runs):
+                    self.complete(runs)
+                    changed = True
+
+    def segments(self, axis: Axis, names: Sequence[str]) -> tuple[Segment, ...]:
+        """Return the axis in the manifest's terms, once settled; names: of the sets."""
+        return tuple(Segment(group=names[run.set], repeat=run.repeat) for run in self.resolve(axis))
+
+    def groups(self, axes: Iterable[Axes]) -> tuple[tuple[NeuronGroup, ...], list[str]]:
+        """Return the sets that these axes consist of, in forward order, and the name of each set by its number."""
+        used = {run.set for tensor in axes for axis in tensor for run in self.resolve(axis)}
+        names, taken = list(self._names), Counter[str]()
+        groups = []
+        for number in sorted(used, key=lambda each: (self._order[each], each)):
+            name = names[number]
+            taken[name] += 1
+            if taken[name] > 1:
+                names[number] = f"{name}:{taken[name]}"  # no path of a module has a colon
+            groups.append(NeuronGroup(name=names[number], size=self._sizes[number]))
+        return tuple(groups), names
