@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test test-integration test-slow chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
+.PHONY: demo dist test test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -27,6 +27,11 @@ test-integration: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
 	$(BIN)/python -m pytest -m 'slow and integration'
+
+# Popular models of torchvision, timm and transformers, which setup does not install; 10 minutes.
+test-zoo: setup
+	$(PIP) --constraint constraints.txt --editable '.[zoo]' torchvision==0.28.0
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
 
 # Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
 chaos: setup

@@ -116,6 +116,21 @@ class Attention(nn.Module):
         return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
 
 
+class Heads(nn.Module):
+    """Attention of two heads by torch's own operator, without dropout, as transformers and timm have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(20, 8), nn.Dropout(0.1)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.dropout(self.words(x))
+        query, key, value = self.qkv(x).reshape(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(query, key, value)
+        return self.out(x.transpose(1, 2).reshape(x.shape[0], -1, 8).mean(1))
+
+
 class UNet(nn.Module):
     """Down, up by nearest neighbours, and the two joined: a class for every pixel."""
 
@@ -255,6 +270,7 @@ def zoo():
                           nn.Flatten(), nn.Linear(8, 3)), images()),
         "tied weights": lambda: Kind(Tied(), words(), torch.arange(N)),
         "MultiheadAttention": lambda: Kind(Attention(), torch.randn(N, 7, 8)),
+        "heads": lambda: Kind(Heads(), words()),
         "custom loss": lambda: Kind(
             nn.Sequential(nn.Linear(10, 8), nn.Softplus(), nn.Linear(8, 3)), torch.randn(N, 10), loss=Weighted()
         ),

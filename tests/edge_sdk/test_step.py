@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edge_sdk.engines.passes import optimise
 from edge_sdk.publishing import chance
@@ -54,9 +55,10 @@ def run(graph, tensors, inputs, targets, drawn):
 def in_torch(kind, inputs, targets, drawn):
     """Answer what PyTorch does with the same numbers drawn: by the names of the graph's outputs."""
     model, other = (copy.deepcopy(kind.model).train() for _ in range(2))
-    recorded = chance.record(lambda count: other(kind.inputs[:count]), (5, 3))
+    with sdpa_kernel(SDPBackend.MATH):
+        recorded = chance.record(lambda count: other(kind.inputs[:count]), (5, 3))
     given = chance.Given(recorded, 5, {name: torch.tensor(values) for name, values in drawn.items()})
-    with chance.Chance(given):
+    with chance.Chance(given), sdpa_kernel(SDPBackend.MATH):
         output = model(inputs)
         output.retain_grad()
         loss = kind.loss(output, targets)
@@ -92,6 +94,14 @@ def check_parity(name):
 @pytest.mark.parametrize("name", FEW)
 def test_a_step_answers_what_pytorch_does(name):
     check_parity(name)
+
+
+def test_rounding_that_pytorch_has_itself_is_no_reason_to_refuse():
+    """Batch norm over a few samples of maps of one value leaves gradients that nearly cancel."""
+    torch.manual_seed(0)
+    layers = [each for _ in range(6) for each in (nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU())]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.AdaptiveAvgPool2d(1), *layers, nn.Flatten(), nn.Linear(16, 3))
+    assert compile_step(model, F.cross_entropy, torch.randn(6, 3, 8, 8), torch.arange(6) % 3).step
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Popular models, as they come: each is published, trained by two devices, exported, and takes masks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from edge_sdk.join import join
+from edge_sdk.methods.describing import describe_for
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publish import publish
+from edge_sdk.tasks import Task
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.optimisation import Optimisation
+from sparrow.benchmarks.server import coordinator
+from sparrow.benchmarks.zoo import ZOO
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        any(find_spec(package) is None for package in ("torchvision", "timm", "transformers")),
+        reason="the extra zoo is not installed",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with coordinator(tmp_path_factory.mktemp("zoo")) as address:
+        yield address
+
+
+def task_of(name, model, device):
+    entry = ZOO[name]
+    with torch.no_grad():
+        answer = model.eval()(entry.samples(2))
+    generator = torch.Generator().manual_seed(device)
+
+    def batch(seed):
+        targets = torch.randint(answer.shape[1], (4, *answer.shape[2:]), generator=generator)
+        return entry.samples(4, seed), targets
+
+    batches = [batch(10 * device), batch(10 * device + 1)]
+    return Task(name, model, torch.nn.CrossEntropyLoss(), batches, batches[:1], classification=answer.dim() == 2)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_is_published_trained_by_two_devices_and_exported(name, server, tmp_path):
+    federation = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+    tasks = [task_of(name, ZOO[name].model(), device) for device in range(2)]
+    settings = {"rounds": 2, "min_devices": 2, "local_epochs": 1, "learning_rate": 0.01, "early_stopping": "off"}
+    publish(server, federation, tasks[0], method="fedavg", **settings)
+
+    def work(device):
+        return join(
+            server,
+            tasks[device],
+            federation=federation,
+            name=f"device-{device}",
+            state_dir=tmp_path / str(device),
+            export=tmp_path / f"{device}.onnx",
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(work, range(2)))
+    for device, result in enumerate(results):
+        assert result.rounds == 2
+        session = onnxruntime.InferenceSession(tmp_path / f"{device}.onnx")
+        inputs = ZOO[name].samples(3, seed=9).numpy()
+        (answer,) = session.run(None, {session.get_inputs()[0].name: inputs})
+        assert len(answer) == 3
+        assert np.isfinite(answer).all()
+        assert result.export.max_difference < 1e-4 * max(1, np.abs(answer).max()), "PyTorch's answer"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_masks_leave_out_most_weights_freeze_them_and_cost_what_they_count(name):
+    model, inputs = ZOO[name].model(), ZOO[name].samples(8)
+    manifest = describe_for("fedspu", model, inputs, task="zoo")
+    masked = sum(spec.size for spec in manifest.tensors if spec.trainable and any(spec.axes))
+    assert masked >= 0.6 * manifest.trainable_values
+    mask = draw_neurons(manifest, NeuronDraw("key", 0.5))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    settings = FederationSettings(learning_rate=0.1)
+    freezing = Freezing(model.train(), manifest, mask)
+    with Optimisation(freezing, settings, learning_rate=0.1, proximal_weight=0.0) as optimisation:
+        optimisation.forget_gradients()
+        answer = model(inputs)
+        torch.nn.functional.cross_entropy(answer, torch.zeros(8, *answer.shape[2:], dtype=torch.long)).backward()
+        optimisation.step()
+    values = {key: tensor.numpy() for key, tensor in model.state_dict().items()}
+    moved = sum(
+        int((values[spec.name] != before[spec.name].numpy()).sum()) for spec in manifest.shared if spec.trainable
+    )
+    packed = pack(manifest, values, mask)
+    assert 0 < moved <= count_values(manifest, mask) == len(packed) < 0.8 * manifest.shared_values
+    parts = bundle.parts_of(bundle.encode(manifest, packed, mask, draw=NeuronDraw("key", 0.5)))
+    assert parts["values"] == 4 * count_values(manifest, mask)
