@@ -794,14 +794,15 @@ class _Coupling:
         """Products of matrices: an axis that is summed over mixes its neurons, the others keep them. weighs: one side
         is parameters, whose columns are then what lies there."""
         found: dict[str, Axis | None] = {}
+        mixed = set() if weighs else {letter for _, letters in terms for letter in letters}
         for value, letters in terms:
             if value is None:
                 continue
             for letter, axis, length in zip(letters, value.axes, value.shape, strict=True):
                 if length > 1:  # a shorter one is broadcast, and an only neuron is always active
                     found[letter] = self._join(found[letter], axis) if letter in found else axis
-        if not weighs:
-            self.neurons.complete(*(axis or () for letter, axis in found.items() if letter not in result))
+                    mixed |= {letter} if axis is None else set()  # a constant has no neurons
+        self.neurons.complete(*(axis or () for letter, axis in found.items() if letter in mixed - set(result)))
         fixed = all(value.fixed for value, _ in terms if value is not None)
         return tuple(None if found.get(letter) is None and fixed else found.get(letter) or () for letter in result)
 
@@ -849,8 +850,8 @@ class _Coupling:
         batch = "abcdefgh"[10 - len(shape) :]
         terms = list(zip(given, (batch + "ls", batch + "ms", batch + "mt"), strict=True))
         mask = self._of(call.given["attn_mask"])
-        if mask is not None and not mask.fixed:
-            self.neurons.complete(*mask.known)
+        if mask is not None:  # a learned bias has a place for each head
+            terms.append((mask, (batch + "lm")[-len(mask.shape) :]))
         return self._product(terms, batch + "lt", weighs=False)
 
     def _do_linear(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
@@ -858,12 +859,14 @@ class _Coupling:
         value, weight = self._of(call.at(0)), self._of(call.at(1))
         if value is None or weight is None or not weight.fixed:
             return self._unknown(call, values, shape)
-        self._join(value.axes[-1] if value.shape[-1] > 1 else None, weight.axes[1])
-        if value.shape[-1] == 1 and weight.axes[1]:
-            self.neurons.complete(weight.axes[1])
+        self._meet(value, len(value.axes) - 1, weight.axes[1])
         rows = weight.axes[0] or ()
         self._with_bias(call.given["bias"], rows)
         return (*value.axes[:-1], rows)
+
+    def _meet(self, value: _Value, place: int, columns: Axis | None) -> None:
+        """Give the columns of a weight the neurons of what they multiply; a constant has none."""
+        self._join(value.axes[place] or (), columns)
 
     def _with_bias(self, argument: Any, axis: Axis) -> None:
         bias = self._of(argument)
@@ -879,7 +882,7 @@ class _Coupling:
         channels, given = shape[1], value.shape[1]
         columns = weight.shape[1]
         if columns == given:
-            self._join(value.axes[1] if given > 1 else (), weight.axes[1])
+            self._meet(value, 1, weight.axes[1])
             rows = weight.axes[0] or ()
         elif columns == 1:  # a filter lives and dies with its channel
             lies = tuple(Run(run.set, run.repeat * (channels // given)) for run in self.neurons.resolve(value.known[1]))
@@ -900,7 +903,7 @@ class _Coupling:
         if value is None or weight is None or weight.shape[1] != shape[1]:
             return self._unknown(call, values, shape)
         self.neurons.complete(*value.known[2:])
-        self._join(value.axes[1] if value.shape[1] > 1 else (), weight.axes[0])
+        self._meet(value, 1, weight.axes[0])
         rows = weight.axes[1] or ()
         self._with_bias(call.given["bias"], rows)
         return (value.axes[0], rows, *((),) * (len(shape) - 2))
@@ -973,7 +976,7 @@ class _Coupling:
                 start = (layer * (2 if both else 1) + way) * each_layer
                 first, second, *biases = weights[start : start + each_layer]
                 units = second.known[1]
-                self._join(below, first.axes[1])
+                self._join(below, first.axes[1])  # of a constant nothing
                 for rows in (first, second, *biases):
                     self._join(units * _RECURRENT[name], rows.axes[0])
                 lies += units

@@ -711,6 +711,32 @@ ANY = {
         None,
         {"words": 4},
     ),
+    "of a constant": (
+        lambda: Calls(
+            lambda self, x: self.out(self.hidden(x) + self.place(torch.arange(3.0))),
+            place=nn.Linear(3, 4),
+            out=nn.Linear(4, 2),
+        ),
+        (4,),
+        {"hidden": 4},
+    ),
+    "a bias for each head": (
+        lambda: Calls(
+            lambda self, x: self.out(
+                F.scaled_dot_product_attention(
+                    heads(self.hidden(x), 2), heads(self.k(x), 2), heads(self.v(x), 2), self.bias.T[:, :, None]
+                )
+                .transpose(1, 2)
+                .flatten(2)
+            ).mean(1),
+            k=nn.Linear(4, 4),
+            v=nn.Linear(4, 4),
+            out=nn.Linear(4, 2),
+            bias=nn.Parameter(torch.rand(5, 2)),
+        ),
+        (5, 4),
+        {"hidden": 2},
+    ),
     "norm by hand": (
         lambda: Calls(
             lambda self, x: self.out((lambda h: h * (h.square().mean(-1, keepdim=True) + 1).rsqrt())(self.hidden(x))),
