@@ -202,12 +202,13 @@ def _search(look: Callable[[dict[Any, int]], _Coupling]) -> _Coupling:
 class _Value:
     """What is known of a tensor of the graph. axes: of a parameter None where anything may lie along an axis, which is
     then trained whole. error: what is of use of its gradient below it. fixed: it follows from parameters and constants
-    alone, so that each of its neurons has a place in them."""
+    alone, so that each of its neurons has a place in them; learned: not from constants alone."""
 
     shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]
     error: InputError = "none"
     fixed: bool = False
+    learned: bool = False
 
     @property
     def known(self) -> Axes:
@@ -318,7 +319,7 @@ class _Coupling:
         if node.op != "call_function":
             return None if shape is None else _Value(shape, (None,) * len(shape), fixed=True)
         values = self._inputs_of(node)
-        if all(value.fixed and not any(value.axes) for value in values) or operation(node) in _FILLED:
+        if not any(value.learned or not value.fixed for value in values) or operation(node) in _FILLED:
             return self._constant(node, shape)
         call = Call(node)
         derived = self._rule(call)(call, values, shape)
@@ -329,8 +330,9 @@ class _Coupling:
     def _value(
         self, call: Call, values: Sequence[_Value], shape: tuple[int, ...], axes: Sequence[Axis | None]
     ) -> _Value:
-        fixed = all(value.fixed for value in values)
-        return _Value(shape, tuple(axes), "none" if fixed else self._error(call, values, axes), fixed)
+        fixed, learned = all(value.fixed for value in values), any(value.learned for value in values)
+        error: InputError = "all" if learned else "none"
+        return _Value(shape, tuple(axes), error if fixed else self._error(call, values, axes), fixed, learned)
 
     def _constant(self, node: fx.Node, shape: tuple[int, ...] | None) -> Any:
         if shape is not None:
@@ -359,7 +361,8 @@ class _Coupling:
             mine = [self.neurons.add(path, length) for length in shape[:2]]
             self.axes[name] = (*mine, *((),) * (len(shape) - len(mine)))
         known = [axis if length > 1 else None for axis, length in zip(self.axes[name][:2], shape, strict=False)]
-        return _Value(shape, (*known, *(None,) * (len(shape) - len(known))), fixed=True)
+        axes = (*known, *(None,) * (len(shape) - len(known)))
+        return _Value(shape, axes, "all", fixed=True, learned=True)
 
     def _inputs_of(self, node: fx.Node) -> list[_Value]:
         found: list[_Value] = []
@@ -426,10 +429,11 @@ class _Coupling:
         name = call.name.rstrip("_")
         flowing = [value for value in values if not value.fixed]
         error: InputError = max((value.error for value in flowing), key=_WIDTH, default="none")
-        weighted = any(value.fixed and any(value.axes) for value in values)
+        weighted = any(value.fixed and value.learned for value in values)
         convolution = name.startswith("conv")
         if error == "none" and weighted:
-            error = "active" if convolution or name in {"linear", "embedding", "mm", "addmm", "matmul"} else "all"
+            layer = convolution or name in {"linear", "embedding", "mm", "addmm", "matmul"}
+            error = "active" if layer and self._is_plain(call.node) else "all"
         elif error == "active":
             single = name in {"batch_norm", "instance_norm", "prelu"} or (convolution and _is_depthwise(values))
             if weighted or name in {"group_norm", "layer_norm", "rms_norm"}:
@@ -445,6 +449,14 @@ class _Coupling:
         alone = sum(bool(axis and self.neurons.resolve(axis)) for axis in axes) == 1
         return "active" if alone and here.issuperset(below) else "all"
 
+    def _is_plain(self, node: fx.Node) -> bool:
+        """Return whether what is learned comes to a node as parameters themselves, and not as what is made of them."""
+        return all(
+            self._named(source) is not None
+            for source in node.all_input_nodes
+            if (value := self._of(source)) is not None and value.fixed and value.learned
+        )
+
     def _sets(self, axes: Sequence[Axis | None]) -> list[Run]:
         return [run for axis in axes if axis for run in self.neurons.resolve(axis)]
 
@@ -455,8 +467,9 @@ class _Coupling:
         if not mine:
             return
         path, module = self._module(node)
-        values = [value for value in self._inputs_of(node) if not value.fixed]
-        error: InputError = max((value.error for value in values), key=_WIDTH, default="none")
+        below = [self._of(source) for source, name in zip(node.all_input_nodes, named, strict=True) if name is None]
+        values = [value for value in below if value is not None and not value.fixed]
+        error: InputError = max((value.error for value in below if value is not None), key=_WIDTH, default="none")
         samples = self._samples if values else 1
         weight = next((name for name in mine if self._tensors[name].dim() > 1), mine[0])
         columns = self.axes[weight][:2][-1]

@@ -131,6 +131,20 @@ class Heads(nn.Module):
         return self.out(x.transpose(1, 2).reshape(x.shape[0], -1, 8).mean(1))
 
 
+class Turned(nn.Module):
+    """Weights with a row for each input: a transposed convolution, and GPT-2's layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 6, 2, stride=2), nn.ConvTranspose2d(6, 8, 2, 2)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 10) / 3), nn.Parameter(torch.zeros(10))
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, x):
+        x = F.relu(self.up(F.relu(self.down(x)))).mean((2, 3))
+        return self.out(F.relu(torch.addmm(self.bias, x, self.weight)))
+
+
 class UNet(nn.Module):
     """Down, up by nearest neighbours, and the two joined: a class for every pixel."""
 
@@ -270,6 +284,7 @@ def zoo():
                           nn.Flatten(), nn.Linear(8, 3)), images()),
         "tied weights": lambda: Kind(Tied(), words(), torch.arange(N)),
         "MultiheadAttention": lambda: Kind(Attention(), torch.randn(N, 7, 8)),
+        "turned": lambda: Kind(Turned(), images()),
         "heads": lambda: Kind(Heads(), words()),
         "custom loss": lambda: Kind(
             nn.Sequential(nn.Linear(10, 8), nn.Softplus(), nn.Linear(8, 3)), torch.randn(N, 10), loss=Weighted()

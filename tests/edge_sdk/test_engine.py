@@ -82,7 +82,7 @@ def rule_of(given):
         for how in RULES
         if name != "digits" or how[0] != "a"
     ]
-    + [(name, "momentum") for name in ("beside", "GRU", "embedding", "residual")],
+    + [(name, "momentum") for name in ("beside", "turned", "GRU", "LSTM", "embedding", "residual", "U-Net")],
 )
 @pytest.mark.parametrize("what", PARTS)
 def test_steps_are_those_of_pytorch(name, what, how):

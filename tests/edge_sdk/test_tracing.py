@@ -793,3 +793,19 @@ def test_a_learned_position_is_trained_whole():
     manifest = manifest_of(Placed(), 5, 3)
     assert groups(manifest) == {"into": 4}
     assert axes(manifest, "place") == []
+
+
+def test_what_is_learned_from_constants_alone_gets_its_error():
+    """A table of positions passes two layers: the second's input is no data, though no sample reaches it."""
+
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(1, 6), nn.Linear(6, 4)
+            self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.out(self.into(x) + self.second(self.first(torch.ones(1, 1)).relu()))
+
+    errors = {layer.name: layer.input_error for layer in manifest_of(Placed(), 3).layers}
+    assert errors == {"into": "none", "first": "none", "second": "all", "out": "all"}
