@@ -61,7 +61,8 @@ def describe(
     The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
     running mean and variance (method card FedSPU, section 7, row 19). ``recipes`` True writes PyTorch's default
     initialisation of the layers we know as recipes, so that initial weights need not be published; what those layers
-    hold now is then ignored. least: the share of the trained weights that must belong to neurons.
+    hold now is then ignored. least: the share of the trained weights that must belong to neurons where an operator
+    mixes neurons or is not known; a model without hidden layers has none.
 
     Tensors come in state-dict order, a tied one under its first name; its others are the manifest's aliases. Buffers
     are not trainable; all but the running statistics stay personal, since integers and counters cannot be averaged;
@@ -92,7 +93,7 @@ def describe(
         layers=tuple(found.layers()),
         aliases=aliases,
     )
-    if found.share < least:
+    if found.lost and found.share < least:
         raise UnsupportedLayer(_too_little(manifest, found, least))
     return manifest
 
@@ -243,7 +244,7 @@ class _Coupling:
     ``statistics`` the names of running means and variances; ``layers()`` are those with weights, in forward order.
 
     choices: kind of reshape -> the part that keeps neurons where it splits them; ``splits``: those there were, and of
-    how many parts.
+    how many parts. lost: whether neurons are complete because an operator mixes them, or is not known.
     """
 
     def __init__(self, traced: Traced, model: nn.Module, names: Mapping[int, str], choices: Mapping[Any, int]) -> None:
@@ -252,6 +253,7 @@ class _Coupling:
         self.statistics: set[str] = set()
         self.choices = dict(choices)
         self.splits: dict[Any, int] = {}
+        self.lost = False
         self._values: dict[fx.Node, Any] = {}
         self._modules = dict(model.named_modules())
         self._tensors = model.state_dict(keep_vars=True)
@@ -409,7 +411,7 @@ class _Coupling:
 
     def _unknown(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...] | None) -> Any:
         """Whatever it does, it does with complete neurons."""
-        self.neurons.complete(*(axis for value in values for axis in value.known))
+        self._lose(axis for value in values for axis in value.known)
         if shape is not None:
             return ((),) * len(shape)
         given = call.result
@@ -419,6 +421,12 @@ class _Coupling:
             self._value(call, values, tuple(each.shape), ((),) * each.dim()) if isinstance(each, torch.Tensor) else None
             for each in given
         ]
+
+    def _lose(self, axes: Iterable[Axis]) -> None:
+        """Complete neurons for want of a rule that follows them."""
+        known = [resolved for axis in axes if (resolved := self.neurons.resolve(axis))]
+        self.lost |= bool(known)
+        self.neurons.complete(*known)
 
     # --- errors and layers
 
@@ -435,7 +443,8 @@ class _Coupling:
             layer = convolution or name in {"linear", "embedding", "mm", "addmm", "matmul"}
             error = "active" if layer and self._is_plain(call.node) else "all"
         elif error == "active":
-            single = name in {"batch_norm", "instance_norm", "prelu"} or (convolution and _is_depthwise(values))
+            single = name in {"batch_norm", "instance_norm"} or (convolution and _is_depthwise(values))
+            single |= name == "prelu" and math.prod(values[-1].shape) > 1
             if weighted or name in {"group_norm", "layer_norm", "rms_norm"}:
                 error = "active" if single and len(axes) > 1 and axes[1] else "all"
             elif name in _PRODUCTS or name in _SOFTMAX:
@@ -619,7 +628,7 @@ class _Coupling:
     def _mixed(self, value: _Value, dims: Iterable[int]) -> Any:
         """Return the axes of a value whose entries change places along ``dims``."""
         gone = {dim % len(value.shape) for dim in dims}
-        self.neurons.complete(*(value.known[dim] for dim in gone))
+        self._lose(value.known[dim] for dim in gone)
         return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
 
     # --- parts
@@ -1017,7 +1026,15 @@ class _Coupling:
 PARAMETER = "parameter"
 """The kind of a layer that is a parameter which ``forward`` uses by itself."""
 
-_COUNTED_BY_INPUT = {"rnn", "gru", "lstm", "convtranspose1d", "convtranspose2d", "convtranspose3d"}
+_COUNTED_BY_INPUT = {
+    "multiheadattention",
+    "rnn",
+    "gru",
+    "lstm",
+    "convtranspose1d",
+    "convtranspose2d",
+    "convtranspose3d",
+}
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:

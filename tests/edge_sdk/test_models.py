@@ -14,7 +14,6 @@ from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import har_small
 from edge_sdk.training.freezing import Freezing
@@ -307,17 +306,18 @@ def test_a_grouped_convolution_has_neurons_of_its_own_and_columns_of_nobody():
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("transformer", "encoder"))])
-def test_a_transformer_masks_its_residual_stream_and_the_hidden_neurons_of_its_mlps(name):
+def test_a_transformer_masks_its_residual_stream_its_heads_and_the_hidden_neurons_of_its_mlps(name):
     _, manifest, _ = make(name)
-    hidden = [spec for spec in manifest.groups if spec.size == 20]
-    assert manifest.group_sizes == {"embed": 8} | {group.name: 20 for group in hidden}
-    assert len(hidden) == (1 if "torch" in name or "causal" in name else 2)
+    hidden, heads = ([spec for spec in manifest.groups if spec.size == size] for size in (20, 2))
+    assert manifest.group_sizes == {"embed": 8} | {group.name: group.size for group in (*hidden, *heads)}
+    assert len(hidden) == len(heads) == (1 if "torch" in name or "causal" in name else 2)
     for group in hidden:
         assert axes(manifest, f"{group.name}.weight") == [[(group.name, 1)], [("embed", 1)]]
     projections = [spec for spec in manifest.tensors if any(key in spec.name for key in ("in_proj_w", "qkv.w", ".q.w"))]
-    assert projections
-    for spec in projections:
-        assert axes(manifest, spec.name) == [[], [("embed", 1)]]
+    assert len(projections) == len(heads)
+    for spec, group in zip(projections, heads, strict=True):
+        rows = [(group.name, 4)] * (1 if ".q.w" in spec.name else 3)
+        assert axes(manifest, spec.name) == [rows, [("embed", 1)]], "a head's rows of query, key and value"
     assert axes(manifest, "position.weight") == [[], [("embed", 1)]]
     assert axes(manifest, "norm.bias") == [[("embed", 1)]]
 
@@ -350,10 +350,10 @@ def test_attention_between_two_sequences_has_columns_of_each():
             return self.out(self.cross(key=b, value=b, query=self.a(x))[0].mean(1))
 
     manifest = describe(Net(), torch.randn(2, 7, 6), task="test")
-    assert manifest.group_sizes == {"a": 8, "b": 4, "cross": 8}
-    assert axes(manifest, "cross.q_proj_weight") == [[], [("a", 1)]]
-    assert axes(manifest, "cross.v_proj_weight") == [[], [("b", 1)]]
-    assert axes(manifest, "cross.out_proj.weight") == [[("cross", 1)], []]
+    assert manifest.group_sizes == {"a": 8, "b": 4, "cross": 2, "cross.out_proj": 8}
+    assert axes(manifest, "cross.q_proj_weight") == [[("cross", 4)], [("a", 1)]]
+    assert axes(manifest, "cross.v_proj_weight") == [[("cross", 4)], [("b", 1)]]
+    assert axes(manifest, "cross.out_proj.weight") == [[("cross.out_proj", 1)], [("cross", 4)]]
 
 
 def test_attention_weights_belong_to_nobody():
@@ -589,30 +589,3 @@ def gradient_of_input(model, module, inputs):
     model(inputs)
     handle.remove()
     return seen[0]
-
-
-# --- what is not handled
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (
-            nn.ConvTranspose1d(8, 8, 1),
-            r"body\.1: layers of type ConvTranspose1d are not supported; build it from Linear",
-        ),
-        (nn.GRU(8, 8), r"body\.1: layers of type GRU are not supported; .*keep it out of the federated model"),
-        (nn.TransformerDecoderLayer(8, 2), r"body\.1: layers of type TransformerDecoderLayer .*MultiheadAttention"),
-    ],
-)
-def test_what_cannot_be_handled_is_named_with_what_to_do(part, message):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(6, 8), part)
-
-        def forward(self, x):
-            return self.body(x).mean(1)
-
-    with pytest.raises(UnsupportedLayer, match=message):
-        describe(Net(), torch.randn(2, 4, 6), task="test")
