@@ -28,7 +28,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
 	$(BIN)/python -m pytest -m 'slow and integration'
 
-# Popular models of torchvision, timm and transformers, which setup does not install; 10 minutes.
+# Popular models of torchvision, timm and transformers, which setup does not install; 2 minutes.
 test-zoo: setup
 	$(PIP) --constraint constraints.txt --editable '.[zoo]' torchvision==0.28.0
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py

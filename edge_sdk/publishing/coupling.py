@@ -222,7 +222,7 @@ _WIDTH = get_args(InputError).index
 _SAME = {
     *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout", "contiguous", "clone"),
     *("detach", "alias", "to", "_to_copy", "lift_fresh_copy", "type_as", "softmax", "_softmax", "log_softmax"),
-    *("_log_softmax", "float", "view_as", "lift_fresh", "tril", "triu"),
+    *("_log_softmax", "view_as", "lift_fresh", "tril", "triu"),
 }
 _ELEMENTWISE = {"hardswish", "log_sigmoid", "rsub", "copy", "special_expit", "masked_fill", "where"}
 """Operators of every entry by itself that torch does not mark so."""
@@ -732,8 +732,7 @@ class _Coupling:
     def _do_index_select(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
         return self._mixed(values[0], [call.at(1)])
 
-    def _do_cumsum(self, call: Call, values: Sequence[_Value], shape: tuple[int, ...]) -> Any:
-        return self._mixed(values[0], [call.at(1)])
+    _do_cumsum = _do_index_select
 
     def _reshape(self, value: _Value, new: tuple[int, ...]) -> Any:
         """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
@@ -858,7 +857,7 @@ class _Coupling:
         terms, arrow, result = str(call.at(0)).replace(" ", "").partition("->")
         given = [self._of(argument) for argument in call.at(1)]
         letters = terms.split(",")
-        if not arrow or "." in terms or any(value is None for value in given) or len(set(map(len, letters))) < 1:
+        if not arrow or "." in terms or any(value is None for value in given):
             return self._unknown(call, values, shape)
         if any(len(set(term)) != len(term) for term in letters):
             return self._unknown(call, values, shape)

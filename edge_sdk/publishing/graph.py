@@ -35,13 +35,12 @@ class Traced:
 class Call:
     """One node of the graph that calls an operator.
 
-    name: the operator's, as ``linear`` of ``aten.linear.default``. shape: of the tensor that it gives, or None.
+    name: the operator's, as ``linear`` of ``aten.linear.default``.
     """
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.name = operation(node)
-        self.shape = shape_of(node)
 
     @cached_property
     def given(self) -> dict[str, Any]:
@@ -61,9 +60,9 @@ class Call:
         """A stand-in for what it gives: a tensor, or several."""
         return self.node.meta.get("val")
 
-    def dim(self, rank: int, name: str = "dim") -> int:
-        """Return an axis that it is given, counted from the front."""
-        return int(self.given[name]) % rank
+    def dim(self, rank: int) -> int:
+        """Return the axis that it is given, counted from the front."""
+        return int(self.given["dim"]) % rank
 
 
 @contextmanager

@@ -193,7 +193,7 @@ class _Half:
             size = float(np.linalg.norm(right_array.astype(np.float64)))
             # Where the truth is zero, such as for a bias before batch norm, all is rounding.
             if not distance <= CLOSE * max(size, ROUNDING * largest):
-                exact = exact or self._exact(inputs, targets, drawn)
+                exact = self._exact(inputs, targets, drawn) if exact is None else exact
                 own = float(np.linalg.norm(exact[place].detach().numpy() - right_array)) if exact else 0.0
                 if distance <= OWN_ROUNDING * own:
                     continue
