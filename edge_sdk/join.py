@@ -312,7 +312,7 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     source = Source(
         session.manifest,
         session.skeleton(),
-        tensors,
+        {**session.frozen, **tensors},
         progress={"last_round": progress.best.round if progress.best else progress.last_round},
         membership=personal.Membership(device=name, budget=session.budget, federation=session.info),
     )

@@ -12,6 +12,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
@@ -36,7 +37,7 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
 )
-from edge_sdk.publishing import RunningStatistics
+from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.tasks import Task, load_task
 from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
@@ -52,8 +53,12 @@ SAMPLES = 8
 """Of the first batch, on which a model is traced, and its graphs compared with PyTorch: two would be alike to a batch
 norm."""
 
+FROZEN_BATCHES = 4
+"""Of validation data, on which it is found out what half precision of what nobody trains would change."""
+
 ARGUMENTS = (
     "running_statistics",
+    "frozen_precision",
     "blocks",
     "exist_ok",
     "replace",
@@ -72,6 +77,7 @@ def publish(
     task: Task | str,
     *,
     running_statistics: RunningStatistics = "shared",
+    frozen_precision: FrozenPrecision = "auto",
     blocks: Mapping[str, Sequence[int]] | None = None,
     exist_ok: bool = False,
     replace: bool = False,
@@ -84,15 +90,17 @@ def publish(
     """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
 
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
-    stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
-    blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: ask first, and return the federation that exists instead of raising NameTaken, where its method,
-    settings and model are those asked for. What the model's weights begin as is not compared, nor what an operator has
-    changed since. Nothing of the model is uploaded then, and an enrolment token is enough. replace: give the federation
-    that exists this version of its model, between rounds, without settings: forward pass, loss and dropout become the
-    task's, weights stay. Devices that train without PyTorch take it by themselves. admin_token: where the
-    coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
-    how long to wait for a coordinator that does not answer; None: for ever.
+    stay personal. frozen_precision: what parameters with ``requires_grad`` False are sent in, which devices download
+    once and never send; ``auto``: float16 where the model's answers to validation data stay within 1 %. blocks: for
+    methods that use blocks of a model, name of a parameter -> how many rows each of its blocks has, in order (heads of
+    an attention, groups of filters); other parameters are cut as the method does. exist_ok: ask first, and return the
+    federation that exists instead of raising NameTaken, where its method, settings and model are those asked for. What
+    the model's weights begin as is not compared, nor what an operator has changed since. Nothing of the model is
+    uploaded then, and an enrolment token is enough. replace: give the federation that exists this version of its model,
+    between rounds, without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train
+    without PyTorch take it by themselves. admin_token: where the coordinator asks for one; without, that of
+    SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: how long to wait for a coordinator that does
+    not answer; None: for ever.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
@@ -103,6 +111,8 @@ def publish(
     check_federation_name(name)
     if running_statistics not in get_args(RunningStatistics):
         raise BadArgument(f"running_statistics={running_statistics!r} cannot work; give shared or personal")
+    if frozen_precision not in get_args(FrozenPrecision):
+        raise BadArgument(f"frozen_precision={frozen_precision!r} cannot work; give auto, float32 or float16")
     if not isinstance(task, str | Task):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task, or the name of a built-in one, such as digits"
@@ -125,7 +135,7 @@ def publish(
                 )
             wanted, model = CompareFederation(task=task, settings=asked), None
         else:
-            model = _Model(task.seeded(asked.seed), asked.method, running_statistics, blocks or {})
+            model = _Model(task.seeded(asked.seed), asked.method, running_statistics, blocks or {}, frozen_precision)
             if replace:
                 return transport.replace_model(name, checkpoint.save(model.described(), ""))
             digest = model.manifest.model_digest
@@ -151,15 +161,23 @@ class _Model:
     """A task's model, as a method takes it. Raises BadArgument for a task whose data, model and loss do not work."""
 
     def __init__(
-        self, task: Task, method: str, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
+        self,
+        task: Task,
+        method: str,
+        running_statistics: RunningStatistics,
+        blocks: Mapping[str, Sequence[int]],
+        frozen_precision: FrozenPrecision,
     ) -> None:
+        from edge_sdk.publishing.frozen import freeze
         from edge_sdk.training.checking import check_task
         from edge_sdk.training.local import as_tensors
 
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
         self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
-        self.manifest = _manifest(task, self._example[0], method, running_statistics, blocks)
+        described = _manifest(task, self._example[0], method, running_statistics, blocks)
+        samples = [as_tensors(batch)[0] for batch in islice(task.validation, FROZEN_BATCHES)]
+        self.manifest, self._frozen = freeze(task.model, described, frozen_precision, samples)
 
     def described(self) -> Tensors:
         """Return what is published beside weights: the manifest, and the graphs that it names."""
@@ -174,11 +192,12 @@ class _Model:
         return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
 
     def weights(self) -> Tensors:
-        """Return the weights, as they are."""
+        """Return the weights, as they are, and the file of those that nobody trains."""
         from edge_sdk.training.local import get_tensors
 
-        everything = get_tensors(self._task.model, self.manifest)
-        return {spec.name: everything[spec.name] for spec in self.manifest.shared}
+        everything = get_tensors(self._task.model, self.manifest, "shared")
+        frozen = {"sparrow.frozen": np.frombuffer(self._frozen, dtype=np.uint8)} if self._frozen else {}
+        return {**everything, **frozen}
 
 
 def _manifest(
@@ -279,6 +298,7 @@ def _run(options: argparse.Namespace) -> None:
         options.name,
         task,
         running_statistics=options.running_statistics,
+        frozen_precision=options.frozen_precision,
         exist_ok=options.exist_ok,
         trust=tls.from_options(options),
         patience_seconds=options.wait,
@@ -311,6 +331,12 @@ def _options(parser: Parser) -> None:
         choices=get_args(RunningStatistics),
         default="shared",
         help="of batch norm: averaged, or kept by each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--frozen-precision",
+        choices=get_args(FrozenPrecision),
+        default="auto",
+        help="of parameters that nobody trains: auto halves them where the answers stay alike (default: %(default)s)",
     )
     parser.add_argument(
         "--exist-ok", action="store_true", help="where the same federation exists already, leave it at that"

@@ -126,7 +126,7 @@ def _store(
     """Put the global model beside the personal one; the names of tensors that are not the personal one's."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     renamed, start = {}, 0
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         name, other = spec.name, own.get(f"global:{spec.name}")
         values = onnx.numpy_helper.to_array(stored[name])
         if name in masks[0].exists:

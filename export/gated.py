@@ -134,7 +134,7 @@ def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None)
         tensors = {name: np.array(part) for name, part in parts.items()}
     except (ProtocolError, ValueError) as error:
         raise ExportError(f"the state is one of another model: {error}; use the manifest it was trained with") from None
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         if spec.name not in tensors:
             if personal is None or spec.name not in personal:
                 raise ExportError(f"{spec.name}: it is never sent; give the personal model of the state, which has it")

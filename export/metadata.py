@@ -16,7 +16,7 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
     task: the manifest's. classes: scores per sample, where the output is a vector. density: share of the weights of
     linear layers and convolutions that are not zero. digest: SHA-256 of the personal model as a checkpoint.
     """
-    kept = {spec.name: tensors[spec.name] for spec in manifest.kept if spec.name in tensors}
+    kept = {spec.name: tensors[spec.name] for spec in manifest.whole if spec.name in tensors}
     found = {
         "task": manifest.task,
         "density": f"{density(manifest, kept):.6g}",

@@ -74,7 +74,7 @@ class Rows:
             if layer is None or {turned.get(name, name) for name in used} - {layer.weight, layer.bias}:
                 return None
             layers[node.output[0]] = layer
-        return cls(layers, rows, {spec.name: spec.size for spec in manifest.kept})
+        return cls(layers, rows, {spec.name: spec.size for spec in manifest.whole})
 
     def scale(self, graph: GraphProto, to: Building, gates: str) -> None:
         """Scale the layers, with the ``gates`` [N, L] that ``to`` computes."""

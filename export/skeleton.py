@@ -74,20 +74,20 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
 def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a complete ONNX model: the skeleton with ``tensors`` as its weights.
 
-    tensors: name -> array of the manifest's shape and type, for every kept tensor; others (``num_batches_tracked`` of a
-    state dict) are left aside. metadata: written as the model's properties. The same input gives the same bytes. Raises
-    SkeletonError for the skeleton, ExportError, naming the tensor, for the rest.
+    tensors: name -> array of the manifest's shape and type, for every tensor but dropped ones; others
+    (``num_batches_tracked`` of a state dict) are left aside. metadata: written as the model's properties. The same
+    input gives the same bytes. Raises SkeletonError for the skeleton, ExportError, naming the tensor, for the rest.
     """
     model = check_skeleton(skeleton, manifest)
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         _check_tensor(spec, tensors)
-    size = len(skeleton) + sum(tensors[spec.name].nbytes for spec in manifest.kept)
+    size = len(skeleton) + sum(tensors[spec.name].nbytes for spec in manifest.whole)
     if size > MAX_MODEL:
         raise ExportError(
             f"the model would take {size} bytes, one ONNX file holds at most {MAX_MODEL}; make it smaller"
         )
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         values = np.ascontiguousarray(tensors[spec.name]).reshape(spec.shape)
         initializers[spec.name].CopyFrom(onnx.numpy_helper.from_array(values, spec.name))
     model.producer_name = "sparrow"
@@ -158,7 +158,7 @@ def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
         if tensor.name in found:
             raise SkeletonError(f"the initialiser {tensor.name[:200]!r} stands twice in the skeleton")
         found[tensor.name] = tensor
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         if spec.name not in found:
             raise SkeletonError(f"{spec.name}: the skeleton has no such initialiser; export it unoptimised")
         tensor = found.pop(spec.name)
@@ -198,7 +198,7 @@ def _check_graph(model: ModelProto, manifest: Manifest) -> None:
     open_model = ModelProto()
     open_model.CopyFrom(model)
     graph = open_model.graph
-    kept = {spec.name for spec in manifest.kept}
+    kept = {spec.name for spec in manifest.whole}
     constants = [tensor for tensor in model.graph.initializer if tensor.name not in kept]
     del graph.initializer[:]
     graph.initializer.extend(constants)

@@ -258,6 +258,13 @@ def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> 
     return ranged(request, coordinator.federations.model_onnx(name), "application/octet-stream")
 
 
+@router.get("/{name}/frozen", dependencies=[ProspectiveMemberOnly])
+def get_frozen(name: str, coordinator: TheCoordinator, request: Request) -> Response:
+    """Return the values of the model that nobody trains, as the manifest describes them."""
+    digest = coordinator.federations.manifest(name).frozen_sha256
+    return ranged(request, coordinator.federations.frozen(name), "application/octet-stream", digest)
+
+
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])
 def get_graph(name: str, graph: GraphName, coordinator: TheCoordinator, request: Request) -> Response:
     """Return an ONNX graph of the federation's model without weights: forward pass, training step or evaluation."""

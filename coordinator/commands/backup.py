@@ -34,7 +34,7 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol.manifest import Manifest
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import graph_keys, keys_of
+from sparrow.coordinator.models.global_models import file_keys, keys_of
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
@@ -114,7 +114,7 @@ def blobs_named(db: Session) -> set[str]:
     """Return the keys of the blobs that the records need."""
     named = {key for model in db.scalars(select(Model)) for key in keys_of(model)}
     for federation in db.scalars(select(Federation)):
-        named |= graph_keys(federation, Manifest.model_validate_json(federation.manifest))
+        named |= file_keys(federation, Manifest.model_validate_json(federation.manifest))
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))

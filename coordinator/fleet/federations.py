@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol import checkpoint, frozen
 from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, initial_values
+from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, FileName, GraphName, Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -87,7 +89,7 @@ class Federations:
     def create(self, request: CreateFederation) -> FederationInfo:
         """Create a federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
         task = _built_in(request.task)
-        return self._create(request, task.manifest, task.graphs, None)
+        return self._create(request, task.manifest, {name: task.graphs[name] for name in task.manifest.graphs}, None)
 
     def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
         """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
@@ -104,13 +106,13 @@ class Federations:
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
         with callers_data():
-            manifest, graphs = _take_manifest(tensors)
-            if 4 * manifest.shared_values > largest:
-                raise TooLarge(
-                    f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}"
-                )
-            manifest.check_tensors(tensors, what="the published weights", only_shared=True)
-        return self._create(request, manifest, graphs, tensors, len(body))
+            manifest = _take_manifest(tensors)
+            files = {name: _taken(tensors, name) for name in manifest.files}
+            size = 4 * manifest.shared_values + frozen.size(manifest)
+            if size > largest:
+                raise TooLarge(f"the model has {size} bytes, this coordinator takes up to {largest}")
+            manifest.check_tensors(tensors, what="the published weights", which="shared")
+        return self._create(request, manifest, files, tensors, len(body))
 
     def replace_model(self, name: str, body: bytes) -> FederationInfo:
         """Give the model new graphs, and a manifest that names them: now, or when the open round has closed.
@@ -123,7 +125,8 @@ class Federations:
             model = self._models.model(federation, federation.model_version)
         with callers_data():
             tensors, _ = checkpoint.load(body)
-            published, graphs = _take_manifest(tensors)
+            published = _take_manifest(tensors)
+            graphs: dict[FileName, bytes] = {name: _taken(tensors, name) for name in published.graphs}
             if tensors:
                 raise BadContent(f"{next(iter(tensors))}: weights are not replaced; leave them out, or publish anew")
             method = _check_model(federation.method, published)
@@ -142,7 +145,7 @@ class Federations:
             )
         with callers_data():
             _check_graphs(graphs, manifest)
-        self._models.add_graphs(federation.id, manifest, graphs)
+        self._models.add_files(federation.id, manifest, graphs)
         with self._store.writing() as db:
             now = find(db, name)
             if now.id != federation.id:
@@ -154,14 +157,14 @@ class Federations:
             if open_round(db, now) is None:
                 carry_out_replacement(now)
         # Again, because a cleanup may have taken them for unneeded before the records named them.
-        self._models.add_graphs(federation.id, manifest, graphs)
+        self._models.add_files(federation.id, manifest, graphs)
         return self.get(name)
 
     def _create(
         self,
         request: CreateFederation,
         manifest: Manifest,
-        graphs: Mapping[GraphName, bytes],
+        published_files: Mapping[FileName, bytes],
         published: Tensors | None,
         published_bytes: int = 0,
     ) -> FederationInfo:
@@ -175,7 +178,8 @@ class Federations:
         with callers_data():
             manifest = method.manifest(manifest, settings)
             check_settings(method, manifest, settings)
-            _check_graphs(graphs, manifest, built_in=published is None)
+            _check_graphs(published_files, manifest, built_in=published is None)
+            _check_frozen(published_files.get("frozen"), manifest)
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
         fault = fault_of_model(model, settings)
@@ -189,7 +193,7 @@ class Federations:
         # Blobs first, outside of any transaction: a federation that can be seen has its model on disk.
         files = self._models.files(federation_id, 0, model)
         try:
-            self._models.add_graphs(federation_id, manifest, graphs)
+            self._models.add_files(federation_id, manifest, published_files)
             self._models.write(federation_id, files)
         except Unavailable:
             with contextlib.suppress(Unavailable):  # then the next start removes what was written
@@ -382,6 +386,8 @@ class Federations:
             model_sha256=federation.model_sha256,
             privacy=spent(db, federation.id, federation.round, settings),
             parameters=manifest.trainable_values,
+            frozen_parameters=sum(spec.size for spec in manifest.frozen),
+            frozen_bytes=frozen.size(manifest),
             published_bytes=federation.published_bytes,
             manifest_digest=manifest.digest,
             replacing=federation.replacement is not None,
@@ -411,19 +417,30 @@ class Federations:
             raise NotFound(
                 f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
             )
-        return self._models.shared_file(federation, federation.model_version if version is None else version)
+        number = federation.model_version if version is None else version
+        if not self._models.manifest(federation).frozen:
+            return self._models.shared_file(federation, number)
+        note = json.dumps({"version": number})
+        return self._models.packed(
+            federation, number, "whole", lambda: checkpoint.save(self._models.whole(federation, number), note)
+        )
+
+    def frozen(self, name: str) -> bytes:
+        """Return the file of the values that nobody trains. Raises NotFound where the model has none."""
+        with self._store.reading() as db:
+            return self._models.frozen_file(find(db, name))
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
-        return self._models.packed(federation, federation.model_version, lambda: self._fill(federation))
+        return self._models.packed(federation, federation.model_version, "onnx", lambda: self._fill(federation))
 
     def _fill(self, federation: Federation) -> bytes:
         from sparrow.export.skeleton import fill  # onnx, as above
 
-        tensors = self._models.model(federation, federation.model_version).tensors
+        tensors = self._models.whole(federation, federation.model_version)
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}
         note = properties(manifest, tensors, round=federation.round, **known)
@@ -460,13 +477,12 @@ def _taken(tensors: Tensors, name: str) -> bytes:
         raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
 
 
-def _take_manifest(tensors: Tensors) -> tuple[Manifest, dict[GraphName, bytes]]:
-    """Take the manifest out of a checkpoint, and the graphs that it names. Raises BadContent, TooLarge."""
+def _take_manifest(tensors: Tensors) -> Manifest:
+    """Take the manifest out of a checkpoint. Raises BadContent, TooLarge."""
     text = _taken(tensors, "manifest")
     if len(text) > MAX_MANIFEST:
         raise TooLarge(f"the manifest has {len(text):,} bytes, at most {MAX_MANIFEST:,} are accepted")
-    manifest = Manifest.model_validate_json(text)
-    return manifest, {graph: _taken(tensors, graph) for graph in manifest.graphs}
+    return Manifest.model_validate_json(text)
 
 
 def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
@@ -491,7 +507,20 @@ def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
     return None
 
 
-def _check_graphs(graphs: Mapping[GraphName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
+def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
+    """Raise BadContent unless this is the file of frozen values that the manifest names, all of them finite."""
+    if not manifest.frozen:
+        return
+    if file is None:
+        raise BadContent(
+            "frozen_sha256: the manifest has frozen tensors, and names no file; publish with sparrow publish"
+        )
+    for name, tensor in frozen.unpack(manifest, file).items():
+        if not np.isfinite(tensor).all():
+            raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
+
+
+def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
     """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge.
 
     built_in: whether the skeleton is our own, and need not be read; else SkeletonError for one that is not the model's.
@@ -609,7 +638,7 @@ def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
     """Return why the global model cannot be used alone, or None if it can."""
     if not load_method(federation.method).usable_global_model:
         return f"{federation.method} has no global model that can be used alone; export a device's personal model"
-    if len(manifest.kept) > len(manifest.shared):
+    if len(manifest.kept) > len(manifest.shared):  # what is frozen is known here
         personal = next(spec.name for spec in manifest.kept if spec.policy == "personal")
         return f"{personal} is kept on the devices, so the global model is incomplete; export a personal model"
     return None

@@ -28,9 +28,9 @@ from pydantic import ValidationError
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol import bundle, checkpoint, frozen
 from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import GraphName, Manifest
+from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
@@ -113,15 +113,30 @@ class Models:
                 raise unreadable(federation, "manifest", error) from None
         return known[1]
 
-    def add_graphs(self, federation_id: int, manifest: Manifest, graphs: Mapping[GraphName, bytes]) -> None:
-        """Store the ONNX graphs that a manifest names durably."""
-        for graph, digest in manifest.graphs.items():
-            self._store.blobs.put(graph_key(federation_id, digest), graphs[graph])
+    def add_files(self, federation_id: int, manifest: Manifest, files: Mapping[FileName, bytes]) -> None:
+        """Store the files that a manifest names durably, but for those that are not given."""
+        for name, digest in manifest.files.items():
+            if name in files:
+                self._store.blobs.put(file_key(federation_id, digest), files[name])
 
-    def graphs_named(self, federation: Federation) -> set[str]:
-        """Return the keys of the graphs that a federation's manifest names, and of those that are to take their
+    def files_named(self, federation: Federation) -> set[str]:
+        """Return the keys of the files that a federation's manifest names, and of those that are to take their
         place."""
-        return graph_keys(federation, self.manifest(federation))
+        return file_keys(federation, self.manifest(federation))
+
+    def frozen_file(self, federation: Federation) -> bytes:
+        """Return the file of the values that nobody trains, in one place of memory for all who ask. Raises NotFound
+        where the model has none."""
+        digest = self.manifest(federation).frozen_sha256
+        if digest is None:
+            raise NotFound(f"every parameter of the model of {federation.name} is trained; it has no frozen values")
+        body = self._store.blobs.get(file_key(federation.id, digest))
+        return self._payloads.get((federation.id, 0, "frozen"), lambda: body).body
+
+    def whole(self, federation: Federation, version: int) -> Tensors:
+        """Return every value of a global model by name, those that nobody trains among them."""
+        manifest, tensors = self.manifest(federation), self.model(federation, version).tensors
+        return {**frozen.unpack(manifest, self.frozen_file(federation)), **tensors} if manifest.frozen else tensors
 
     def graph(self, federation: Federation, graph: GraphName) -> bytes:
         """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
@@ -131,7 +146,7 @@ class Models:
                 f"the model of {federation.name} was published without a graph of its {graph}; its devices train with "
                 f"PyTorch"
             )
-        return self._store.blobs.get(graph_key(federation.id, digest))
+        return self._store.blobs.get(file_key(federation.id, digest))
 
     def files(self, federation_id: int, version: int, model: GlobalModel) -> ModelFiles:
         """Return the files of a global model, which ``write`` stores."""
@@ -184,9 +199,10 @@ class Models:
         body = self.file(federation, version)
         return self._payloads.get((federation.id, version, "file"), lambda: body).body
 
-    def packed(self, federation: Federation, version: int, pack: Callable[[], bytes]) -> bytes:
-        """Return what ``pack`` makes of a global model and the graphs: once for all who ask."""
-        return self._payloads.get((federation.id, version, ("packed", federation.replacements)), pack).body
+    def packed(self, federation: Federation, version: int, form: str, pack: Callable[[], bytes]) -> bytes:
+        """Return what ``pack`` makes of a global model, its graphs and frozen values, in a form: once for all who
+        ask."""
+        return self._payloads.get((federation.id, version, (form, federation.replacements)), pack).body
 
     def _named(self, federation: Federation, version: int) -> Model:
         """Return what the records say of a global model. Raises NotFound."""
@@ -385,16 +401,16 @@ def state_key(federation_id: int, version: int, sha256: str) -> str:
     return f"{federation_id}/models/{version:09d}.state.{sha256}.safetensors"
 
 
-def graph_key(federation_id: int, sha256: str) -> str:
-    """Return the key of an ONNX graph of the model, whose digest the federation's manifest names."""
-    return f"{federation_id}/graphs/{sha256}"
+def file_key(federation_id: int, sha256: str) -> str:
+    """Return the key of a file of the model, whose digest the federation's manifest names."""
+    return f"{federation_id}/files/{sha256}"
 
 
-def graph_keys(federation: Federation, manifest: Manifest) -> set[str]:
-    """Return the keys of the graphs that a federation's manifest names, and of those that are to take their place."""
+def file_keys(federation: Federation, manifest: Manifest) -> set[str]:
+    """Return the keys of the files that a federation's manifest names, and of those that are to take their place."""
     replacement = federation.replacement
     manifests = [manifest, *([] if replacement is None else [Manifest.model_validate_json(replacement)])]
-    return {graph_key(federation.id, digest) for each in manifests for digest in each.graphs.values()}
+    return {file_key(federation.id, digest) for each in manifests for digest in each.files.values()}
 
 
 def carry_out_replacement(federation: Federation) -> None:

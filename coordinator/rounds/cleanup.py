@@ -46,7 +46,7 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
     Updates of open assignments stay: they may be on their way to the records. What is there is listed before the
     records are read: another process may move rounds meanwhile, and what it writes must not look unneeded."""
-    folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "graphs")), update_folder(federation_id)
+    folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "files")), update_folder(federation_id)
     found = model_keys, mask_keys, _, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:
         of_federation = {"federation_id": federation_id}
@@ -57,12 +57,12 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
             on_the_way = {row[0] for row in db.execute(_OPEN, of_federation)}
             updates = _needed(db, federation_id, arrivals(db, federation))
             updates.update(key for key in update_keys if assignment_of(key) in on_the_way)
-        models_needed, graphs_needed = models.needed(db, federation_id, model_keys), models.graphs_named(federation)
+        models_needed, files_needed = models.needed(db, federation_id, model_keys), models.files_named(federation)
     if mask_keys:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
-    needed = (models_needed, {mask_key(federation_id, digest) for digest in masks}, graphs_needed, updates)
+    needed = (models_needed, {mask_key(federation_id, digest) for digest in masks}, files_needed, updates)
     for folder, keys, keep in zip(folders, found, needed, strict=True):
         store.blobs.retain(folder, keep, keys)
 
@@ -94,7 +94,7 @@ def clear_all(store: Store, models: Models) -> None:
 
 def clear_deleted(store: Store, federation_id: int) -> None:
     """Remove all blobs of a federation that was deleted."""
-    for folder in ("models", "masks", "graphs", "updates"):
+    for folder in ("models", "masks", "files", "updates"):
         store.blobs.retain(f"{federation_id}/{folder}", ())
 
 

@@ -45,7 +45,7 @@ def export_personal(path: Path, source: Source, engine: Engine, validation: Batc
 
     Raises ExportError; NotTheSame among them, where even the dense model predicts something else.
     """
-    engine.load(source.tensors)
+    engine.load({spec.name: source.tensors[spec.name] for spec in source.manifest.kept})
     reference = reference_of(engine, validation)
     report = export_model(source, dense(source), path, Options(), reference=reference)
     latency = Predictor(path, threads=1).latency()

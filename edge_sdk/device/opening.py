@@ -19,7 +19,7 @@ from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.errors import GraphError, ManifestError
-from edge_sdk.protocol.manifest import Data, GraphName, Manifest, own_initial_values
+from edge_sdk.protocol.manifest import Data, GraphName, Manifest, Tensors, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
@@ -87,17 +87,19 @@ def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
 
 
 def open_torch(
-    task: Task, manifest: Manifest, info: FederationInfo, prepare: Prepare | None, budget: float
+    task: Task, manifest: Manifest, info: FederationInfo, frozen: Tensors, prepare: Prepare | None, budget: float
 ) -> tuple[Prepared, Engine]:
     """Return the task as it is to be computed with its budget, and PyTorch's engine for it.
 
-    Model and data are tried first. Raises BadArgument, ManifestError, DoesNotFit.
+    frozen: the federation's values of what nobody trains. Model and data are tried first. Raises BadArgument,
+    ManifestError, DoesNotFit.
     """
     from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
     from edge_sdk.training.engine import TorchEngine
 
     task = task.seeded(info.settings.seed)
     check_model(task.model, manifest)
+    take_frozen(task.model, manifest, frozen)
     check_task(task, manifest)
     prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info, rehearse_torch)
     return prepared, TorchEngine(prepared.task, manifest)
@@ -142,16 +144,19 @@ def _engine_of(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
     return OnnxEngine(network, classification=task.classification)
 
 
-def fetch_graphs(manifest: Manifest, fetch: Callable[[GraphName], bytes]) -> Graphs | None:
+def fetch_graphs(
+    manifest: Manifest, fetch: Callable[[GraphName], bytes], frozen: Tensors | None = None
+) -> Graphs | None:
     """Return the training step and the evaluation of a model, checked; None where it was published without.
 
-    fetch: gives a graph by name. Raises GraphError for graphs that are not the manifest's, or must not be run.
+    fetch: gives a graph by name. frozen: what nobody trains of the model. Raises GraphError for graphs that are not the
+    manifest's, or must not be run.
     """
     if "step" not in manifest.graphs:
         return None
     from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
 
-    graphs = Graphs(fetch("step"), fetch("evaluation"))
+    graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {})
     check_digest(manifest, "step", graphs.step)
     check_digest(manifest, "evaluation", graphs.evaluation)
     check_graphs(graphs, manifest)
@@ -197,6 +202,16 @@ def _check_data(name: str, batches: Batches, manifest: Manifest, *, classifies: 
         )
 
 
+def take_frozen(model: nn.Module, manifest: Manifest, frozen: Tensors) -> None:
+    """Give a model what nobody trains of the federation's, and have it train what the manifest says, and no more."""
+    from edge_sdk.training.local import set_tensors
+
+    set_tensors(model, frozen)
+    trainable = {spec.name for spec in manifest.tensors if spec.trainable}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(manifest.aliases.get(name, name) in trainable)
+
+
 def check_model(model: nn.Module, manifest: Manifest) -> None:
     """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
     state = model.state_dict(keep_vars=True)
@@ -206,4 +221,4 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
         raise ManifestError(f"{untied[0]}: must be the same tensor as {name} (tied weights), as in the published model")
     left_out = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}.union(manifest.aliases)
     arrays = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in state.items() if name not in left_out}
-    manifest.check_tensors(arrays, what="the tensors of this device's model")
+    manifest.check_tensors(arrays, what="the tensors of this device's model", which="whole")

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.frozen import load_frozen
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
@@ -209,6 +210,7 @@ class Session:
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
         task = make_task(self.info)
+        self.frozen = {} if known else load_frozen(self.manifest, federation, transport, folder.path, share=True)
         self._own_graphs = False  # the engine trains with them, and is this session's alone
         self._prepared: Prepared
         self.engine: Engine
@@ -218,7 +220,7 @@ class Session:
             self._own_graphs = True
             self._prepared, self.engine = self._open_onnx(task, prepare, budget)
         else:
-            self._prepared, self.engine = open_torch(task, self.manifest, self.info, prepare, budget)
+            self._prepared, self.engine = open_torch(task, self.manifest, self.info, self.frozen, prepare, budget)
         self.task = self._prepared.task
         log.info("%s trains with %s", name, self.engine.title)
         if known is None:
@@ -279,7 +281,8 @@ class Session:
     @property
     def moved(self) -> Moved:
         """Bytes of all HTTP bodies of this device so far: training, evaluation, and what is around them."""
-        return self._moved_before.plus(self._transport.traffic.down, self._transport.traffic.up)
+        traffic = self._transport.traffic
+        return self._moved_before.plus(traffic.down, traffic.up, traffic.frozen)
 
     # --- identity ------------------------------------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class Session:
     def graphs(self) -> Graphs | None:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
-        return fetch_graphs(self.manifest, self._graph)
+        return fetch_graphs(self.manifest, self._graph, self.frozen)
 
     def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
         assert self.graphs is not None, "the manifest names them"

@@ -10,7 +10,7 @@
       outbox.bundle       the update being sent, until it is acknowledged
       owed.safetensors    what rounding had taken before that update, should it not count
       federation.json     the federation's settings, this device's name and budget, as of its last start
-      manifest.json  skeleton.onnx  step.onnx  evaluation.onnx  mask.bits
+      manifest.json  skeleton.onnx  step.onnx  evaluation.onnx  frozen.values  mask.bits
       lock
 
 Model, progress, outbox and identity are compared with their digests before they are used, masks and the caches, too:
@@ -47,6 +47,9 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
 
 OWED = "owed.safetensors"
+
+PARTIAL = ".partial"
+"""The end of the name of a file that is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class FolderLock:
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         try:
-            _make_folder(path, durable=durable)
+            make_folder(path, durable=durable)
             _close_to_others(path)
             self._file = (path / "lock").open("w")
         except OSError as error:
@@ -195,10 +198,11 @@ class FolderLock:
         self.close()
 
 
-def _make_folder(path: Path, *, durable: bool) -> None:
+def make_folder(path: Path, *, durable: bool) -> None:
+    """Make a folder and those around it, for its owner alone. durable: so that a power cut takes none of them."""
     if path.is_dir():
         return
-    _make_folder(path.parent, durable=durable)
+    make_folder(path.parent, durable=durable)
     path.mkdir(exist_ok=True, mode=0o700)
     if durable:
         _flush_folder(path.parent)
@@ -213,10 +217,14 @@ def _close_to_others(path: Path) -> None:
 
 def default_root(server: str, federation: str) -> Path:
     """Return the default folder of devices' state, under the user's state folder (XDG)."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     address = urlsplit(server)
     place = re.sub(r"[^A-Za-z0-9.-]+", "_", address.netloc + address.path.rstrip("/"))
-    return Path(home) / "sparrow" / place / federation
+    return state_home() / place / federation
+
+
+def state_home() -> Path:
+    """Return the user's folder of state (XDG)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sparrow"
 
 
 class StateFolder:
@@ -483,7 +491,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write a file, for its owner alone, so that it is there whole or as it was before.
 
     durable: flushed to the disk as well."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

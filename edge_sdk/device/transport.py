@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import http.cookiejar
+import io
 import ipaddress
 import json
 import logging
@@ -23,7 +24,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -53,7 +54,7 @@ from edge_sdk.errors import (
     WrongSettings,
     WrongState,
 )
-from edge_sdk.protocol import checkpoint, tls
+from edge_sdk.protocol import checkpoint, frozen, tls
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors
 from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
@@ -135,10 +136,12 @@ Found = TypeVar("Found")
 @dataclass
 class Traffic:
     """Bytes of HTTP bodies so far, repetitions included. Those of a payload that came with its assignment count when it
-    is taken; ``earlier_seconds`` is how long such bodies took to arrive."""
+    is taken; ``earlier_seconds`` is how long such bodies took to arrive. ``frozen``: those of ``down`` that were values
+    which nobody trains."""
 
     down: int = 0
     up: int = 0
+    frozen: int = 0
     earlier_seconds: float = 0.0
 
 
@@ -292,6 +295,15 @@ class Transport:
         """Return an ONNX graph of a federation's model, as it came: the caller compares it with the manifest."""
         return self._call("GET", f"/v1/federations/{name}/{graph}.onnx", most=MAX_GRAPH).content
 
+    def frozen(self, name: str, manifest: Manifest, into: BinaryIO) -> None:
+        """Write the values of a federation's model that nobody trains to ``into``, which may have their beginning from
+        a download before: the rest is asked for. The caller compares them with the manifest."""
+        begin, path = self.traffic.down, f"/v1/federations/{name}/frozen"
+        try:
+            self._download(path, frozen.size(manifest), into, etag=f'"{manifest.frozen_sha256}"')
+        finally:
+            self.traffic.frozen += self.traffic.down - begin
+
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
         headers = {"Content-Type": media_type}
@@ -376,7 +388,7 @@ class Transport:
 
     def model(self, federation: str, manifest: Manifest) -> Tensors:
         """Return the global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
-        most = checkpoint.MAX_HEADER + sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.kept)
+        most = checkpoint.MAX_HEADER + sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.whole)
         tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
 
@@ -445,7 +457,9 @@ class Transport:
             return brought.body
         path = f"/v1/assignments/{assignment_id}/payload"
         for _ in range(3):
-            body = self._download(path, payload.bytes)
+            into = io.BytesIO()
+            self._download(path, payload.bytes, into)
+            body = into.getvalue()
             if _is(payload, body):
                 return body
         raise Damaged(
@@ -579,30 +593,30 @@ class Transport:
             self.traffic.up += len(part)
             yield part
 
-    def _download(self, path: str, size: int) -> bytes:
-        """``size`` bytes; what arrived before a break is kept, and only the rest asked for."""
-        body = bytearray()
-        etag = ""
+    def _download(self, path: str, size: int, into: BinaryIO, etag: str = "") -> None:
+        """Write ``size`` bytes to ``into``; what arrived before a break is kept, and only the rest asked for. etag: of
+        what is there already."""
 
         def attempt() -> httpx.Response:
             nonlocal etag
-            headers = {"Range": f"bytes={len(body)}-", "If-Range": etag} if 0 < len(body) < size else {}
+            held = into.seek(0, io.SEEK_END)
+            headers = {"Range": f"bytes={held}-", "If-Range": etag} if 0 < held < size else {}
             with self._client.stream(
                 "GET", path, follow_redirects=False, **self._with_token({"headers": headers})
             ) as answer:
-                if answer.status_code == 200:
-                    body.clear()
                 if answer.status_code not in (200, 206):
                     return self._whole(answer, LARGEST_REFUSAL)
+                if answer.status_code == 200:
+                    into.seek(0)
+                    into.truncate()
                 etag = answer.headers.get("ETag", "")
                 for part in self._parts(answer):
-                    body.extend(part)
-                    if len(body) > size:
+                    into.write(part)
+                    if into.tell() > size:
                         break  # more than announced: the digest will not match, and memory is not theirs to take
                 return answer
 
         self._patiently(attempt)
-        return bytes(body)
 
     def _with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
         headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity"}

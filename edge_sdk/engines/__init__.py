@@ -7,7 +7,7 @@ as numpy arrays by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,10 +29,12 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class Graphs:
-    """The training step and the evaluation of a task, serialised ONNX."""
+    """The training step and the evaluation of a task, serialised ONNX. frozen: what they read that nobody trains, by
+    name; networks read it where it lies."""
 
     step: bytes
     evaluation: bytes
+    frozen: Tensors = field(default_factory=dict)
 
 
 class Engine(Protocol):

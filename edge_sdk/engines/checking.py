@@ -123,7 +123,7 @@ def _check_constants(model: ModelProto) -> None:
 
 
 def _check_inputs(model: ModelProto, manifest: Manifest) -> None:
-    specs = {spec.name: spec for spec in manifest.kept}
+    specs = {spec.name: spec for spec in manifest.whole}
     _refuse_repeated("input", model.graph.input)
     for value in model.graph.input:
         kind, shape = _described(value)
@@ -193,7 +193,7 @@ class _Walk(Walk):
 
 def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
     """Raise GraphError where sizes are not as the module says, not as recorded, or too large."""
-    weights = {spec.name for spec in manifest.kept}
+    weights = {spec.name for spec in manifest.whole}
     walks = [_Walk(model, samples=count, weights=weights) for count in SAMPLES]
     for walk in walks:
         walk.run()

@@ -51,7 +51,8 @@ def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str
         if widths not in kept:
             step, labels = cut_graph(whole.graphs.step, network.manifest, counts)
             evaluation, more = cut_graph(whole.graphs.evaluation, network.manifest, counts)
-            kept[widths] = Sessions(Graphs(step, evaluation), threads=whole.threads), {**labels, **more}
+            graphs = Graphs(step, evaluation, whole.graphs.frozen)
+            kept[widths] = Sessions(graphs, threads=whole.threads), {**labels, **more}
         found: tuple[Sessions, Mapping[str, Label]] = kept.pop(widths)
         kept[widths] = found  # the last that was used
         while len(kept) > KEPT:

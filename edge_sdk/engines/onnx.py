@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -113,7 +114,7 @@ class Sessions:
     def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:
         with self.lock:
             if key not in self._others:
-                graphs = Graphs(make(self.graphs.step), self.graphs.evaluation)
+                graphs = replace(self.graphs, step=make(self.graphs.step))
                 self._others[key] = Sessions(graphs, threads=self.threads)
             return self._others[key]
 
@@ -148,8 +149,8 @@ class Sessions:
 
 
 class Network:
-    """A model's tensors, and the graphs that train and judge it. index: what else these read, by name. tensors: those
-    of another network, which are to be this one's, too."""
+    """A model's tensors, but for frozen ones, and the graphs that train and judge it. index: what else these read, by
+    name. tensors: those of another network, which are to be this one's, too."""
 
     def __init__(
         self,
@@ -159,6 +160,7 @@ class Network:
         tensors: Tensors | None = None,
     ) -> None:
         self.manifest, self.sessions, self._index = manifest, sessions, dict(index or {})
+        self._fixed = {**sessions.graphs.frozen, **self._index}
         self.tensors: Tensors = tensors or {
             spec.name: np.zeros(spec.shape, np.dtype(spec.dtype)) for spec in manifest.kept
         }
@@ -200,14 +202,14 @@ class Network:
         parts = parts or {}
         key = (*sorted(parts.items()), *sorted(lowest))
         if key not in self._steps:
-            self._steps[key] = Step(self.sessions.step(parts, lowest), {**self.tensors, **self._index})
+            self._steps[key] = Step(self.sessions.step(parts, lowest), {**self.tensors, **self._fixed})
         return self._steps[key]
 
     @property
     def evaluation(self) -> Step:
         """The evaluation: ``run`` it for loss and outputs."""
         if self._evaluation is None:
-            self._evaluation = Step(self.sessions.evaluation(), {**self.tensors, **self._index})
+            self._evaluation = Step(self.sessions.evaluation(), {**self.tensors, **self._fixed})
         return self._evaluation
 
     def loss(self, outputs: Array, targets: Array) -> float:
@@ -228,12 +230,14 @@ class Network:
         """Return what batch norms find of a batch, by the tensors that are to hold it: one for each use of a norm."""
         session, named = self.sessions.statistics(), dict[str, list[Array]]()
         for place, found in (self._run(session, {"input": inputs}) if session else {}).items():
-            named.setdefault(place.partition(":")[2], []).append(found)
+            name = place.partition(":")[2]
+            if name in self.tensors:  # statistics of frozen norms stay
+                named.setdefault(name, []).append(found)
         return named
 
     def _run(self, session: onnxruntime.InferenceSession, given: Mapping[str, Array]) -> dict[str, Array]:
         """Return the outputs of a graph that is run now and then, by name."""
-        held = {**self.tensors, **self._index, **given}
+        held = {**self.tensors, **self._fixed, **given}
         feeds: dict[str, Array] = {
             each.name: np.ascontiguousarray(held[each.name], TYPES[each.type]) for each in session.get_inputs()
         }

@@ -5,7 +5,8 @@ linear layer of one vector) costs, per sample,
 
     2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
 
-so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Counted
+so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Frozen
+weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted
 are linear layers, convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention
 (whose key and value are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model
 does with parameters outside of torch's layers, and products of activations, such as attention's scores. What has no
@@ -15,6 +16,8 @@ pooling, look-ups of an embedding, the optimiser) is left out, as papers on spar
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +36,17 @@ def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
 def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
     """FLOPs of one sample's forward pass through a model, of which weights that are zero cost nothing.
 
-    tensors: its values by name. A narrow network that is kept whole, zero where neurons are dropped, thus costs what
-    the narrow one does, and a sparse one what exists of it.
+    tensors: its values by name; what is not there, as what nobody trains, is taken to be whole. A narrow network that
+    is kept whole, zero where neurons are dropped, thus costs what the narrow one does, and a sparse one what exists of
+    it.
     """
+    specs = {spec.name: spec for spec in manifest.tensors}
     return sum(
-        2 * layer.positions * int(np.count_nonzero(tensors[name]))
+        2 * layer.positions * (int(np.count_nonzero(tensors[name])) if name in tensors else specs[name].size)
         for layer in manifest.layers
         if layer.kind in COUNTED
         for name in layer.tensors
-        if tensors[name].ndim > 1
+        if len(specs[name].shape) > 1
     )
 
 
@@ -60,14 +65,14 @@ def training_flops(
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)
-    per_sample = sum(forward) + sum(forward[1:]) + forward_flops(manifest, weight_gradients)
-    return samples * per_sample
+    gradients = _layer_flops(manifest, weight_gradients, trained=True)
+    return samples * (sum(forward) + sum(_behind_trained(forward, gradients)) + sum(gradients))
 
 
 def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
     """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
-    forward = _layer_flops(manifest, mask)
-    return samples * (sum(forward) + sum(forward[1:]) + forward_flops(manifest))
+    forward, gradients = _layer_flops(manifest, mask), _layer_flops(manifest, None, trained=True)
+    return samples * (sum(forward) + sum(_behind_trained(forward, gradients)) + sum(gradients))
 
 
 def block_flops(manifest: Manifest) -> NDArray[np.int64]:
@@ -96,12 +101,19 @@ def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) 
     return groups if fit else manifest.block_groups("model")
 
 
-def _layer_flops(manifest: Manifest, mask: Mask | None) -> list[int]:
-    """Forward FLOPs per sample of each layer that counts, in forward order."""
+def _behind_trained(forward: Sequence[int], gradients: Sequence[int]) -> Sequence[int]:
+    """Return the FLOPs of the layers whose input needs a gradient: those behind the first that is trained."""
+    first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
+    return forward[first + 1 :]
+
+
+def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:
+    """Forward FLOPs per sample of each layer that counts, in forward order; trained: of its trained weights alone."""
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:
         if layer.kind in COUNTED:
-            weights = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
+            named = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
+            weights = [spec for spec in named if spec.trainable or not trained]
             flops.append(2 * layer.positions * sum(block_of(manifest, spec, mask).size for spec in weights))
     return flops

@@ -50,6 +50,9 @@ MAX_GRAPH = 16 * 1024 * 1024
 
 GraphName = Literal["skeleton", "step", "evaluation"]
 
+FileName = Literal["skeleton", "step", "evaluation", "frozen"]
+"""What is published beside a manifest, which names it by digest: graphs, and the values that nobody trains."""
+
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -102,13 +105,15 @@ class TensorSpec(_Record):
     ``policy`` decides what happens to it: ``shared`` values cross the wire and are averaged; ``personal`` ones are kept
     on the device (batch-norm running statistics where the federation keeps them local, integer and 0-dimensional
     buffers, which cannot be averaged); ``dropped`` ones are bookkeeping that no forward pass reads
-    (``num_batches_tracked``) and live only as long as the process. ``trainable`` is False for buffers.
+    (``num_batches_tracked``) and live only as long as the process; ``frozen`` ones are what nobody trains, parameters
+    with ``requires_grad`` False and buffers that training leaves as they are, which a device downloads once
+    (``protocol.frozen``). ``trainable`` is False for buffers.
     """
 
     name: Name
     shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=8)
     dtype: Literal["float32", "int64", "int32", "uint8", "bool"] = "float32"
-    policy: Literal["shared", "personal", "dropped"] = "shared"
+    policy: Literal["shared", "personal", "dropped", "frozen"] = "shared"
     trainable: bool = True
     axes: tuple[tuple[Segment, ...], ...] = ()
     init: Recipe = Data()
@@ -128,8 +133,10 @@ class TensorSpec(_Record):
             raise ValueError(f"{self.name}: only its first two axes can belong to neurons; leave the others without")
         if self.policy == "shared" and self.dtype != "float32":
             raise ValueError(
-                f"{self.name}: dtype {self.dtype} cannot be averaged; give it the policy personal or dropped"
+                f"{self.name}: dtype {self.dtype} cannot be averaged; give it the policy personal, frozen or dropped"
             )
+        if self.policy == "frozen" and (self.trainable or any(self.axes)):
+            raise ValueError(f"{self.name}: what is frozen is not trainable, and always complete; publish it again")
         return self
 
 
@@ -169,9 +176,10 @@ class Manifest(_Record):
 
     ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
     pass that is published beside it; ``step_sha256`` and ``evaluation_sha256``, both or neither, the graphs that train
-    it without PyTorch. ``blocks`` cut tensors into runs of values, of which a method may use some
-    (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
-    method needs blocks has the rest added.
+    it without PyTorch. ``frozen_sha256`` names the file of the frozen tensors' values, where there are any, and
+    ``frozen_precision`` what those with at least two axes are stored in (``protocol.frozen``). ``blocks`` cut tensors
+    into runs of values, of which a method may use some (``blocks``): name -> sizes, for as many tensors as whoever
+    published the model chose to cut; a federation whose method needs blocks has the rest added.
 
     ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
     ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
@@ -191,6 +199,8 @@ class Manifest(_Record):
     skeleton_sha256: Digest | None = None
     step_sha256: Digest | None = None
     evaluation_sha256: Digest | None = None
+    frozen_sha256: Digest | None = None
+    frozen_precision: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -219,6 +229,8 @@ class Manifest(_Record):
                 raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
         if (self.step_sha256 is None) != (self.evaluation_sha256 is None):
             raise ValueError("step_sha256 and evaluation_sha256: name both graphs, or neither")
+        if self.frozen_sha256 is not None and not self.frozen:
+            raise ValueError("frozen_sha256: no tensor is frozen; leave it out")
         trainable = {tensor.name: tensor.size for tensor in self.shared if tensor.trainable}
         for name, blocks in self.blocks.items():
             if trainable.get(name) != sum(blocks):
@@ -243,6 +255,12 @@ class Manifest(_Record):
         return {name: digest for name, digest in named.items() if digest is not None}
 
     @cached_property
+    def files(self) -> dict[FileName, str]:
+        """The files that are published beside it -> their SHA-256."""
+        files: dict[FileName, str] = dict(self.graphs.items())
+        return files if self.frozen_sha256 is None else {**files, "frozen": self.frozen_sha256}
+
+    @cached_property
     def alike(self) -> tuple[int, ...]:
         """For every shared tensor, the place of the first one whose shape and axes are the same."""
         first: dict[object, int] = {}
@@ -250,7 +268,17 @@ class Manifest(_Record):
 
     @cached_property
     def kept(self) -> tuple[TensorSpec, ...]:
-        """The tensors a device's personal model consists of: all but the dropped ones."""
+        """The tensors that a device's personal model consists of: what is shared, and what stays on the device."""
+        return tuple(tensor for tensor in self.tensors if tensor.policy in ("shared", "personal"))
+
+    @cached_property
+    def frozen(self) -> tuple[TensorSpec, ...]:
+        """The tensors that nobody trains, in state-dict order."""
+        return tuple(tensor for tensor in self.tensors if tensor.policy == "frozen")
+
+    @cached_property
+    def whole(self) -> tuple[TensorSpec, ...]:
+        """The tensors that the forward pass reads: all but the dropped ones."""
         return tuple(tensor for tensor in self.tensors if tensor.policy != "dropped")
 
     @cached_property
@@ -320,7 +348,7 @@ class Manifest(_Record):
     @cached_property
     def model_digest(self) -> str:
         """SHA-256 of the model itself: the same for who begins with other weights, or has its graphs exported by
-        another version of torch."""
+        another version of torch; another one for other frozen values, which stay."""
         return self._digest_without("task")
 
     def _digest_without(self, name: str) -> str:
@@ -338,6 +366,10 @@ class Manifest(_Record):
         """Return the same manifest, naming this ONNX skeleton."""
         return self.with_graphs({"skeleton": skeleton})
 
+    def with_frozen(self, file: bytes) -> Manifest:
+        """Return the same manifest, naming this file of frozen values."""
+        return Manifest.model_validate({**self.model_dump(), "frozen_sha256": hashlib.sha256(file).hexdigest()})
+
     def with_private(self, names: Collection[str]) -> Manifest:
         """Return the same manifest, the tensors so named being personal."""
         tensors = [
@@ -350,12 +382,15 @@ class Manifest(_Record):
         """Return the same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
         return Manifest.model_validate({**self.model_dump(), "blocks": blocks})
 
-    def check_tensors(self, tensors: Tensors, *, what: str, only_shared: bool = False) -> None:
+    def check_tensors(
+        self, tensors: Tensors, *, what: str, which: Literal["shared", "kept", "frozen", "whole"] = "kept"
+    ) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
 
-        ``what`` is how the message calls the tensors ("the published weights").
+        ``what`` is how the message calls the tensors ("the published weights"), ``which`` those of the manifest that it
+        must have.
         """
-        wanted = self.shared if only_shared else self.kept
+        wanted: tuple[TensorSpec, ...] = getattr(self, which)
         missing = [spec.name for spec in wanted if spec.name not in tensors]
         if missing:
             raise ManifestError(f"{what} lack {missing[0]!r}; they must hold every tensor of the manifest")

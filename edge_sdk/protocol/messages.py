@@ -93,14 +93,18 @@ class Answer(BaseModel):
 
 
 class Moved(_Request):
-    """Bytes of HTTP bodies, repetitions included."""
+    """Bytes of HTTP bodies, repetitions included; ``frozen_down`` are those of ``bytes_down`` that were values which
+    nobody trains."""
 
     bytes_down: Total = 0
     bytes_up: Total = 0
+    frozen_down: Total = 0
 
-    def plus(self, down: int, up: int) -> Moved:
+    def plus(self, down: int, up: int, frozen: int = 0) -> Moved:
         """Return the sum with so many more."""
-        return Moved(bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up)
+        return Moved(
+            bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up, frozen_down=self.frozen_down + frozen
+        )
 
 
 # --- a federation's settings -------------------------------------------------------------------------------------
@@ -426,7 +430,9 @@ class FederationInfo(Answer):
     )
     model_sha256: str
     privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
-    parameters: int
+    parameters: int = Field(description="Trained values of the model")
+    frozen_parameters: int = Field(default=0, description="Values of the model that nobody trains")
+    frozen_bytes: int = Field(default=0, description="Bytes of these, which a device downloads once")
     published_bytes: int = Field(
         default=0, description="Bytes of the publication: weights, manifest and graphs; 0: built in"
     )

@@ -13,8 +13,8 @@ All of them but the caches name the SHA-256 of their own bytes, with zeros in it
 not used, but raises BundleError. Tools that know nothing of it open them all the same.
 
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
-``manifest.json``, the graphs it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``) and ``federation.json``:
-what the device knows of its federation.
+``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``frozen.values`` where
+somewhat of the model is not trained) and ``federation.json``: what the device knows of its federation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edge_sdk.protocol.manifest import GraphName, Tensors
 from edge_sdk.protocol.messages import FederationInfo
 
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
-MANIFEST = "manifest.json"
+MANIFEST, FROZEN = "manifest.json", "frozen.values"
 
 UNSIGNED = "0" * 64
 """What a file has in the place of its digest until it is signed."""

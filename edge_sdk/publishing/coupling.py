@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -44,6 +44,7 @@ from edge_sdk.protocol.manifest import (
 )
 from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
+from edge_sdk.publishing.modes import frozen_names
 from edge_sdk.publishing.neurons import Axes, Axis, Neurons, Run
 
 
@@ -66,14 +67,15 @@ def describe(
 
     Tensors come in state-dict order, a tied one under its first name; its others are the manifest's aliases. Buffers
     are not trainable; all but the running statistics stay personal, since integers and counters cannot be averaged;
-    ``num_batches_tracked`` is dropped. A frozen parameter (``requires_grad`` False) is not trainable but shared: it is
-    how devices receive it, and an average of equal values changes nothing. A layer's kind is its class name in lower
-    case; its tensors are its parameters.
+    ``num_batches_tracked`` is dropped, and what training does not change is frozen (``modes.frozen_names``). Neurons
+    of frozen parameters are complete: there is nothing to train of them, and a part of them answers otherwise. A
+    layer's kind is its class name in lower case; its tensors are its parameters.
 
     Raises UnsupportedLayer for a model that cannot be traced or sent, and, naming what is complete and why, for one of
     which less than ``least`` belongs to neurons.
     """
     refuse_types(model)
+    frozen = frozen_names(model, example)
     model = copy.deepcopy(model).eval()
     names, aliases = names_of(model)
     traced = trace(model, example[:2])
@@ -88,7 +90,7 @@ def describe(
         task=task,
         input_shape=tuple(example.shape[1:]),
         output_shape=traced.shape[1:],
-        tensors=tuple(_specs(model, found, aliases, numbered, running_statistics, recipes)),
+        tensors=tuple(_specs(model, found, aliases, numbered, running_statistics, recipes, frozen)),
         groups=groups,
         layers=tuple(found.layers()),
         aliases=aliases,
@@ -116,6 +118,7 @@ def _specs(
     numbered: Sequence[str],
     running_statistics: str,
     recipes: bool,
+    frozen: Collection[str],
 ) -> Iterable[TensorSpec]:
     parameters = dict(model.named_parameters())
     known = found.recipes() if recipes else {}
@@ -126,6 +129,8 @@ def _specs(
         policy = "shared" if name in parameters else "personal"
         if name.rpartition(".")[2] == "num_batches_tracked":
             policy = "dropped"
+        elif name in frozen:
+            policy, axes = "frozen", ()
         elif name in found.statistics:
             policy = running_statistics
         yield spec_of(
@@ -202,8 +207,9 @@ def _search(look: Callable[[dict[Any, int]], _Coupling]) -> _Coupling:
 @dataclass(frozen=True)
 class _Value:
     """What is known of a tensor of the graph. axes: of a parameter None where anything may lie along an axis, which is
-    then trained whole. error: what is of use of its gradient below it. fixed: it follows from parameters and constants
-    alone, so that each of its neurons has a place in them; learned: not from constants alone."""
+    then trained whole. error: what is of use of its gradient below it, none for what is frozen. fixed: it follows from
+    parameters and constants alone, so that each of its neurons has a place in them; learned: not from constants
+    alone."""
 
     shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]
@@ -333,7 +339,7 @@ class _Coupling:
         self, call: Call, values: Sequence[_Value], shape: tuple[int, ...], axes: Sequence[Axis | None]
     ) -> _Value:
         fixed, learned = all(value.fixed for value in values), any(value.learned for value in values)
-        error: InputError = "all" if learned else "none"
+        error: InputError = max((value.error for value in values), key=_WIDTH, default="none")
         return _Value(shape, tuple(axes), error if fixed else self._error(call, values, axes), fixed, learned)
 
     def _constant(self, node: fx.Node, shape: tuple[int, ...] | None) -> Any:
@@ -362,9 +368,13 @@ class _Coupling:
             path = name.rpartition(".")[0] or name
             mine = [self.neurons.add(path, length) for length in shape[:2]]
             self.axes[name] = (*mine, *((),) * (len(shape) - len(mine)))
+            if not self._tensors[name].requires_grad:
+                self.neurons.doing = f"{name}, which is frozen"
+                self.neurons.complete(*mine)
         known = [axis if length > 1 else None for axis, length in zip(self.axes[name][:2], shape, strict=False)]
         axes = (*known, *(None,) * (len(shape) - len(known)))
-        return _Value(shape, axes, "all", fixed=True, learned=True)
+        error: InputError = "all" if self._tensors[name].requires_grad else "none"
+        return _Value(shape, axes, error, fixed=True, learned=True)
 
     def _inputs_of(self, node: fx.Node) -> list[_Value]:
         found: list[_Value] = []
@@ -439,7 +449,8 @@ class _Coupling:
         error: InputError = max((value.error for value in flowing), key=_WIDTH, default="none")
         weighted = any(value.fixed and value.learned for value in values)
         convolution = name.startswith("conv")
-        if error == "none" and weighted:
+        trained = any(value.fixed and value.error != "none" for value in values)
+        if error == "none" and trained:
             layer = convolution or name in {"linear", "embedding", "mm", "addmm", "matmul"}
             error = "active" if layer and self._is_plain(call.node) else "all"
         elif error == "active":

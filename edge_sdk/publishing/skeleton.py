@@ -52,7 +52,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     for alias, name in manifest.aliases.items():
         _rename(proto.graph, alias, name)
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
-    for spec in manifest.kept:
+    for spec in manifest.whole:
         tensor = initializers.get(spec.name)
         if tensor is None:
             raise ManifestError(

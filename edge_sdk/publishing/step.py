@@ -38,6 +38,7 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.passes import Editor
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.publishing import chance, translations
+from edge_sdk.publishing.modes import begin_training
 from edge_sdk.publishing.skeleton import OPSET, quiet, remove_notes
 from edge_sdk.publishing.translations import CannotCompile
 
@@ -72,11 +73,11 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     model, batch = _plain(model), Batch(inputs, targets)
     training, evaluation = _Half(model, loss, batch, trains=True), _Half(model, loss, batch, trains=False)
     both = _export([training, evaluation], batch)  # at once: the exporter takes a second whatever it exports
-    graphs = [_cut_out(both, half) for half in (training, evaluation)]
-    for half, graph in zip((training, evaluation), graphs, strict=True):
+    graphs = Graphs(_cut_out(both, training), _cut_out(both, evaluation))
+    for half, graph in ((training, graphs.step), (evaluation, graphs.evaluation)):
         for count in BATCHES:
             half.compare(graph, count)
-    return Graphs(*graphs)
+    return graphs
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,10 @@ class _Half:
         for name in self._trained:
             leaves[name].requires_grad_()
         after = {name: value.clone() for name, value in buffers.items()}
-        self._model.train(self._trains)
+        if self._trains:
+            begin_training(self._model)
+        else:
+            self._model.eval()
         given = chance.Chance(chance.Given(self._draws, BATCHES[0], drawn)) if self._draws else nullcontext()
         # Attention by matrix products: its faster kernels are operators that ONNX does not have.
         with sdpa_kernel(SDPBackend.MATH), given, torch.set_grad_enabled(self._trains):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +26,7 @@ from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
 from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.coupling import PARAMETER, names_of, refuse_types, spec_of
 from edge_sdk.publishing.graph import UnsupportedLayer
+from edge_sdk.publishing.modes import frozen_names
 
 
 def describe_whole(
@@ -39,10 +40,12 @@ def describe_whole(
 
     The model is left as it was. Tensors come in state-dict order, a tied one under its first name; the others are the
     manifest's aliases. Parameters are shared, float buffers follow ``running_statistics``, and what cannot be averaged,
-    integers and buffers of one number, stays personal. Raises UnsupportedLayer, naming the tensor, for types that
+    integers and buffers of one number, stays personal; what training does not change is frozen
+    (``modes.frozen_names``). Raises UnsupportedLayer, naming the tensor, for types that
     cannot be sent, and for a model that does not answer the example with one tensor, batch first.
     """
     refuse_types(model)
+    frozen = frozen_names(model, example)
     model = copy.deepcopy(model).eval()
     names, aliases = names_of(model)
     with torch.no_grad(), _Watch(model, names, len(example)) as watch:
@@ -62,23 +65,27 @@ def describe_whole(
         task=task,
         input_shape=tuple(example.shape[1:]),
         output_shape=tuple(output.shape[1:]),
-        tensors=tuple(_specs(model, aliases, running_statistics)),
+        tensors=tuple(_specs(model, aliases, running_statistics, frozen)),
         layers=tuple(watch.layers()),
         coupling=False,
         aliases=aliases,
     )
 
 
-def _specs(model: nn.Module, aliases: Mapping[str, str], running_statistics: str) -> Iterator[TensorSpec]:
+def _specs(
+    model: nn.Module, aliases: Mapping[str, str], running_statistics: str, frozen: Collection[str]
+) -> Iterator[TensorSpec]:
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():
         if name in aliases:
             continue
         policy = "personal"
-        if name in parameters:
-            policy = "shared"
-        elif name.rpartition(".")[2] == "num_batches_tracked":
+        if name.rpartition(".")[2] == "num_batches_tracked":
             policy = "dropped"
+        elif name in frozen:
+            policy = "frozen"
+        elif name in parameters:
+            policy = "shared"
         elif tensor.dtype == torch.float32 and tensor.dim():
             policy = running_statistics
             if not torch.isfinite(tensor).all():

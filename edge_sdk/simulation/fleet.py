@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from edge_sdk.device.frozen import load_frozen
 from edge_sdk.device.opening import choose_engine, fetch_graphs
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
@@ -37,7 +38,7 @@ from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
@@ -188,7 +189,8 @@ def run_fleet(
             raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
         number = 1 if accelerated or (app is not None and not in_threads) else processes or os.cpu_count() or 1
         reference = _reference(root, transport, plan.federation, known.manifest)
-        make_trainer = _trainers(chosen, plan, known, transport, task_of)
+        frozen = load_frozen(known.manifest, plan.federation, transport, root, share=False)
+        make_trainer = _trainers(chosen, plan, known, transport, task_of, frozen)
 
         def make_host() -> Host:
             return Host(
@@ -221,17 +223,22 @@ def _chosen(asked: EngineChoice, plan: Plan, known: Known, first: Task) -> Engin
 
 
 def _trainers(
-    engine: EngineName, plan: Plan, known: Known, transport: Transport, task_of: Callable[[int], Task]
+    engine: EngineName,
+    plan: Plan,
+    known: Known,
+    transport: Transport,
+    task_of: Callable[[int], Task],
+    frozen: Tensors,
 ) -> Callable[[], Trainer]:
     """Return the function that makes what trains in one thread or process."""
     if engine == "torch":
         import torch
 
         torch.set_num_threads(1)
-        return lambda: TorchTrainer(task_of(0), known, plan.compute)
+        return lambda: TorchTrainer(task_of(0), known, plan.compute, frozen)
     from edge_sdk.engines.onnx import Sessions
 
-    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
+    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen)
     assert graphs is not None, "the engine was chosen because they are there"
     sessions = Sessions(graphs)
     return lambda: OnnxTrainer(task_of(0), known, sessions)
@@ -262,7 +269,8 @@ def _reference(root: Path, transport: Transport, federation: str, manifest: Mani
     path = root / "reference.safetensors"
     if not path.exists():
         try:
-            model = transport.model(federation, manifest)
+            whole = transport.model(federation, manifest)
+            model = {spec.name: whole[spec.name] for spec in manifest.kept}
         except NotFound:
             model = {}  # no global model that could be looked at: personal models are stored whole
         write_atomically(path, checkpoint.save(model))

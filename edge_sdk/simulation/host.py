@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
-from edge_sdk.device.opening import check_model, share_onnx
+from edge_sdk.device.opening import check_model, share_onnx, take_frozen
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
@@ -26,6 +26,7 @@ from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.engines import Engine
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
+from edge_sdk.protocol.manifest import Tensors, TensorSpec
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import USUAL, Compute
@@ -138,20 +139,22 @@ class Trainer(Protocol):
 
 class TorchTrainer:
     """Trains with PyTorch. first: the task of any device, whose model and data are checked against the manifest.
+    frozen: the federation's values of what nobody trains.
 
     Raises BadArgument, ManifestError.
     """
 
-    def __init__(self, first: Task, known: Known, compute: Compute) -> None:
+    def __init__(self, first: Task, known: Known, compute: Compute, frozen: Tensors) -> None:
         from edge_sdk.training.checking import check_task  # here, because the other trainer needs no PyTorch
 
         first = first.seeded(known.info.settings.seed)
         check_model(first.model, known.manifest)
+        take_frozen(first.model, known.manifest, frozen)
         check_task(first, known.manifest)
         self._known, self._compute = known, compute
         self._model = first.on(compute).model
-        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
-        self._own = {name: tensor.clone() for name, tensor in self._model.state_dict().items() if name not in shared}
+        state = self._model.state_dict()
+        self._own = {spec.name: state[spec.name].clone() for spec in known.manifest.tensors if _is_own(spec)}
 
     def task(self, task: Task) -> Task:
         """Return a device's task with the shared model."""
@@ -177,8 +180,8 @@ class OnnxTrainer:
 
     def __init__(self, first: Task, known: Known, sessions: Sessions) -> None:
         self._engine = share_onnx(first, known.manifest, known.info, sessions)
-        shared = {spec.name for spec in known.manifest.shared}
-        self._own = {name: tensor for name, tensor in self._engine.read().items() if name not in shared}
+        tensors = self._engine.read()
+        self._own = {spec.name: tensors[spec.name] for spec in known.manifest.kept if _is_own(spec)}
 
     def task(self, task: Task) -> Task:
         """Return the task as it is."""
@@ -188,6 +191,11 @@ class OnnxTrainer:
         """Return the one engine."""
         self._engine.load(self._own)
         return self._engine
+
+
+def _is_own(spec: TensorSpec) -> bool:
+    """Return whether a tensor is a device's own, whatever it receives."""
+    return spec.policy not in ("shared", "frozen")
 
 
 class Host:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.publishing.modes import buffers_kept, evaluating
+from edge_sdk.publishing.modes import begin_training, buffers_kept, evaluating
 from edge_sdk.tasks import Task
 from edge_sdk.training.local import as_tensor, device_of
 
@@ -262,7 +262,7 @@ class _Check:
 
     def _check_training(self, inputs: Tensor, targets: Tensor) -> None:
         """Check a step in training mode, as rounds are: a gradient comes of it."""
-        self.task.model.train()
+        begin_training(self.task.model)
         loss = self._loss(self._outputs(inputs), targets)
         trainable = [parameter for parameter in self.task.model.parameters() if parameter.requires_grad]
         gradients: tuple[Tensor | None, ...] = ()

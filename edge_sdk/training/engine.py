@@ -19,7 +19,7 @@ from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
-from edge_sdk.publishing.modes import evaluating
+from edge_sdk.publishing.modes import begin_training, evaluating, frozen_norms
 from edge_sdk.tasks import Batches, Task, passes
 from edge_sdk.training.elements import tensors_of
 from edge_sdk.training.freezing import Freezing
@@ -109,7 +109,7 @@ class TorchEngine:
         teacher: Teacher | None = None,
     ) -> tuple[float, NDArray[Any]]:
         """Return loss and outputs; each gradient is freed before the backward pass makes the next."""
-        self.model.train()
+        begin_training(self.model)
 
         def hand_over(name: str, gradient: Tensor) -> None:
             visit(name, gradient.detach().cpu().contiguous().numpy())
@@ -132,13 +132,18 @@ class TorchEngine:
 
     def curvature(self, batches: Sequence[Batch], direction: Mapping[str, NDArray[np.float32]]) -> Tensors:
         """Return the Hessian times a direction."""
-        self.model.train()
+        begin_training(self.model)
         found = curvature(self.model, self.task, batches, self._on_device(direction))
         return {name: each.cpu().numpy() for name, each in found.items()}
 
     def take_statistics(self, batches: Batches) -> int:
         """Give batch norms the means of the batches' statistics."""
-        norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+        frozen = set(frozen_norms(self.model))
+        norms = [
+            each
+            for each in self.model.modules()
+            if isinstance(each, _BatchNorm) and each.track_running_stats and each not in frozen
+        ]
         momenta = [norm.momentum for norm in norms]
         passed, device = 0, device_of(self.model)
         with evaluating(self.model), torch.no_grad(), self.task.compute.precision():

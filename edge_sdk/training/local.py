@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from edge_sdk.engines.training import (
     evaluation_of,
 )
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
-from edge_sdk.publishing.modes import evaluating
+from edge_sdk.publishing.modes import begin_training, evaluating
 from edge_sdk.tasks import Batches, Task, count_examples, passes
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
@@ -135,7 +135,7 @@ def take_steps(
     diverged = Divergence(settings, learning_rate, total)
     num_examples = count_examples(task.train)
     seed_generators(device, seed)
-    model.train()
+    begin_training(model)
     seen, loss_sum = 0, 0.0
     with optimisation, layout or nullcontext():
         for step, batch in enumerate(islice(passes(task.train, seed), total), start=1):
@@ -193,21 +193,22 @@ def as_tensor(values: Any) -> torch.Tensor:
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
-def get_tensors(model: nn.Module, manifest: Manifest) -> Tensors:
+def get_tensors(
+    model: nn.Module, manifest: Manifest, which: Literal["shared", "kept", "frozen", "whole"] = "kept"
+) -> Tensors:
     """Return copies of every tensor that the manifest keeps, by name, C-contiguous whatever the model's memory layout.
 
-    Raises ManifestError when the model is another one.
+    which: those of the manifest that are asked for. Raises ManifestError when the model is another one.
     """
     state: dict[str, Any] = model.state_dict()
-    missing = [spec.name for spec in manifest.kept if spec.name not in state]
+    wanted: tuple[TensorSpec, ...] = getattr(manifest, which)
+    missing = [spec.name for spec in wanted if spec.name not in state]
     if missing:
         raise ManifestError(
             f"{missing[0]}: the manifest's tensor is not in the model; publish and train the same model"
         )
-    tensors: Tensors = {
-        spec.name: np.array(state[spec.name].detach().cpu().numpy(), order="C") for spec in manifest.kept
-    }
-    manifest.check_tensors(tensors, what="the model's tensors")
+    tensors: Tensors = {spec.name: np.array(state[spec.name].detach().cpu().numpy(), order="C") for spec in wanted}
+    manifest.check_tensors(tensors, what="the model's tensors", which=which)
     return tensors
 
 

@@ -99,7 +99,7 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
     assert not (tmp_path / "new" / "coordinator.sqlite3").exists()
 
 
-@pytest.mark.parametrize("folder", ["models", "graphs", "updates"])
+@pytest.mark.parametrize("folder", ["models", "files", "updates"])
 @pytest.mark.parametrize("how", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_not_backed_up_and_what_is_damaged_is_named(
     tmp_path, clock, answer, monkeypatch, capsys, folder, how

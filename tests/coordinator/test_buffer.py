@@ -260,7 +260,7 @@ def test_what_still_waits_keeps_its_files_and_the_model_it_was_trained_on(coordi
     with coordinator.store.reading() as db:
         named = blobs_named(db)
     assert sum(key.startswith("1/updates/") for key in named) == 3, "a backup has what no model holds yet"
-    stored = {key for folder in ("updates", "models", "graphs") for key in coordinator.store.blobs.keys(f"1/{folder}")}
+    stored = {key for folder in ("updates", "models", "files") for key in coordinator.store.blobs.keys(f"1/{folder}")}
     assert named <= stored
     coordinator.rounds.advance()
     assert [record.updates for record in coordinator.records.rounds("f")[:3]] == [1, 1, 1]

@@ -193,7 +193,7 @@ def stopped(tmp_path_factory):
     coordinator.store.close()
     names = [path.relative_to(folder) for path in files_of(folder)]
     kinds = {name.parts[2] for name in names if name.parts[0] == "blobs"}
-    assert kinds == {"models", "masks", "graphs", "updates"}, "there is one of each kind"
+    assert kinds == {"models", "masks", "files", "updates"}, "there is one of each kind"
     assert {RECORDS_FILE, f"{RECORDS_FILE}.sha256"} <= {name.name for name in names}
     return folder, devices, names
 
@@ -246,7 +246,7 @@ def test_nor_in_object_storage_or_beside_postgresql(request, tmp_path, clock, un
         folder, settings = tmp_path / str(number), where(number)
         coordinator, devices = begin(folder, clock, **settings)
         blobs = coordinator.store.blobs
-        folders = [f"1/{each}" for each in ("masks", "models", "graphs", "updates")]
+        folders = [f"1/{each}" for each in ("masks", "models", "files", "updates")]
         keys = [key for each in folders for key in blobs.keys(each)]
         key, others = keys[number], [each for each in keys if each != keys[number]]
         damaged = FAULTS[fault](blobs.get(key), blobs.get(others[number - 1]))

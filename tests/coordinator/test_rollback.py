@@ -162,7 +162,7 @@ def stamp(coordinator):
 
 
 def graph_files(coordinator):
-    return len(coordinator.store.blobs.keys("1/graphs"))
+    return len(coordinator.store.blobs.keys("1/files"))
 
 
 def test_a_new_version_waits_for_the_open_round_also_through_a_restart(tmp_path, clock, answer):

@@ -132,7 +132,7 @@ def host_of(client, plan, folder, engine="onnx"):
     known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
     task_of = cache(lambda index: plan.task(index, known.info))
     if engine == "torch":
-        trainer = TorchTrainer(task_of(0), known, plan.compute)
+        trainer = TorchTrainer(task_of(0), known, plan.compute, {})
     else:
         graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
         trainer = OnnxTrainer(task_of(0), known, Sessions(graphs))

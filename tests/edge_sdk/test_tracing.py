@@ -377,7 +377,7 @@ def test_constants_belong_to_nobody():
 
     manifest = manifest_of(Net(), 3)
     assert groups(manifest) == {"hidden": 4}
-    assert next(spec for spec in manifest.tensors if spec.name == "scale").policy == "personal"
+    assert next(spec for spec in manifest.tensors if spec.name == "scale").policy == "frozen"
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -493,11 +493,13 @@ def test_one_sample_describes_the_same_model_as_many():
     assert one == many
 
 
-def test_a_frozen_parameter_is_shared_but_not_trained():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+def test_neurons_of_frozen_parameters_are_complete():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
     model[0].weight.requires_grad_(False)
-    spec = manifest_of(model, 3).tensors[0]
-    assert (spec.policy, spec.trainable) == ("shared", False)
+    manifest = manifest_of(model, 3)
+    spec = manifest.tensors[0]
+    assert (spec.policy, spec.trainable, spec.axes) == ("frozen", False, ())
+    assert groups(manifest) == {"1": 5}
 
 
 # --- refusals

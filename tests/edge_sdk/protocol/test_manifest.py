@@ -56,7 +56,7 @@ B = TensorSpec(name="fc.bias", shape=(4,), axes=((Segment(group="h"),),))
         ),
         (
             lambda: TensorSpec(name="bn.num_batches_tracked", shape=(), dtype="int64"),
-            "bn.num_batches_tracked: dtype int64 cannot be averaged; give it the policy personal or dropped",
+            "bn.num_batches_tracked: dtype int64 cannot be averaged; give it the policy personal, frozen or dropped",
         ),
         (
             lambda: TensorSpec(name="fc.weight", shape=(2**17, 2**17)),
@@ -101,7 +101,7 @@ def test_kept_and_shared_tensors_differ_by_policy():
     assert [spec.name for spec in manifest.shared] == ["fc.weight"]
     assert [spec.name for spec in manifest.kept] == ["fc.weight", "bn.running_mean"]
     assert (manifest.shared_values, manifest.trainable_values) == (12, 12)
-    manifest.check_tensors({"fc.weight": np.zeros((4, 3), np.float32)}, what="the weights", only_shared=True)
+    manifest.check_tensors({"fc.weight": np.zeros((4, 3), np.float32)}, what="the weights", which="shared")
 
 
 def test_recipes_decide_how_weights_begin(small):

@@ -1,0 +1,58 @@
+"""The file of what nobody trains of a model, and the precision in which it is published."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from edge_sdk.protocol import frozen
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.publishing import FrozenPrecision
+from edge_sdk.publishing.modes import evaluating
+
+HARMLESS = 0.01
+"""Relative L2 distance, of the model's answers, that half precision may make."""
+
+
+def freeze(
+    model: nn.Module, manifest: Manifest, precision: FrozenPrecision, samples: Sequence[Tensor]
+) -> tuple[Manifest, bytes]:
+    """Return the manifest that names the file of frozen values, and the file; empty where nothing is frozen.
+
+    samples: batches of inputs, of validation data, on whose answers ``auto`` decides. Raises ManifestError, naming the
+    tensor, for values that are not finite in the precision.
+    """
+    if not manifest.frozen:
+        return manifest, b""
+    state = model.state_dict()
+    tensors: Tensors = {spec.name: np.array(state[spec.name].detach().cpu().numpy()) for spec in manifest.frozen}
+
+    def packed(kind: Literal["float32", "float16"]) -> tuple[Manifest, bytes]:
+        stored = Manifest.model_validate({**manifest.model_dump(), "frozen_precision": kind})
+        file = frozen.pack(stored, tensors)
+        return stored.with_frozen(file), file
+
+    if precision != "auto":
+        return packed(precision)
+    try:
+        halved, file = packed("float16")
+    except ManifestError:  # beyond the range of float16
+        return packed("float32")
+    return (halved, file) if _distance(model, halved, file, samples) <= HARMLESS else packed("float32")
+
+
+def _distance(model: nn.Module, manifest: Manifest, file: bytes, samples: Sequence[Tensor]) -> float:
+    """Return the relative L2 distance between the model's answers with its frozen values and with those of ``file``."""
+    rounded = copy.deepcopy(model)
+    state = rounded.state_dict()
+    with evaluating(model), evaluating(rounded), torch.no_grad():
+        for name, values in frozen.unpack(manifest, file).items():
+            state[name].copy_(torch.tensor(values))
+        right, found = (torch.cat([each(inputs) for inputs in samples]).double() for each in (model, rounded))
+    return float((found - right).norm() / right.norm().clamp_min(1e-30))
