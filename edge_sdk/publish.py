@@ -195,7 +195,7 @@ class _Model:
         """Return the weights, as they are, and the file of those that nobody trains."""
         from edge_sdk.training.local import get_tensors
 
-        everything = get_tensors(self._task.model, self.manifest, "shared")
+        everything = get_tensors(self._task.model, self.manifest, "published")
         frozen = {"sparrow.frozen": np.frombuffer(self._frozen, dtype=np.uint8)} if self._frozen else {}
         return {**everything, **frozen}
 

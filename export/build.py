@@ -54,10 +54,10 @@ def build(
 ) -> Built:
     """Return the model asked for, made from the ``dense`` one, ``plain``; with properties, checked by onnx.
 
-    Neurons without influence are removed, weights take the ``precision``, zeros are packed; each only where it helps,
-    and the last only in the mode ``packed``. dynamic: makes the model of the mode ``dynamic``. accuracy_limit: largest
-    fall of accuracy, as a share of samples, that ``auto`` accepts. doing: called with each step.
-    Raises ExportError, with what to do.
+    Adapters are merged, neurons without influence are removed, weights take the ``precision``, zeros are packed; each
+    only where it helps, and the last only in the mode ``packed``. dynamic: makes the model of the mode ``dynamic``.
+    accuracy_limit: largest fall of accuracy, as a share of samples, that ``auto`` accepts. doing: called with each
+    step. Raises ExportError, with what to do.
     """
     steps: list[str] = []
     notes: tuple[str, ...] = ()
@@ -74,11 +74,16 @@ def build(
         if mode != "dense":
             from sparrow.export.alignment import align
             from sparrow.export.compact import compact
+            from sparrow.export.merging import merge
             from sparrow.export.passes import installed_passes
 
+            doing("merging adapters")
+            merged = merge(plain)
+            if merged is not plain:
+                steps.append("merged")
             doing("removing neurons")
-            model = installed_passes(align(compact(plain)))
-            if model.ByteSize() < plain.ByteSize():
+            model = installed_passes(align(compact(merged)))
+            if model.ByteSize() < merged.ByteSize():
                 steps.append("compact")
         doing(f"precision {precision}")
         model, precision, notes = _rounded(model, precision, samples, accuracy_limit)

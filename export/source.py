@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_sdk.protocol import checkpoint, frozen, personal
+from edge_sdk.protocol import checkpoint, personal, values
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -87,10 +87,10 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
             )
         if saved.manifest != found.values_digest:
             raise ExportError(f"{model} was trained with another manifest; give the one of its federation")
-    beside = model.with_name(personal.FROZEN)
+    beside = model.with_name(personal.values_file("frozen"))
     try:
         if found.frozen and beside.exists():
-            tensors = {**frozen.unpack(found, _bytes(beside)), **tensors}
+            tensors = {**values.unpack(found, "frozen", _bytes(beside)), **tensors}
         found.check_tensors(tensors, what=f"the tensors in {model}", which="whole")
     except ProtocolError as error:
         raise ExportError(str(error)) from None

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import GraphName
+from edge_sdk.protocol.manifest import GraphName, Values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -260,9 +260,19 @@ def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> 
 
 @router.get("/{name}/frozen", dependencies=[ProspectiveMemberOnly])
 def get_frozen(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """Return the values of the model that nobody trains, as the manifest describes them."""
-    digest = coordinator.federations.manifest(name).frozen_sha256
-    return ranged(request, coordinator.federations.frozen(name), "application/octet-stream", digest)
+    """Return the values of the model that nobody trains, in the manifest's order."""
+    return _values(name, "frozen", coordinator, request)
+
+
+@router.get("/{name}/first", dependencies=[ProspectiveMemberOnly])
+def get_first(name: str, coordinator: TheCoordinator, request: Request) -> Response:
+    """Return the first values of what stays on devices, in the manifest's order."""
+    return _values(name, "first", coordinator, request)
+
+
+def _values(name: str, which: Values, coordinator: TheCoordinator, request: Request) -> Response:
+    digest = coordinator.federations.manifest(name).files.get(which)
+    return ranged(request, coordinator.federations.values(name, which), "application/octet-stream", digest)
 
 
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])

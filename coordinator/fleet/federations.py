@@ -16,9 +16,18 @@ from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import checkpoint, frozen
+from edge_sdk.protocol import checkpoint, values
 from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, FileName, GraphName, Manifest, Tensors, initial_values
+from edge_sdk.protocol.manifest import (
+    MAX_GRAPH,
+    MAX_MANIFEST,
+    FileName,
+    GraphName,
+    Manifest,
+    Tensors,
+    Values,
+    initial_values,
+)
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -107,11 +116,12 @@ class Federations:
             raise BadContent("task: leave it out where a manifest is published")
         with callers_data():
             manifest = _take_manifest(tensors)
+            if manifest.first_sha256 is not None:
+                raise BadContent("first_sha256: leave it out; the coordinator says what stays on devices")
             files = {name: _taken(tensors, name) for name in manifest.files}
-            size = 4 * manifest.shared_values + frozen.size(manifest)
+            size = 4 * manifest.shared_values + values.size(manifest, "frozen") + values.size(manifest, "first")
             if size > largest:
                 raise TooLarge(f"the model has {size} bytes, this coordinator takes up to {largest}")
-            manifest.check_tensors(tensors, what="the published weights", which="shared")
         return self._create(request, manifest, files, tensors, len(body))
 
     def replace_model(self, name: str, body: bytes) -> FederationInfo:
@@ -132,6 +142,7 @@ class Federations:
             method = _check_model(federation.method, published)
             manifest = method.manifest(published, settings_of(federation))
         has = self._models.manifest(federation)
+        manifest = Manifest.model_validate({**manifest.model_dump(), "first_sha256": has.first_sha256})
         difference = _difference(has, manifest, masked=model.mask is not None)
         if difference:
             raise DifferentFederation(
@@ -176,10 +187,15 @@ class Federations:
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
         with callers_data():
+            if published is not None:
+                manifest.check_tensors(published, what="the published weights", which="published")
             manifest = method.manifest(manifest, settings)
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
             _check_frozen(published_files.get("frozen"), manifest)
+            if published is not None and manifest.first:
+                first = values.pack(manifest, "first", published)
+                manifest, published_files = manifest.with_values("first", first), {**published_files, "first": first}
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
         fault = fault_of_model(model, settings)
@@ -387,7 +403,7 @@ class Federations:
             privacy=spent(db, federation.id, federation.round, settings),
             parameters=manifest.trainable_values,
             frozen_parameters=sum(spec.size for spec in manifest.frozen),
-            frozen_bytes=frozen.size(manifest),
+            frozen_bytes=values.size(manifest, "frozen"),
             published_bytes=federation.published_bytes,
             manifest_digest=manifest.digest,
             replacing=federation.replacement is not None,
@@ -425,10 +441,10 @@ class Federations:
             federation, number, "whole", lambda: checkpoint.save(self._models.whole(federation, number), note)
         )
 
-    def frozen(self, name: str) -> bytes:
-        """Return the file of the values that nobody trains. Raises NotFound where the model has none."""
+    def values(self, name: str, which: Values) -> bytes:
+        """Return a file of values beside the manifest. Raises NotFound where the model has none."""
         with self._store.reading() as db:
-            return self._models.frozen_file(find(db, name))
+            return self._models.values(find(db, name), which)
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
@@ -492,6 +508,8 @@ def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
     for field in ("task", "input_shape", "output_shape"):
         if getattr(has, field) != getattr(new, field):
             return f"{field}: the new version has {getattr(new, field)}, the federation {getattr(has, field)}"
+    if has.frozen_sha256 != new.frozen_sha256:
+        return "what nobody trains of the model has other values in the new version"
     old, given = ({spec.name: spec for spec in each.tensors} for each in (has, new))
     for name in {**old, **given}:
         if name not in old or name not in given:
@@ -515,7 +533,7 @@ def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
         raise BadContent(
             "frozen_sha256: the manifest has frozen tensors, and names no file; publish with sparrow publish"
         )
-    for name, tensor in frozen.unpack(manifest, file).items():
+    for name, tensor in values.unpack(manifest, "frozen", file).items():
         if not np.isfinite(tensor).all():
             raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
 

@@ -2,14 +2,19 @@
 
 Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. The last
 linear layer is each device's own (DM-PFL's method card, section 5): its tensors are ``personal`` in the manifest that
-the federation is created with, and so never on a wire. What is averaged is no model by itself.
+the federation is created with, and so never on a wire. What is averaged is no model by itself. Other personal layers
+are named by the setting ``private``: a device's own adapter beside a shared one, for instance.
 """
 
 from __future__ import annotations
 
 from sparrow.coordinator.methods import CoordinatorMethod, whole_model
-from sparrow.coordinator.methods.parts import private_head
+from sparrow.coordinator.methods.parts import PrivateSettings, private_part
 
 FEDPER = CoordinatorMethod(
-    smallest_budget=whole_model, usable_global_model=False, personal_models=True, manifest=private_head
+    smallest_budget=whole_model,
+    settings_type=PrivateSettings,
+    usable_global_model=False,
+    personal_models=True,
+    manifest=private_part,
 )

@@ -7,8 +7,12 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 from __future__ import annotations
 
 from sparrow.coordinator.methods import CoordinatorMethod, whole_model
-from sparrow.coordinator.methods.parts import private_head
+from sparrow.coordinator.methods.parts import PrivateSettings, private_part
 
 FEDREP = CoordinatorMethod(
-    smallest_budget=whole_model, usable_global_model=False, personal_models=True, manifest=private_head
+    smallest_budget=whole_model,
+    settings_type=PrivateSettings,
+    usable_global_model=False,
+    personal_models=True,
+    manifest=private_part,
 )

@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from pydantic import Field
 
 from edge_sdk.protocol.manifest import Layer, Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import MethodSettings, own_settings
 
 
-def private_head(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest in which the last linear layer is private."""
-    return published.with_private(check_apart(published, linear_layers(published)[-1:]))
+class PrivateSettings(MethodSettings):
+    """The setting of methods with a part that stays on each device."""
+
+    private: str = Field(
+        default="",
+        max_length=1000,
+        description="Parameters that stay on each device, as patterns of their names with commas between them, such as "
+        "*.lora_?.own.*; empty: those of the last linear layer",
+    )
+
+
+def private_part(published: Manifest, settings: FederationSettings) -> Manifest:
+    """Return the manifest in which a part is private: what the setting names, or else the last linear layer.
+
+    Raises BadContent where that is nothing, all, frozen, or used elsewhere as well.
+    """
+    patterns = [each.strip() for each in own_settings(settings, PrivateSettings).private.split(",") if each.strip()]
+    trained = {spec.name for spec in published.shared if spec.trainable}
+    if not patterns:
+        names = check_apart(published, linear_layers(published)[-1:])
+        if not names & trained:
+            raise BadContent(
+                f"{min(names)}: the last linear layer is frozen, so it cannot be each device's own; train it, or name "
+                "the parameters that stay on devices (method_settings.private)"
+            )
+        return published.with_private(names & trained)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            raise BadContent(
+                f"method_settings.private: no trained parameter is called {pattern!r}; there are, for example, "
+                f"{', '.join(sorted(trained)[:3])}"
+            )
+    names = {name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if names == trained:
+        raise BadContent("method_settings.private: every trained parameter would stay on devices; leave some out")
+    return published.with_private(names)
 
 
 def check_apart(manifest: Manifest, part: Sequence[Layer]) -> set[str]:

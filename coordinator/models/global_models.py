@@ -28,9 +28,9 @@ from pydantic import ValidationError
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import bundle, checkpoint, frozen
+from edge_sdk.protocol import bundle, checkpoint, values
 from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors
+from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
@@ -124,19 +124,20 @@ class Models:
         place."""
         return file_keys(federation, self.manifest(federation))
 
-    def frozen_file(self, federation: Federation) -> bytes:
-        """Return the file of the values that nobody trains, in one place of memory for all who ask. Raises NotFound
-        where the model has none."""
-        digest = self.manifest(federation).frozen_sha256
+    def values(self, federation: Federation, which: Values) -> bytes:
+        """Return a file of values, in one place of memory for all who ask. Raises NotFound where the model has none."""
+        digest = self.manifest(federation).files.get(which)
         if digest is None:
-            raise NotFound(f"every parameter of the model of {federation.name} is trained; it has no frozen values")
+            raise NotFound(f"the model of {federation.name} has no {which} values: its manifest names no such file")
         body = self._store.blobs.get(file_key(federation.id, digest))
-        return self._payloads.get((federation.id, 0, "frozen"), lambda: body).body
+        return self._payloads.get((federation.id, 0, which), lambda: body).body
 
     def whole(self, federation: Federation, version: int) -> Tensors:
         """Return every value of a global model by name, those that nobody trains among them."""
         manifest, tensors = self.manifest(federation), self.model(federation, version).tensors
-        return {**frozen.unpack(manifest, self.frozen_file(federation)), **tensors} if manifest.frozen else tensors
+        if not manifest.frozen:
+            return tensors
+        return {**values.unpack(manifest, "frozen", self.values(federation, "frozen")), **tensors}
 
     def graph(self, federation: Federation, graph: GraphName) -> bytes:
         """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""

@@ -19,7 +19,7 @@ from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.errors import GraphError, ManifestError
-from edge_sdk.protocol.manifest import Data, GraphName, Manifest, Tensors, own_initial_values
+from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
@@ -78,28 +78,24 @@ def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
         return f"{method} needs PyTorch to train"
     if "step" not in manifest.graphs:
         return "the model was published without a training step"
-    shared = {spec.name for spec in manifest.shared}
-    for spec in manifest.kept:
-        if spec.name not in shared and isinstance(spec.init, Data):
-            return f"{spec.name} stays on devices, and its first values were not published"
     missing = [package for package in ("onnx", "onnxruntime") if find_spec(package) is None]
     return f"{missing[0]} is not installed" if missing else None
 
 
 def open_torch(
-    task: Task, manifest: Manifest, info: FederationInfo, frozen: Tensors, prepare: Prepare | None, budget: float
+    task: Task, manifest: Manifest, info: FederationInfo, values: Tensors, prepare: Prepare | None, budget: float
 ) -> tuple[Prepared, Engine]:
     """Return the task as it is to be computed with its budget, and PyTorch's engine for it.
 
-    frozen: the federation's values of what nobody trains. Model and data are tried first. Raises BadArgument,
-    ManifestError, DoesNotFit.
+    values: the federation's, of what nobody trains, and of how what stays on devices begins. Model and data are tried
+    first. Raises BadArgument, ManifestError, DoesNotFit.
     """
     from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
     from edge_sdk.training.engine import TorchEngine
 
     task = task.seeded(info.settings.seed)
     check_model(task.model, manifest)
-    take_frozen(task.model, manifest, frozen)
+    take_values(task.model, manifest, values)
     check_task(task, manifest)
     prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info, rehearse_torch)
     return prepared, TorchEngine(prepared.task, manifest)
@@ -140,23 +136,26 @@ def _engine_of(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
     from edge_sdk.engines.onnx import Network
 
     network = Network(manifest, sessions)
-    network.load(own_initial_values(manifest, info.settings.seed))
+    network.load(own_initial_values(manifest, info.settings.seed, sessions.graphs.first))
     return OnnxEngine(network, classification=task.classification)
 
 
 def fetch_graphs(
-    manifest: Manifest, fetch: Callable[[GraphName], bytes], frozen: Tensors | None = None
+    manifest: Manifest,
+    fetch: Callable[[GraphName], bytes],
+    frozen: Tensors | None = None,
+    first: Tensors | None = None,
 ) -> Graphs | None:
     """Return the training step and the evaluation of a model, checked; None where it was published without.
 
-    fetch: gives a graph by name. frozen: what nobody trains of the model. Raises GraphError for graphs that are not the
-    manifest's, or must not be run.
+    fetch: gives a graph by name. frozen, first: what nobody trains of the model, and how what stays on devices begins.
+    Raises GraphError for graphs that are not the manifest's, or must not be run.
     """
     if "step" not in manifest.graphs:
         return None
     from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
 
-    graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {})
+    graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {}, first or {})
     check_digest(manifest, "step", graphs.step)
     check_digest(manifest, "evaluation", graphs.evaluation)
     check_graphs(graphs, manifest)
@@ -202,11 +201,11 @@ def _check_data(name: str, batches: Batches, manifest: Manifest, *, classifies: 
         )
 
 
-def take_frozen(model: nn.Module, manifest: Manifest, frozen: Tensors) -> None:
-    """Give a model what nobody trains of the federation's, and have it train what the manifest says, and no more."""
+def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
+    """Give a model values of the federation's, and have it train what the manifest says, and no more."""
     from edge_sdk.training.local import set_tensors
 
-    set_tensors(model, frozen)
+    set_tensors(model, values)
     trainable = {spec.name for spec in manifest.tensors if spec.trainable}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(manifest.aliases.get(name, name) in trainable)

@@ -27,13 +27,13 @@ from pydantic import ValidationError
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
-from edge_sdk.device.frozen import load_frozen
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.values import load_values
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
 from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
@@ -210,7 +210,10 @@ class Session:
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
         task = make_task(self.info)
-        self.frozen = {} if known else load_frozen(self.manifest, federation, transport, folder.path, share=True)
+        self.frozen, self._first = Tensors(), Tensors()
+        if known is None:
+            self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
+            self._first = load_values("first", self.manifest, federation, transport, folder.path)
         self._own_graphs = False  # the engine trains with them, and is this session's alone
         self._prepared: Prepared
         self.engine: Engine
@@ -220,7 +223,8 @@ class Session:
             self._own_graphs = True
             self._prepared, self.engine = self._open_onnx(task, prepare, budget)
         else:
-            self._prepared, self.engine = open_torch(task, self.manifest, self.info, self.frozen, prepare, budget)
+            values = {**self.frozen, **self._first}
+            self._prepared, self.engine = open_torch(task, self.manifest, self.info, values, prepare, budget)
         self.task = self._prepared.task
         log.info("%s trains with %s", name, self.engine.title)
         if known is None:
@@ -305,7 +309,7 @@ class Session:
     def graphs(self) -> Graphs | None:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
-        return fetch_graphs(self.manifest, self._graph, self.frozen)
+        return fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
 
     def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
         assert self.graphs is not None, "the manifest names them"

@@ -10,7 +10,8 @@
       outbox.bundle       the update being sent, until it is acknowledged
       owed.safetensors    what rounding had taken before that update, should it not count
       federation.json     the federation's settings, this device's name and budget, as of its last start
-      manifest.json  skeleton.onnx  step.onnx  evaluation.onnx  frozen.values  mask.bits
+      manifest.json  skeleton.onnx  step.onnx  evaluation.onnx  frozen.values
+      first.values  mask.bits
       lock
 
 Model, progress, outbox and identity are compared with their digests before they are used, masks and the caches, too:

@@ -54,8 +54,8 @@ from edge_sdk.errors import (
     WrongSettings,
     WrongState,
 )
-from edge_sdk.protocol import checkpoint, frozen, tls
-from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors
+from edge_sdk.protocol import checkpoint, tls, values
+from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
     Assignment,
@@ -295,14 +295,14 @@ class Transport:
         """Return an ONNX graph of a federation's model, as it came: the caller compares it with the manifest."""
         return self._call("GET", f"/v1/federations/{name}/{graph}.onnx", most=MAX_GRAPH).content
 
-    def frozen(self, name: str, manifest: Manifest, into: BinaryIO) -> None:
-        """Write the values of a federation's model that nobody trains to ``into``, which may have their beginning from
-        a download before: the rest is asked for. The caller compares them with the manifest."""
-        begin, path = self.traffic.down, f"/v1/federations/{name}/frozen"
+    def values(self, name: str, manifest: Manifest, which: Values, into: BinaryIO) -> None:
+        """Write a file of values of a federation's model to ``into``, which may have its beginning from a download
+        before: the rest is asked for. The caller compares it with the manifest."""
+        begin, path = self.traffic.down, f"/v1/federations/{name}/{which}"
         try:
-            self._download(path, frozen.size(manifest), into, etag=f'"{manifest.frozen_sha256}"')
+            self._download(path, values.size(manifest, which), into, etag=f'"{manifest.files[which]}"')
         finally:
-            self.traffic.frozen += self.traffic.down - begin
+            self.traffic.frozen += (self.traffic.down - begin) * (which == "frozen")
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""

@@ -30,11 +30,12 @@ Progress = Callable[[int, int, float], None]
 @dataclass(frozen=True)
 class Graphs:
     """The training step and the evaluation of a task, serialised ONNX. frozen: what they read that nobody trains, by
-    name; networks read it where it lies."""
+    name; networks read it where it lies. first: how what stays on devices begins."""
 
     step: bytes
     evaluation: bytes
     frozen: Tensors = field(default_factory=dict)
+    first: Tensors = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.engines import Graphs
 from edge_sdk.engines.cutting import ALWAYS, Label, cut_graph
 from edge_sdk.engines.onnx import Index, Network, Sessions
 from edge_sdk.protocol.manifest import Segment
@@ -51,7 +51,7 @@ def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str
         if widths not in kept:
             step, labels = cut_graph(whole.graphs.step, network.manifest, counts)
             evaluation, more = cut_graph(whole.graphs.evaluation, network.manifest, counts)
-            graphs = Graphs(step, evaluation, whole.graphs.frozen)
+            graphs = replace(whole.graphs, step=step, evaluation=evaluation)
             kept[widths] = Sessions(graphs, threads=whole.threads), {**labels, **more}
         found: tuple[Sessions, Mapping[str, Label]] = kept.pop(widths)
         kept[widths] = found  # the last that was used

@@ -189,8 +189,9 @@ class OnnxRehearsal(Rehearsal):
         from edge_sdk.engines.engine import OnnxEngine  # here, because PyTorch's rehearsals need no ONNX Runtime
         from edge_sdk.engines.onnx import Network
 
-        network = Network(self.manifest, self._sessions((compute or self.task.compute).threads or 1))
-        network.load(own_initial_values(self.manifest, self.settings.seed))
+        sessions = self._sessions((compute or self.task.compute).threads or 1)
+        network = Network(self.manifest, sessions)
+        network.load(own_initial_values(self.manifest, self.settings.seed, sessions.graphs.first))
         engine = OnnxEngine(network, classification=self.task.classification)
         return engine if mask is None else engine.narrow(mask, []).engine
 

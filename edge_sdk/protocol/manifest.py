@@ -50,8 +50,11 @@ MAX_GRAPH = 16 * 1024 * 1024
 
 GraphName = Literal["skeleton", "step", "evaluation"]
 
-FileName = Literal["skeleton", "step", "evaluation", "frozen"]
-"""What is published beside a manifest, which names it by digest: graphs, and the values that nobody trains."""
+Values = Literal["frozen", "first"]
+"""Files of values: of what nobody trains, and the first ones of what stays on devices."""
+
+FileName = GraphName | Values
+"""What lies beside a manifest, which names it by digest."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -105,9 +108,10 @@ class TensorSpec(_Record):
     ``policy`` decides what happens to it: ``shared`` values cross the wire and are averaged; ``personal`` ones are kept
     on the device (batch-norm running statistics where the federation keeps them local, integer and 0-dimensional
     buffers, which cannot be averaged); ``dropped`` ones are bookkeeping that no forward pass reads
-    (``num_batches_tracked``) and live only as long as the process; ``frozen`` ones are what nobody trains, parameters
+    (``num_batches_tracked``), or frozen parameters that it leaves out, and live only as long as the process; ``frozen``
+    ones are what nobody trains, parameters
     with ``requires_grad`` False and buffers that training leaves as they are, which a device downloads once
-    (``protocol.frozen``). ``trainable`` is False for buffers.
+    (``protocol.values``). ``trainable`` is False for buffers.
     """
 
     name: Name
@@ -177,9 +181,10 @@ class Manifest(_Record):
     ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
     pass that is published beside it; ``step_sha256`` and ``evaluation_sha256``, both or neither, the graphs that train
     it without PyTorch. ``frozen_sha256`` names the file of the frozen tensors' values, where there are any, and
-    ``frozen_precision`` what those with at least two axes are stored in (``protocol.frozen``). ``blocks`` cut tensors
-    into runs of values, of which a method may use some (``blocks``): name -> sizes, for as many tensors as whoever
-    published the model chose to cut; a federation whose method needs blocks has the rest added.
+    ``frozen_precision`` what those with at least two axes are stored in; ``first_sha256`` that of how what stays on
+    devices begins (``protocol.values``). ``blocks`` cut tensors into runs of values, of which a method may use some
+    (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
+    method needs blocks has the rest added.
 
     ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
     ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
@@ -200,6 +205,7 @@ class Manifest(_Record):
     step_sha256: Digest | None = None
     evaluation_sha256: Digest | None = None
     frozen_sha256: Digest | None = None
+    first_sha256: Digest | None = None
     frozen_precision: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -257,8 +263,9 @@ class Manifest(_Record):
     @cached_property
     def files(self) -> dict[FileName, str]:
         """The files that are published beside it -> their SHA-256."""
-        files: dict[FileName, str] = dict(self.graphs.items())
-        return files if self.frozen_sha256 is None else {**files, "frozen": self.frozen_sha256}
+        named: dict[FileName, str | None] = {name: self.graphs[name] for name in self.graphs}
+        named |= {"frozen": self.frozen_sha256, "first": self.first_sha256}
+        return {name: digest for name, digest in named.items() if digest is not None}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -275,6 +282,17 @@ class Manifest(_Record):
     def frozen(self) -> tuple[TensorSpec, ...]:
         """The tensors that nobody trains, in state-dict order."""
         return tuple(tensor for tensor in self.tensors if tensor.policy == "frozen")
+
+    @cached_property
+    def first(self) -> tuple[TensorSpec, ...]:
+        """The tensors that stay on devices and begin as they were published, in state-dict order."""
+        return tuple(each for each in self.tensors if each.policy == "personal" and isinstance(each.init, Data))
+
+    @cached_property
+    def published(self) -> tuple[TensorSpec, ...]:
+        """The tensors whose values are published by name: what is shared, and how what stays on devices begins."""
+        first = set(self.first)
+        return tuple(each for each in self.tensors if each.policy == "shared" or each in first)
 
     @cached_property
     def whole(self) -> tuple[TensorSpec, ...]:
@@ -353,7 +371,7 @@ class Manifest(_Record):
 
     def _digest_without(self, name: str) -> str:
         """Return the SHA-256 of all but the field ``name``, the graphs and the first weights."""
-        left_out = dict.fromkeys((name, "skeleton_sha256", "step_sha256", "evaluation_sha256"), True)
+        left_out = dict.fromkeys((name, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256"), True)
         model = self.model_dump(mode="json", exclude={**left_out, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
@@ -366,9 +384,9 @@ class Manifest(_Record):
         """Return the same manifest, naming this ONNX skeleton."""
         return self.with_graphs({"skeleton": skeleton})
 
-    def with_frozen(self, file: bytes) -> Manifest:
-        """Return the same manifest, naming this file of frozen values."""
-        return Manifest.model_validate({**self.model_dump(), "frozen_sha256": hashlib.sha256(file).hexdigest()})
+    def with_values(self, which: Values, file: bytes) -> Manifest:
+        """Return the same manifest, naming this file of values."""
+        return Manifest.model_validate({**self.model_dump(), f"{which}_sha256": hashlib.sha256(file).hexdigest()})
 
     def with_private(self, names: Collection[str]) -> Manifest:
         """Return the same manifest, the tensors so named being personal."""
@@ -383,7 +401,7 @@ class Manifest(_Record):
         return Manifest.model_validate({**self.model_dump(), "blocks": blocks})
 
     def check_tensors(
-        self, tensors: Tensors, *, what: str, which: Literal["shared", "kept", "frozen", "whole"] = "kept"
+        self, tensors: Tensors, *, what: str, which: Literal["published", "kept", "whole"] = "kept"
     ) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
 
@@ -423,13 +441,12 @@ def initial_values(manifest: Manifest, seed: int, published: Tensors | None = No
     return {spec.name: _initial(spec, seed, published or {}) for spec in manifest.shared}
 
 
-def own_initial_values(manifest: Manifest, seed: int) -> Tensors:
+def own_initial_values(manifest: Manifest, seed: int, published: Tensors) -> Tensors:
     """Return the first values of every kept tensor that no payload holds, as ``initial_values`` draws them, by name.
 
-    Raises ManifestError where a recipe says ``data``.
+    published: those of ``Manifest.first``. Raises ManifestError where one is missing.
     """
-    shared = {spec.name for spec in manifest.shared}
-    return {spec.name: _initial(spec, seed, {}) for spec in manifest.kept if spec.name not in shared}
+    return {spec.name: _initial(spec, seed, published) for spec in manifest.kept if spec.policy == "personal"}
 
 
 def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
@@ -439,7 +456,7 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
         elif isinstance(spec.init, Uniform):
             values = _uniform(spec, spec.init.bound, seed)
         elif spec.name in published:
-            values = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
+            values = np.array(published[spec.name], dtype=np.dtype(spec.dtype)).reshape(spec.shape)
         else:
             raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
     if not np.isfinite(values).all():

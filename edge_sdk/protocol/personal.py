@@ -13,8 +13,8 @@ All of them but the caches name the SHA-256 of their own bytes, with zeros in it
 not used, but raises BundleError. Tools that know nothing of it open them all the same.
 
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
-``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``frozen.values`` where
-somewhat of the model is not trained) and ``federation.json``: what the device knows of its federation.
+``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``frozen.values`` and
+``first.values`` where there are such) and ``federation.json``: what the device knows of its federation.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pydantic import BaseModel, ConfigDict
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import GraphName, Tensors
+from edge_sdk.protocol.manifest import GraphName, Tensors, Values
 from edge_sdk.protocol.messages import FederationInfo
 
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
-MANIFEST, FROZEN = "manifest.json", "frozen.values"
+MANIFEST = "manifest.json"
 
 UNSIGNED = "0" * 64
 """What a file has in the place of its digest until it is signed."""
@@ -44,6 +44,11 @@ _FEEDBACK, _OWN = "feedback:", "own:"
 def graph_file(name: GraphName) -> str:
     """Return the name of the file of an ONNX graph."""
     return f"{name}.onnx"
+
+
+def values_file(which: Values) -> str:
+    """Return the name of a file of values."""
+    return f"{which}.values"
 
 
 def sign(body: bytes) -> bytes:

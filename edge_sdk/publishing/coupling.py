@@ -67,9 +67,9 @@ def describe(
 
     Tensors come in state-dict order, a tied one under its first name; its others are the manifest's aliases. Buffers
     are not trainable; all but the running statistics stay personal, since integers and counters cannot be averaged;
-    ``num_batches_tracked`` is dropped, and what training does not change is frozen (``modes.frozen_names``). Neurons
-    of frozen parameters are complete: there is nothing to train of them, and a part of them answers otherwise. A
-    layer's kind is its class name in lower case; its tensors are its parameters.
+    ``num_batches_tracked`` is dropped, and what training does not change is frozen (``modes.frozen_names``), or dropped
+    where nothing reads it. Neurons of frozen parameters are complete: there is nothing to train of them, and a part of
+    them answers otherwise. A layer's kind is its class name in lower case; its tensors are its parameters.
 
     Raises UnsupportedLayer for a model that cannot be traced or sent, and, naming what is complete and why, for one of
     which less than ``least`` belongs to neurons.
@@ -122,6 +122,7 @@ def _specs(
 ) -> Iterable[TensorSpec]:
     parameters = dict(model.named_parameters())
     known = found.recipes() if recipes else {}
+    read = {each for layer in found.layers() for each in layer.tensors}
     for name, tensor in model.state_dict().items():
         if name in aliases:
             continue
@@ -130,7 +131,7 @@ def _specs(
         if name.rpartition(".")[2] == "num_batches_tracked":
             policy = "dropped"
         elif name in frozen:
-            policy, axes = "frozen", ()
+            policy, axes = "frozen" if name in read or name not in parameters else "dropped", ()
         elif name in found.statistics:
             policy = running_statistics
         yield spec_of(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edge_sdk.protocol import frozen
+from edge_sdk.protocol import values
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.publishing import FrozenPrecision
@@ -35,8 +35,8 @@ def freeze(
 
     def packed(kind: Literal["float32", "float16"]) -> tuple[Manifest, bytes]:
         stored = Manifest.model_validate({**manifest.model_dump(), "frozen_precision": kind})
-        file = frozen.pack(stored, tensors)
-        return stored.with_frozen(file), file
+        file = values.pack(stored, "frozen", tensors)
+        return stored.with_values("frozen", file), file
 
     if precision != "auto":
         return packed(precision)
@@ -52,7 +52,7 @@ def _distance(model: nn.Module, manifest: Manifest, file: bytes, samples: Sequen
     rounded = copy.deepcopy(model)
     state = rounded.state_dict()
     with evaluating(model), evaluating(rounded), torch.no_grad():
-        for name, values in frozen.unpack(manifest, file).items():
-            state[name].copy_(torch.tensor(values))
-        right, found = (torch.cat([each(inputs) for inputs in samples]).double() for each in (model, rounded))
+        for name, each in values.unpack(manifest, "frozen", file).items():
+            state[name].copy_(torch.tensor(each))
+        right, found = (torch.cat([net(inputs) for inputs in samples]).double() for net in (model, rounded))
     return float((found - right).norm() / right.norm().clamp_min(1e-30))

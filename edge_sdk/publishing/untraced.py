@@ -41,8 +41,9 @@ def describe_whole(
     The model is left as it was. Tensors come in state-dict order, a tied one under its first name; the others are the
     manifest's aliases. Parameters are shared, float buffers follow ``running_statistics``, and what cannot be averaged,
     integers and buffers of one number, stays personal; what training does not change is frozen
-    (``modes.frozen_names``). Raises UnsupportedLayer, naming the tensor, for types that
-    cannot be sent, and for a model that does not answer the example with one tensor, batch first.
+    (``modes.frozen_names``), and frozen parameters that nothing reads, dropped. Raises UnsupportedLayer, naming the
+    tensor, for types that cannot be sent, and for a model that does not answer the example with one tensor, batch
+    first.
     """
     refuse_types(model)
     frozen = frozen_names(model, example)
@@ -65,7 +66,7 @@ def describe_whole(
         task=task,
         input_shape=tuple(example.shape[1:]),
         output_shape=tuple(output.shape[1:]),
-        tensors=tuple(_specs(model, aliases, running_statistics, frozen)),
+        tensors=tuple(_specs(model, aliases, running_statistics, frozen, watch.read)),
         layers=tuple(watch.layers()),
         coupling=False,
         aliases=aliases,
@@ -73,7 +74,11 @@ def describe_whole(
 
 
 def _specs(
-    model: nn.Module, aliases: Mapping[str, str], running_statistics: str, frozen: Collection[str]
+    model: nn.Module,
+    aliases: Mapping[str, str],
+    running_statistics: str,
+    frozen: Collection[str],
+    read: Collection[str],
 ) -> Iterator[TensorSpec]:
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():
@@ -83,7 +88,7 @@ def _specs(
         if name.rpartition(".")[2] == "num_batches_tracked":
             policy = "dropped"
         elif name in frozen:
-            policy = "frozen"
+            policy = "frozen" if name in read or name not in parameters else "dropped"
         elif name in parameters:
             policy = "shared"
         elif tensor.dtype == torch.float32 and tensor.dim():
@@ -122,6 +127,11 @@ class _Watch(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @property
+    def read(self) -> set[str]:
+        """The parameters of layers that have run, and those used outside of layers."""
+        return {name for layer in self._found.values() for name in layer.tensors}
 
     def layers(self) -> Iterator[Layer]:
         """Return the layers that have run, in the order in which they first did."""

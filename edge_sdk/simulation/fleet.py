@@ -30,11 +30,11 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from edge_sdk.device.frozen import load_frozen
 from edge_sdk.device.opening import choose_engine, fetch_graphs
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.values import load_values
 from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.protocol import checkpoint, tls
@@ -189,8 +189,9 @@ def run_fleet(
             raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
         number = 1 if accelerated or (app is not None and not in_threads) else processes or os.cpu_count() or 1
         reference = _reference(root, transport, plan.federation, known.manifest)
-        frozen = load_frozen(known.manifest, plan.federation, transport, root, share=False)
-        make_trainer = _trainers(chosen, plan, known, transport, task_of, frozen)
+        frozen = load_values("frozen", known.manifest, plan.federation, transport, root)
+        first = load_values("first", known.manifest, plan.federation, transport, root)
+        make_trainer = _trainers(chosen, plan, known, transport, task_of, frozen, first)
 
         def make_host() -> Host:
             return Host(
@@ -229,16 +230,17 @@ def _trainers(
     transport: Transport,
     task_of: Callable[[int], Task],
     frozen: Tensors,
+    first: Tensors,
 ) -> Callable[[], Trainer]:
     """Return the function that makes what trains in one thread or process."""
     if engine == "torch":
         import torch
 
         torch.set_num_threads(1)
-        return lambda: TorchTrainer(task_of(0), known, plan.compute, frozen)
+        return lambda: TorchTrainer(task_of(0), known, plan.compute, {**frozen, **first})
     from edge_sdk.engines.onnx import Sessions
 
-    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen)
+    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen, first)
     assert graphs is not None, "the engine was chosen because they are there"
     sessions = Sessions(graphs)
     return lambda: OnnxTrainer(task_of(0), known, sessions)

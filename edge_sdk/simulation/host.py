@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
-from edge_sdk.device.opening import check_model, share_onnx, take_frozen
+from edge_sdk.device.opening import check_model, share_onnx, take_values
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
@@ -139,17 +139,17 @@ class Trainer(Protocol):
 
 class TorchTrainer:
     """Trains with PyTorch. first: the task of any device, whose model and data are checked against the manifest.
-    frozen: the federation's values of what nobody trains.
+    values: the federation's, of what nobody trains, and of how what stays on devices begins.
 
     Raises BadArgument, ManifestError.
     """
 
-    def __init__(self, first: Task, known: Known, compute: Compute, frozen: Tensors) -> None:
+    def __init__(self, first: Task, known: Known, compute: Compute, values: Tensors) -> None:
         from edge_sdk.training.checking import check_task  # here, because the other trainer needs no PyTorch
 
         first = first.seeded(known.info.settings.seed)
         check_model(first.model, known.manifest)
-        take_frozen(first.model, known.manifest, frozen)
+        take_values(first.model, known.manifest, values)
         check_task(first, known.manifest)
         self._known, self._compute = known, compute
         self._model = first.on(compute).model

@@ -193,9 +193,7 @@ def as_tensor(values: Any) -> torch.Tensor:
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
-def get_tensors(
-    model: nn.Module, manifest: Manifest, which: Literal["shared", "kept", "frozen", "whole"] = "kept"
-) -> Tensors:
+def get_tensors(model: nn.Module, manifest: Manifest, which: Literal["published", "kept"] = "kept") -> Tensors:
     """Return copies of every tensor that the manifest keeps, by name, C-contiguous whatever the model's memory layout.
 
     which: those of the manifest that are asked for. Raises ManifestError when the model is another one.

@@ -278,7 +278,7 @@ def test_personal_models_stay_and_the_global_one_is_fedavgs(coordinator, new_coo
     [
         ("ditto", {"proximal_weight": -1}, "proximal_weight"),
         ("apfl", {"mixing_weight": 1.5}, "mixing_weight"),
-        ("fedper", {"x": 1}, "takes no settings of its own"),
+        ("local", {"x": 1}, "takes no settings of its own"),
     ],
 )
 def test_settings_that_are_none_are_refused(coordinator, method, own, said):

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.device.frozen import shared_folder
+from edge_sdk.device.values import shared_folder
 from edge_sdk.join import join
-from edge_sdk.protocol import checkpoint, frozen
+from edge_sdk.protocol import checkpoint, values
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publish import publish
@@ -159,7 +159,7 @@ def test_the_second_federation_with_that_backbone_downloads_none_of_it(client, t
 
 
 def create_size(client):
-    return frozen.size(manifest_of(client, "three"))
+    return values.size(manifest_of(client, "three"), "frozen")
 
 
 def manifest_of(client, name):
@@ -275,13 +275,13 @@ def test_a_published_file_is_compared_with_its_digest(client):
     model = Tuned()
     manifest = describe(model, torch.zeros(2, 1, 8, 8), task="tuned")
     tensors = {spec.name: model.state_dict()[spec.name].numpy() for spec in manifest.tensors}
-    file = frozen.pack(manifest, tensors)
-    named = manifest.with_frozen(file)
-    assert frozen.size(named) == len(file)
+    file = values.pack(manifest, "frozen", tensors)
+    named = manifest.with_values("frozen", file)
+    assert values.size(named, "frozen") == len(file)
     assert named.frozen_sha256 == hashlib.sha256(file).hexdigest()
-    assert all(np.array_equal(each, tensors[name]) for name, each in frozen.unpack(named, file).items())
+    assert all(np.array_equal(each, tensors[name]) for name, each in values.unpack(named, "frozen", file).items())
     with pytest.raises(ManifestError, match="download it again"):
-        frozen.unpack(named, file[:-1])
+        values.unpack(named, "frozen", file[:-1])
     shared = {spec.name: tensors[spec.name] for spec in manifest.shared}
     skeleton = make_skeleton(model, torch.zeros(2, 1, 8, 8), named)
     named = named.with_skeleton(skeleton)

@@ -95,13 +95,13 @@ def test_tensors_that_do_not_fit_are_named_with_advice(change, said):
 
 
 def test_kept_and_shared_tensors_differ_by_policy():
-    local = TensorSpec(name="bn.running_mean", shape=(4,), policy="personal", trainable=False)
+    local = TensorSpec(name="bn.running_mean", shape=(4,), policy="personal", trainable=False, init=Constant(value=0))
     counter = TensorSpec(name="bn.num_batches_tracked", shape=(), dtype="int64", policy="dropped", trainable=False)
     manifest = model(W, local, counter)
     assert [spec.name for spec in manifest.shared] == ["fc.weight"]
     assert [spec.name for spec in manifest.kept] == ["fc.weight", "bn.running_mean"]
     assert (manifest.shared_values, manifest.trainable_values) == (12, 12)
-    manifest.check_tensors({"fc.weight": np.zeros((4, 3), np.float32)}, what="the weights", which="shared")
+    manifest.check_tensors({"fc.weight": np.zeros((4, 3), np.float32)}, what="the weights", which="published")
 
 
 def test_recipes_decide_how_weights_begin(small):

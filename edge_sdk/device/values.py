@@ -1,9 +1,9 @@
-"""The values of a federation's model that nobody trains: downloaded once, and shared on this device's disk.
+"""The values of a federation's model that no payload holds: downloaded once, and shared on this device's disk.
 
-A device keeps the file in its state folder, and so has all that an export takes. It is a second link to the one in the
-user's folder ``sparrow/frozen`` (XDG state), where federations with the same frozen values find it by its SHA-256, of
-this coordinator or another; across file systems, a copy. That folder may be emptied at any time. A download that was
-broken off goes on where it was, even in another process.
+Of what nobody trains, a device keeps the file in its state folder, and so has all that an export takes. It is a second
+link to the one in the user's folder ``sparrow/frozen`` (XDG state), where federations with the same frozen values find
+it by its SHA-256, of this coordinator or another; across file systems, a copy. That folder may be emptied at any time.
+A download that was broken off goes on where it was, even in another process.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ import numpy as np
 from edge_sdk.device.state import PARTIAL, make_folder, state_home
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import Damaged, StateError
-from edge_sdk.protocol import frozen, personal
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol import personal, values
+from edge_sdk.protocol.manifest import Manifest, Tensors, Values
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
 
 
-def load_frozen(manifest: Manifest, federation: str, transport: Transport, folder: Path, *, share: bool) -> Tensors:
-    """Return the frozen tensors by name, read-only and read from the disk as they are needed; {} where there are none.
+def load_values(
+    which: Values, manifest: Manifest, federation: str, transport: Transport, folder: Path, *, share: bool = False
+) -> Tensors:
+    """Return the tensors of a file by name, read-only and read from the disk as they are needed; {} without a file.
 
     folder: where this device keeps its state. share: look for them in the user's folder, and leave them there. Raises
     StateError where the disk has no room, Damaged for a download that never is what the manifest names.
     """
-    if not manifest.frozen:
+    if which not in manifest.files:
         return {}
-    mine, shared = folder / personal.FROZEN, shared_folder() / f"{manifest.frozen_sha256}"
+    mine, shared = folder / personal.values_file(which), shared_folder() / manifest.files[which]
     try:
-        found = _open(manifest, mine)
-        if found is None and share and (found := _open(manifest, shared)) is not None:
+        found = _open(which, manifest, mine)
+        if found is None and share and (found := _open(which, manifest, shared)) is not None:
             log.info("%d bytes that nobody trains are here already, from another federation", len(found))
             _link(shared, mine)
         if found is None:
-            found = _download(manifest, federation, transport, mine)
+            found = _download(which, manifest, federation, transport, mine)
             if share:
                 with suppress(OSError):  # then they are not shared
                     make_folder(shared.parent, durable=False)
                     _link(mine, shared)
     except OSError as error:
         raise StateError(
-            f"{mine} cannot be written ({error.strerror}): {frozen.size(manifest):,} bytes of the model are kept on "
-            "the disk; make room, or give another --state-dir"
+            f"{mine} cannot be written ({error.strerror}): {values.size(manifest, which):,} bytes of the model are "
+            "kept on the disk; make room, or give another --state-dir"
         ) from error
-    return frozen.unpack(manifest, found)
+    return values.unpack(manifest, which, found)
 
 
 def shared_folder() -> Path:
@@ -60,28 +62,28 @@ def shared_folder() -> Path:
     return state_home() / "frozen"
 
 
-def _open(manifest: Manifest, path: Path) -> np.memmap[tuple[int], np.dtype[np.uint8]] | None:
+def _open(which: Values, manifest: Manifest, path: Path) -> np.memmap[tuple[int], np.dtype[np.uint8]] | None:
     """Return a file's bytes where it is the one that the manifest names; None elsewhere."""
-    if not path.is_file() or path.stat().st_size != frozen.size(manifest):
+    if not path.is_file() or path.stat().st_size != values.size(manifest, which):
         return None
     data = np.memmap(path, np.uint8, mode="r")
-    return data if frozen.matches(manifest, data) else None
+    return data if values.matches(manifest, which, data) else None
 
 
 def _download(
-    manifest: Manifest, federation: str, transport: Transport, path: Path
+    which: Values, manifest: Manifest, federation: str, transport: Transport, path: Path
 ) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
     partial = path.with_name(path.name + PARTIAL)
     for _ in range(TRIES):
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
-            transport.frozen(federation, manifest, file)
-        if (found := _open(manifest, partial)) is not None:
+            transport.values(federation, manifest, which, file)
+        if (found := _open(which, manifest, partial)) is not None:
             partial.replace(path)
             return found
         partial.unlink()
     raise Damaged(
-        f"the values that nobody trains were downloaded {TRIES} times and never matched their digest; look at proxies "
+        f"the {which} values were downloaded {TRIES} times and never matched their digest; look at proxies "
         "between this device and the coordinator"
     )
 

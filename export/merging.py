@@ -1,0 +1,143 @@
+"""Adapters merged into the layers beside which they lie: sums of matrix products of the same value become one product.
+
+A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685, equation 3: h = W x + s B A x) costs two products and a sum in
+every layer, and several adapters, such as a shared and a private one, as many times that. W + s B A has the shape of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx.helper
+import onnx.numpy_helper
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto
+
+from sparrow.export.graph import attribute, constants, drop_unused_in_place, fold_constants_in_place, fresh_name
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A value as ``matrix`` [in, out] and ``bias`` [out] make it of the value ``source``; values: those of all matrices
+    that it was made of."""
+
+    source: str
+    matrix: Matrix
+    bias: Matrix
+    values: int
+
+
+def merge(model: ModelProto) -> ModelProto:
+    """Return a model in which sums of linear maps of one value are one linear map, where that takes no more weights.
+
+    Equal to float rounding. The model given is not changed.
+    """
+    result = ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    del graph.value_info[:]  # may say what is no longer so
+    fold_constants_in_place(result)
+    known = constants(graph)
+    merged = False
+    for node in [node for node in graph.node if node.op_type == "Add"]:
+        makers = {name: each for each in graph.node for name in each.output}
+        found = _sum(node, makers, known)
+        if found is None:
+            continue
+        merged = True
+        name, place = node.output[0], list(graph.node).index(node)
+        weight, bias = fresh_name(graph, f"{name}.weight"), fresh_name(graph, f"{name}.bias")
+        new = {weight: found.matrix.astype(np.float32)}
+        product = name
+        if found.bias.any():
+            new[bias] = found.bias.astype(np.float32)
+            product = fresh_name(graph, f"{name}.product")
+        made = [onnx.helper.make_node("MatMul", [found.source, weight], [product])]
+        made += [onnx.helper.make_node("Add", [product, bias], [name])] if bias in new else []
+        graph.node.remove(node)
+        for each in reversed(made):
+            graph.node.insert(place, each)
+        graph.initializer.extend(onnx.numpy_helper.from_array(array, each) for each, array in new.items())
+        known.update(new)
+    if not merged:
+        return model
+    drop_unused_in_place(graph)
+    return result
+
+
+def _sum(node: NodeProto, makers: Mapping[str, NodeProto], known: Mapping[str, NDArray[np.generic]]) -> _Linear | None:
+    """Return the linear map that a sum is; None where it is none of one value, or where it would take more weights."""
+    if any(name in known for name in node.input):  # a bias
+        return None
+    one, other = (_chain(name, makers, known) for name in node.input)
+    for left in one:
+        for right in other:
+            if left.source == right.source and left.matrix.shape == right.matrix.shape:
+                total = left.matrix + right.matrix
+                if total.size <= left.values + right.values:
+                    return _Linear(left.source, total, left.bias + right.bias, total.size)
+    return None
+
+
+def _chain(name: str, makers: Mapping[str, NodeProto], known: Mapping[str, NDArray[np.generic]]) -> list[_Linear]:
+    """Return what a value is as a linear map of values before it: of the nearest first."""
+    node = makers.get(name)
+    if node is None or not node.input:
+        return []
+    inputs = [known.get(each) for each in node.input]
+    if node.op_type == "MatMul" and inputs[0] is None and _is_matrix(inputs[1]):
+        return _through(node.input[0], np.asarray(inputs[1], np.float64), None, makers, known)
+    if node.op_type == "Gemm" and inputs[0] is None and _is_matrix(inputs[1]) and not attribute(node, "transA", 0):
+        weight, bias = np.asarray(inputs[1], np.float64), inputs[2] if len(inputs) > 2 else None
+        if (
+            attribute(node, "alpha", 1.0) != 1
+            or attribute(node, "beta", 1.0) != 1
+            or (len(inputs) > 2 and bias is None)
+        ):
+            return []
+        weight = weight.T if attribute(node, "transB", 0) else weight
+        return _through(node.input[0], weight, None if bias is None else np.asarray(bias, np.float64), makers, known)
+    if node.op_type in ("Add", "Mul") and sum(each is None for each in inputs) == 1:
+        place = next(each for each, value in enumerate(inputs) if value is None)
+        factor = np.asarray(inputs[1 - place], np.float64)
+        return [
+            each
+            for each in (_moved(found, node.op_type, factor) for found in _chain(node.input[place], makers, known))
+            if each is not None
+        ]
+    return _chain(node.input[0], makers, known) if node.op_type == "Identity" else []
+
+
+def _through(
+    source: str,
+    matrix: Matrix,
+    bias: Matrix | None,
+    makers: Mapping[str, NodeProto],
+    known: Mapping[str, NDArray[np.generic]],
+) -> list[_Linear]:
+    """Return the chain of ``source`` times a matrix."""
+    shift = np.zeros(matrix.shape[1]) if bias is None else np.broadcast_to(bias, (matrix.shape[1],))
+    found = [_Linear(source, matrix, shift, matrix.size)]
+    for before in _chain(source, makers, known):
+        if before.matrix.shape[1] == matrix.shape[0]:
+            values = before.values + matrix.size
+            found.append(_Linear(before.source, before.matrix @ matrix, before.bias @ matrix + shift, values))
+    return found
+
+
+def _moved(found: _Linear, operator: str, by: Matrix) -> _Linear | None:
+    """Return a linear map plus, or times, one number or one for each output; None for any other constant."""
+    if by.size not in (1, found.matrix.shape[1]) or (by.size > 1 and by.shape[-1] != by.size):
+        return None
+    by = np.broadcast_to(by.reshape(-1), (found.matrix.shape[1],))
+    if operator == "Add":
+        return _Linear(found.source, found.matrix, found.bias + by, found.values)
+    return _Linear(found.source, found.matrix * by, found.bias * by, found.values)
+
+
+def _is_matrix(value: NDArray[np.generic] | None) -> bool:
+    return value is not None and value.ndim == 2 and value.dtype == np.float32
