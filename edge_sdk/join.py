@@ -85,6 +85,7 @@ class Result:
     adapted: bool
     accuracy_before: float | None
     accuracy_after: float | None
+    metrics: Mapping[str, float]
     training: Totals
     evaluation: Totals
     everything: Moved
@@ -322,7 +323,7 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
 def _result(session: Session, name: str, exported: Export | None) -> Result:
     progress = session.progress
     best = session.best
-    after = session.evaluate(best).accuracy if best is not None else None
+    judged = session.evaluate(best) if best is not None else None
     return Result(
         name=name,
         rounds=progress.rounds,
@@ -332,7 +333,8 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         global_share=progress.best.global_share if progress.best else 0.0,
         adapted=progress.adapted,
         accuracy_before=progress.accuracy_before,
-        accuracy_after=after,
+        accuracy_after=judged.accuracy if judged else None,
+        metrics=judged.metrics if judged else {},
         training=progress.training,
         evaluation=progress.evaluation,
         everything=session.moved,
@@ -446,9 +448,11 @@ def report(result: Result, energy: str) -> str:
         + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
         f"{_percent(result.accuracy_after)} after",
+        *(f"  {name + ', held-out data':<27}{value:.4g} after" for name, value in result.metrics.items()),
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
-        f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}",
+        f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}"
+        + (f", {result.everything.frozen_down} of them frozen values, once" if result.everything.frozen_down else ""),
         f"  engine                     {result.engine}",
         f"  energy source              {energy}",
         f"  energy per update          {_joules_per(result.training, result.rounds)}",

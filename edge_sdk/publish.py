@@ -39,6 +39,7 @@ from edge_sdk.protocol.messages import (
 )
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
 from sparrow.command_line.table import printable
@@ -210,6 +211,8 @@ def _manifest(
     from edge_sdk.methods.describing import describe_for
 
     manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
+    known = tuple(name for name, metric in task.measured.items() if METRICS.get(name) is metric)
+    manifest = Manifest.model_validate({**manifest.model_dump(), "metrics": known})
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
     if unknown:

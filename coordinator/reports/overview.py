@@ -86,6 +86,7 @@ class Overviews:
                 span=span,
                 points=tuple(_points(_rows(db, federation, first), span, whole)),
                 open_round=_open_round(db, federation, self._records),
+                **_metrics(db, federation),
                 everything_bytes=federation.published_bytes + _moved(db, federation),
                 evaluating=evaluating,
                 evaluating_since=since_round,
@@ -136,6 +137,23 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
     if first is not None:
         rows = rows.where(Round.number >= first)
     return [dict(row) for row in db.execute(rows.order_by(Round.number)).mappings()]
+
+
+def _metrics(db: Session, federation: Federation) -> dict[str, dict[str, float]]:
+    """Return the metrics of the last round that was evaluated, by the overview's fields; none before the first."""
+    summary = Round.summary
+    last = (
+        select(summary)
+        .where(
+            Round.federation_id == federation.id,
+            Round.status == "closed",
+            summary["evaluated_devices"].as_integer() > 0,
+        )
+        .order_by(Round.number.desc())
+        .limit(1)
+    )
+    found = db.scalar(last) or {}
+    return {name: found.get(name) or {} for name in ("metrics_personal", "metrics_global")}
 
 
 def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[RoundPoint]:

@@ -12,12 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from statistics import fmean
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
+from edge_sdk.protocol.manifest import MOST_METRICS
 from edge_sdk.protocol.messages import (
     DeviceReport,
+    Evaluation,
     FederationStatus,
     Kind,
     OpenAssignment,
@@ -243,6 +246,8 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         accuracy_global=_mean(each.accuracy for each in shared),
         loss_personal=_mean(each.loss for each in personal),
         loss_global=_mean(each.loss for each in shared),
+        metrics_personal=_mean_metrics(personal),
+        metrics_global=_mean_metrics(shared),
         evaluated_devices=len(judged),
         bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
         bytes_up=sum(upload.bytes_up for upload in uploads),
@@ -318,6 +323,12 @@ def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _whole_numbers(stored: object) -> dict[str, int]:
     named = stored if isinstance(stored, dict) else {}
     return {name: value for name, value in named.items() if isinstance(value, int)}
+
+
+def _mean_metrics(judged: Sequence[Evaluation]) -> dict[str, float]:
+    """Return each metric's mean over the devices that measured it, by name."""
+    names = sorted({name for each in judged for name in each.metrics})[:MOST_METRICS]
+    return {name: fmean(each.metrics[name] for each in judged if name in each.metrics) for name in names}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -137,7 +137,7 @@ def _engine_of(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
 
     network = Network(manifest, sessions)
     network.load(own_initial_values(manifest, info.settings.seed, sessions.graphs.first))
-    return OnnxEngine(network, classification=task.classification)
+    return OnnxEngine(network, classification=task.classification, metrics=task.measured)
 
 
 def fetch_graphs(

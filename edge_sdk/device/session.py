@@ -85,6 +85,7 @@ from edge_sdk.protocol.messages import (
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.tasks import Task, count_examples
+from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 
@@ -210,6 +211,8 @@ class Session:
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
         task = make_task(self.info)
+        if not task.metrics:  # as of a device that brings its data alone
+            task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
         self.frozen, self._first = Tensors(), Tensors()
         if known is None:
             self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
@@ -962,7 +965,7 @@ class Session:
     def evaluate(self, tensors: Tensors) -> Evaluation:
         """Return loss and accuracy of a model on this device's held-out data."""
         self.engine.load(tensors)
-        return self.engine.evaluate(self.task.held_out)
+        return self.engine.evaluate(self.task.held_out, metrics=True)
 
 
 def _elements(mask: Mask | None) -> ElementMask | None:

@@ -107,10 +107,11 @@ class Engine(Protocol):
         The model is run in evaluation mode, but for batch norms, and learns nothing.
         """
 
-    def evaluate(self, batches: Batches) -> Evaluation:
+    def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
         """Return mean loss and, where the task is a classification, accuracy on ``batches``, in evaluation mode.
 
-        Raises TrainingDiverged when the loss is not finite, ValueError where there is no sample.
+        metrics: measure the task's, too. Raises TrainingDiverged when the loss is not finite, ValueError where there is
+        no sample.
         """
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -147,5 +148,5 @@ class Cut(Protocol):
 
 def evaluate_held_out(engine: Engine, validation: Batches, test: Batches | None) -> tuple[Evaluation, Evaluation]:
     """Return what ``Engine.evaluate`` does on test and on validation data, once where they are the same."""
-    judged = engine.evaluate(validation)
-    return judged if test is None else engine.evaluate(test), judged
+    judged = engine.evaluate(validation, metrics=test is None)
+    return judged if test is None else engine.evaluate(test, metrics=True), judged

@@ -30,18 +30,26 @@ from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
+from edge_sdk.tasks.metrics import Metric, measure
 
 Chance = np.random.Generator
 
 
 class OnnxEngine:
-    """An ``Engine`` on ONNX Runtime. classification: whether targets are class indices. chance:
-    what is drawn comes from, seeded by ``epochs``; twins and narrow networks share it."""
+    """An ``Engine`` on ONNX Runtime. classification: whether targets are class indices. metrics: what else is measured.
+    chance: what is drawn comes from, seeded by ``epochs``; twins and narrow networks share it."""
 
     title = "ONNX Runtime"
 
-    def __init__(self, network: Network, *, classification: bool, chance: Chance | None = None) -> None:
-        self.network, self._classification = network, classification
+    def __init__(
+        self,
+        network: Network,
+        *,
+        classification: bool,
+        metrics: Mapping[str, Metric] | None = None,
+        chance: Chance | None = None,
+    ) -> None:
+        self.network, self._classification, self._metrics = network, classification, dict(metrics or {})
         self._chance = chance or np.random.Generator(np.random.PCG64())
         self.load, self.read, self.manifest = network.load, network.read, network.manifest
 
@@ -122,16 +130,20 @@ class OnnxEngine:
         self.network.load({name: np.asarray(np.mean(each, axis=0, dtype=np.float64)) for name, each in found.items()})
         return passed
 
-    def evaluate(self, batches: Batches) -> Evaluation:
-        """Return mean loss and accuracy."""
+    def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
+        """Return mean loss, accuracy and metrics."""
         seen, loss_sum, correct = 0, 0.0, 0
+        pairs: list[tuple[Array, Array]] = []
         for inputs, targets in map(as_arrays, batches):
             loss, outputs = self.network.evaluation.answer(inputs, targets)
             seen += len(targets)
             loss_sum += loss * len(targets)
             if self._classification:
                 correct += int((outputs.argmax(axis=1) == targets).sum())
-        return evaluation_of(seen, loss_sum, correct if self._classification else None)
+            if metrics and self._metrics:
+                pairs.append((outputs, targets))
+        found = measure(self._metrics, *map(np.concatenate, zip(*pairs, strict=True))) if pairs else {}
+        return evaluation_of(seen, loss_sum, correct if self._classification else None, found)
 
     def scores(self, batches: Batches) -> tuple[Array, Array]:
         """Return the model's outputs and their targets."""
@@ -145,15 +157,19 @@ class OnnxEngine:
 
     def scaled(self, scale: NDArray[np.float32]) -> OnnxEngine:
         """Return an engine of this model that trains on the loss of its outputs times ``scale``."""
-        return OnnxEngine(self.network.scaled(scale), classification=self._classification, chance=self._chance)
+        return self._of(self.network.scaled(scale))
 
     def twin(self) -> OnnxEngine:
         """Return an engine of another model of the same kind."""
-        return OnnxEngine(self.network.twin(), classification=self._classification, chance=self._chance)
+        return self._of(self.network.twin())
 
     def narrow(self, mask: NeuronMask, batches: Batches | None) -> OnnxCut:
         """Return the network of the active neurons, which is not compared: rules, not code, say what it computes."""
-        return OnnxCut(Narrow(self.network, mask), classification=self._classification, chance=self._chance)
+        return OnnxCut(Narrow(self.network, mask), self._of)
+
+    def _of(self, network: Network) -> OnnxEngine:
+        """Return an engine of another network of the same task."""
+        return OnnxEngine(network, classification=self._classification, metrics=self._metrics, chance=self._chance)
 
 
 def _joined(batches: Sequence[Batch]) -> tuple[Array, Array]:
@@ -164,6 +180,6 @@ def _joined(batches: Sequence[Batch]) -> tuple[Array, Array]:
 class OnnxCut:
     """A narrow network, and the engine that trains it."""
 
-    def __init__(self, narrow: Narrow, *, classification: bool, chance: Chance) -> None:
-        self.engine = OnnxEngine(narrow.network, classification=classification, chance=chance)
+    def __init__(self, narrow: Narrow, engine_of: Callable[[Network], OnnxEngine]) -> None:
+        self.engine = engine_of(narrow.network)
         self.write_back = narrow.write_back

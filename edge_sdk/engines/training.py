@@ -132,8 +132,11 @@ def count_steps(settings: FederationSettings, batches: Batches) -> int:
     return settings.local_steps or settings.local_epochs * len(batches)
 
 
-def evaluation_of(seen: int, loss_sum: float, correct: int | None) -> Evaluation:
-    """Return what was judged: ``loss_sum`` over ``seen`` samples, and how many were right, None without classes.
+def evaluation_of(
+    seen: int, loss_sum: float, correct: int | None, metrics: Mapping[str, float] | None = None
+) -> Evaluation:
+    """Return what was judged: ``loss_sum`` over ``seen`` samples, how many were right, None without classes, and the
+    task's metrics.
 
     Raises TrainingDiverged when the loss is not finite, ValueError where there was no sample.
     """
@@ -142,7 +145,8 @@ def evaluation_of(seen: int, loss_sum: float, correct: int | None) -> Evaluation
     if not math.isfinite(loss_sum):
         raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
     accuracy = None if correct is None else correct / seen
-    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy)
+    named = {name: bounded(value) for name, value in (metrics or {}).items()}
+    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy, metrics=named)
 
 
 def check_loadable(tensors: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -136,7 +136,7 @@ def evaluate_all(job: Job) -> Evaluated:
         job.engine.load(_global_model(job))
         if job.state.personal is None:
             return Evaluated(None, *judge_held_out(job))
-        global_model = job.engine.evaluate(job.task.held_out)
+        global_model = job.engine.evaluate(job.task.held_out, metrics=True)
     if job.state.personal is None:
         return Evaluated(None, None)
     job.engine.load(job.state.personal)

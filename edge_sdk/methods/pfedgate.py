@@ -182,7 +182,7 @@ def evaluate_gated(job: Job) -> Evaluated:
 
 def _evaluate_dense(job: Job) -> Evaluated:
     job.engine.load({**(job.state.personal or {}), **newest_model(job)})
-    global_model = job.engine.evaluate(job.task.held_out)
+    global_model = job.engine.evaluate(job.task.held_out, metrics=True)
     if job.state.personal is None:
         return Evaluated(None, global_model)
     job = _reaching(job)

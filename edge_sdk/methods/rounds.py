@@ -108,7 +108,7 @@ def evaluate_both(job: Job) -> Evaluated:
         job.engine.load(whole_model(job.manifest, job.received))
         if personal is None:
             return Evaluated(None, *judge_held_out(job))
-        global_model = job.engine.evaluate(job.task.held_out)
+        global_model = job.engine.evaluate(job.task.held_out, metrics=True)
     return Evaluated(personal, global_model, validation)
 
 

@@ -66,7 +66,7 @@ def evaluate_global(job: Job) -> Evaluated:
     if not job.assignment.settings.finetune_epochs:
         return Evaluated(None, *judge_held_out(job))
     whole = job.engine.read()
-    global_model = job.engine.evaluate(task.held_out)
+    global_model = job.engine.evaluate(task.held_out, metrics=True)
     samples = _fine_tune(job).samples
     personal, validation = judge_held_out(job)
     flops = training_flops(manifest, samples, weight_gradients=existing(job))

@@ -56,6 +56,11 @@ Values = Literal["frozen", "first"]
 FileName = GraphName | Values
 """What lies beside a manifest, which names it by digest."""
 
+MOST_METRICS = 8
+"""Of a task; more would make records long."""
+
+MetricName = Annotated[str, Field(min_length=1, max_length=64)]
+
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -187,6 +192,7 @@ class Manifest(_Record):
     method needs blocks has the rest added.
 
     ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
+    ``metrics`` are names of what the task measures (``tasks.metrics``), for devices that have no more of it than data.
     ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
     are no tensors of their own: nothing is sent, averaged or kept under them.
     """
@@ -206,6 +212,7 @@ class Manifest(_Record):
     evaluation_sha256: Digest | None = None
     frozen_sha256: Digest | None = None
     first_sha256: Digest | None = None
+    metrics: tuple[MetricName, ...] = Field(default=(), max_length=MOST_METRICS)
     frozen_precision: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -371,7 +378,9 @@ class Manifest(_Record):
 
     def _digest_without(self, name: str) -> str:
         """Return the SHA-256 of all but the field ``name``, the graphs and the first weights."""
-        left_out = dict.fromkeys((name, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256"), True)
+        left_out = dict.fromkeys(
+            (name, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
+        )
         model = self.model_dump(mode="json", exclude={**left_out, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.bundle import Precision
+from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -745,6 +746,9 @@ class Evaluation(_Request):
     num_examples: int = Field(ge=1, le=2**40)
     loss: Score
     accuracy: float | None = Field(default=None, ge=0, le=1, description="None where the task has no accuracy")
+    metrics: dict[MetricName, Score] = Field(
+        default_factory=dict, max_length=MOST_METRICS, description="What else the task measures, by name"
+    )
 
 
 class Receipt(_Request):
@@ -847,6 +851,8 @@ class RoundRecord(Answer):
     accuracy_global: float | None
     loss_personal: float | None
     loss_global: float | None
+    metrics_personal: dict[str, float] = {}
+    metrics_global: dict[str, float] = {}
     evaluated_devices: int
     bytes_down: int
     bytes_up: int

@@ -91,6 +91,10 @@ class Overview(Answer):
     span: int = Field(description="Rounds in a point: a power of two")
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
+    metrics_personal: dict[str, float] = Field(
+        default={}, description="The task's metrics, means over devices of the last evaluation: of personal models"
+    )
+    metrics_global: dict[str, float] = Field(default={}, description="Likewise of the global model")
     everything_bytes: int = Field(
         description="Bodies of all calls of its devices so far, both ways, as they counted them, and its publication"
     )

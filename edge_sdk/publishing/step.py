@@ -99,7 +99,8 @@ class _Half:
     def __init__(self, model: nn.Module, loss: Loss, batch: Batch, *, trains: bool) -> None:
         self._model, self._loss, self._batch, self._trains = model, loss, batch, trains
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
-        self.buffers = {name: value.detach() for name, value in model.named_buffers()}
+        kept = model.state_dict(keep_vars=True)  # others are constants, such as a table of positions
+        self.buffers = {name: value.detach() for name, value in model.named_buffers() if name in kept}
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad and trains]
         self._draws: list[chance.Draw] = []
         state = self.parameters, self.buffers

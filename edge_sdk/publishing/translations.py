@@ -456,7 +456,24 @@ def _layer_norm_backward(
     return found, (error * normalised).sum(others), error.sum(others)
 
 
+def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, end: int, step: int) -> Any:
+    """Put the error of a slice between zeros; PyTorch's own way scatters it, which asks for a range of indices."""
+    if step != 1:
+        return torch.slice_scatter(error.new_zeros(sizes), error, dim, start, end, step)
+    dim %= len(sizes)
+    length = sizes[dim]
+    start = max(0, start + length if start < 0 else start)
+    before, after = start, length - start - error.shape[dim]
+
+    def zeros(count: Any) -> list[Tensor]:
+        return [error.new_zeros([*sizes[:dim], count, *sizes[dim + 1 :]])] if count != 0 else []
+
+    found = [*zeros(before), error, *zeros(after)]
+    return torch.cat(found, dim) if len(found) > 1 else error.clone()
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _ATEN.slice_backward.default: _slice_backward,
     _ATEN.native_batch_norm.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.no_stats: _batch_norm_without,

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -59,6 +59,8 @@ class Ended:
     accuracy_personal: float | None
     accuracy_personal_decile: float | None
     accuracy_global: float | None
+    metrics_personal: Mapping[str, float]
+    metrics_global: Mapping[str, float]
     bytes_up: int
     bytes_down: int
     evaluation_bytes_up: int
@@ -74,12 +76,19 @@ class Ended:
             )
             if accuracy is not None
         ]
+        metrics = [
+            f"{name} {value:.4g} ({whose})"
+            for whose, named in (("personal", self.metrics_personal), ("global", self.metrics_global))
+            for name, value in named.items()
+        ]
         up, down, judged_up, judged_down = (
             f"{count / 1e6:.1f} MB"
             for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
         )
+        accuracy = f"accuracy {', '.join(parts)}" if parts else ""
+        judged = "; ".join(filter(None, (accuracy, ", ".join(metrics)))) or "nothing was measured"
         return (
-            f"accuracy on the devices' own test data after round {self.round}: {', '.join(parts) or 'none'}\n"
+            f"on the devices' own test data after round {self.round}: {judged}\n"
             f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}"
         )
 
@@ -95,6 +104,8 @@ def read_ended(transport: Transport, federation: str) -> Ended | None:
         accuracy_personal=judged.accuracy_personal,
         accuracy_personal_decile=judged.accuracy_personal_decile,
         accuracy_global=judged.accuracy_global,
+        metrics_personal=judged.metrics_personal,
+        metrics_global=judged.metrics_global,
         bytes_up=sum(record.bytes_up for record in records),
         bytes_down=sum(record.bytes_down for record in records),
         evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),

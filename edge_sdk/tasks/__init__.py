@@ -9,7 +9,7 @@ model of their own makes a ``Task`` directly. A task with several networks is na
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from edge_sdk.errors import BadArgument, SdkError
-from edge_sdk.protocol.manifest import Array
+from edge_sdk.protocol.manifest import MOST_METRICS, Array
 from edge_sdk.tasks.compute import USUAL, Compute
+from edge_sdk.tasks.metrics import METRICS, Metric
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
@@ -84,7 +85,9 @@ class Task:
     neither of the two: None. train: what local training sees. validation: held out, read by the early-stopping rule.
     test: held out, only for reports; where a user has none, ``validation`` serves for both, and accuracies are then a
     little optimistic. classification: targets are class indices and outputs are scores [batch, classes], so that
-    accuracy means something. compute: how this device computes; ``on`` changes it.
+    accuracy means something. metrics: what else is measured on held-out data, names of ``tasks.metrics`` such as
+    ("mae", "rmse"), or name -> function of all outputs and targets as arrays. compute: how this device computes; ``on``
+    changes it.
     """
 
     name: str
@@ -94,9 +97,19 @@ class Task:
     validation: Batches
     test: Batches | None = None
     classification: bool = True
+    metrics: Mapping[str, Metric] | Sequence[str] = ()
     compute: Compute = USUAL
 
     def __post_init__(self) -> None:
+        given = self.metrics
+        if isinstance(given, str) or len(given) > MOST_METRICS:
+            raise BadArgument(f'metrics={given!r}: give up to {MOST_METRICS}, as ("mae", "rmse") or name -> function')
+        unknown = [name for name in given if not isinstance(given, Mapping) and name not in METRICS]
+        if unknown:
+            raise BadArgument(
+                f"metrics: there is no {unknown[0]!r}; there are {', '.join(METRICS)}, and a dictionary of name -> "
+                "function has your own"
+            )
         if not (self.model is None or isinstance(self.model, Seeded) or is_module(self.model)):
             what = getattr(self.model, "__name__", type(self.model).__name__)
             raise BadArgument(
@@ -119,6 +132,12 @@ class Task:
         if compute.threads is not None:
             torch.set_num_threads(compute.threads)
         return replace(self, model=self.model.to(compute.device), compute=compute)
+
+    @property
+    def measured(self) -> dict[str, Metric]:
+        """The metrics by name."""
+        named = self.metrics
+        return dict(named) if isinstance(named, Mapping) else {name: METRICS[name] for name in named}
 
     @property
     def held_out(self) -> Batches:

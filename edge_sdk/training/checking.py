@@ -108,6 +108,7 @@ class _Check:
         if self.task.classification:
             self._check_labels(every_target, outputs, targets)
         self._check_loss(outputs, targets)
+        self._check_metrics(outputs, targets)
         if self.name == "train":
             self._check_training(inputs, targets)
 
@@ -222,6 +223,19 @@ class _Check:
                 f"label{'s' * (len(outside) > 1)} {named} lie{'s' * (len(outside) == 1)} outside 0 to {classes - 1}, "
                 f"for the model has {classes} outputs; {advice}"
             )
+
+    def _check_metrics(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check that metrics can be computed; that one is not known of a first batch is no fault."""
+        for name, metric in self.task.measured.items() if self.name != "train" else ():
+            try:
+                with np.errstate(all="ignore"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    float(metric(outputs.detach().float().cpu().numpy(), targets.cpu().numpy()))
+            except Exception as error:
+                raise self._wrong(
+                    f"the metric {name!r} fails on outputs {_shape(outputs)} and targets {_shape(targets)}: "
+                    f"{_said(error)}; let it take arrays of both, and return one number"
+                ) from error
 
     # --- the loss ------------------------------------------------------------------------------------------------
 

@@ -162,9 +162,9 @@ class TorchEngine:
         device = device_of(self.model)
         return {name: torch.tensor(np.asarray(array), device=device) for name, array in arrays.items()}
 
-    def evaluate(self, batches: Batches) -> Evaluation:
-        """Return mean loss and accuracy."""
-        return evaluate(self.model, self.task, batches)
+    def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
+        """Return mean loss, accuracy and metrics."""
+        return evaluate(self.model, self.task, batches, metrics=metrics)
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the model's outputs and their targets."""

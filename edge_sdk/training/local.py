@@ -30,6 +30,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating
 from edge_sdk.tasks import Batches, Task, count_examples, passes
+from edge_sdk.tasks.metrics import measure
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.optimisation import Optimisation
@@ -159,16 +160,23 @@ def take_steps(
 
 
 def evaluate(
-    model: nn.Module, task: Task, batches: Batches, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: nn.Module,
+    task: Task,
+    batches: Batches,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    metrics: bool = False,
 ) -> Evaluation:
     """Return mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation
     mode.
 
-    forward: gives the outputs, where that is not calling the model. Leaves every module in the mode it was in. Raises
-    TrainingDiverged when the loss is not finite, ValueError when there is no sample.
+    forward: gives the outputs, where that is not calling the model. metrics: measure the task's, too. Leaves every
+    module in the mode it was in. Raises TrainingDiverged when the loss is not finite, ValueError when there is no
+    sample.
     """
     device = device_of(model)
-    seen, loss_sum, correct = 0, 0.0, 0
+    seen, loss_sum, correct, measured = 0, 0.0, 0, task.measured if metrics else {}
+    pairs: list[tuple[Any, Any]] = []
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
         for batch in batches:
             inputs, targets = as_tensors(batch, device)
@@ -177,7 +185,10 @@ def evaluate(
             loss_sum += task.loss(outputs, targets).item() * len(targets)
             if task.classification:
                 correct += int((outputs.argmax(dim=1) == targets).sum())
-    return evaluation_of(seen, loss_sum, correct if task.classification else None)
+            if measured:
+                pairs.append((outputs.float().cpu().numpy(), targets.cpu().numpy()))
+    found = measure(measured, *map(np.concatenate, zip(*pairs, strict=True))) if pairs else {}
+    return evaluation_of(seen, loss_sum, correct if task.classification else None, found)
 
 
 def as_tensors(batch: Iterable[Any], device: torch.device | str = "cpu") -> Batch:

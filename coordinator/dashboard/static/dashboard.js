@@ -139,7 +139,7 @@ function stateOf(federation) {
   return parts.join("; ");
 }
 
-function tilesOf({ federation, doing, evaluating, everything_bytes: everything }, rounds) {
+function tilesOf({ federation, doing, evaluating, everything_bytes: everything, metrics_personal: own, metrics_global: common }, rounds) {
   const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
   const last = (of) => rounds.map(of).findLast((value) => value != null);
   const sent = sum((p) => p.bytes_up + p.bytes_down);
@@ -152,6 +152,9 @@ function tilesOf({ federation, doing, evaluating, everything_bytes: everything }
     ["Devices", `${federation.devices}`, `${at} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
     personal != null && ["Personal accuracy", percent(personal), decile != null && `bottom decile ${percent(decile)}`],
     shared != null && ["Global accuracy", percent(shared), "mean over devices"],
+    ...Object.entries(own).map(([name, value]) => [`Personal ${name}`, value.toPrecision(3), "mean over devices"]),
+    ...Object.entries(common).map(([name, value]) => [`Global ${name}`, value.toPrecision(3), "mean over devices"]),
+    federation.frozen_bytes > 0 && ["Frozen, bytes", bytes(federation.frozen_bytes), "downloaded once by each device, never sent"],
     whole > 0 && ["Training, bytes", bytes(sent), `both ways, ${percent(sent / whole)} of sending the whole model`],
     everything > 0 && ["Everything, bytes", bytes(Math.max(everything, sent)), "with evaluation, publication and all other calls"],
     measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],

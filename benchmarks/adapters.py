@@ -1,0 +1,256 @@
+"""``python -m benchmarks.adapters --data DIR``: LoRA against whole fine-tuning, of a text model, by federated rounds.
+
+    python -m benchmarks.adapters --data DIR         every trial that is not recorded, and the page; DIR:
+    shakespeare.npz python -m benchmarks.adapters page               write the page of the recorded results
+
+A small transformer is pre-trained here, at one place, on roles that take no part; then it is fine-tuned by FedAvg on
+devices that each have one role, whole or by adapters (LoRA of ``peft`` on every linear layer). Settings of both were
+chosen on validation data among ``RATES``, in half as many rounds. Accuracy is that of the next character, over the
+devices' own last tenths. Results are ``docs/results/adapters.jsonl``; extra ``adapters``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from edge_sdk.simulation.simulate import simulate
+from edge_sdk.tasks import Task
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.training import FOLDER
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+
+CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 48, 128, 4, 4
+RANK = 4
+DEVICES, COHORT, ROUNDS, BATCH = 20, 10, 20, 16
+SEEDS = (0, 1, 2)
+RATES = {"whole": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)}
+PRETRAINING_STEPS = 3000
+
+
+class Block(nn.Module):
+    """A layer of a transformer: causal attention, and a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.hidden, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [N, length, width]."""
+        normed = self.norm1(x)
+        heads = [
+            each(normed).view(x.shape[0], LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        made: Tensor = x + self.back(F.gelu(self.hidden(self.norm2(x))))
+        return made
+
+
+class Text(nn.Module):
+    """Scores of the next character at every place: [N, length] -> [N, characters, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores."""
+        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(x) + self.places)))
+        return scores.transpose(1, 2)
+
+
+def tuned(model: nn.Module, how: str) -> nn.Module:
+    """Return the model to fine-tune: as it is, or with adapters beside each linear layer of its blocks."""
+    if how == "whole":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["query", "key", "value", "out", "hidden", "back"]
+    torch.manual_seed(0)
+    found: Any = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets))
+    adapted: nn.Module = found.base_model.model
+    return adapted
+
+
+@cache
+def _roles(path: Path) -> list[NDArray[np.int64]]:
+    """Return the text of each role, those that speak most first."""
+    file = np.load(path)
+    text, start, role = (file[name] for name in ("text", "start", "role"))
+    spoken = np.bincount(role, np.diff(start))
+    return [
+        np.concatenate([text[start[each] : start[each + 1]] for each in np.flatnonzero(role == number)]).astype(
+            np.int64
+        )
+        for number in np.argsort(-spoken)
+    ]
+
+
+def _windows(text: NDArray[np.int64]) -> NDArray[np.int64]:
+    return text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+
+
+def _batches(windows: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    return [(windows[i : i + BATCH, :-1], windows[i : i + BATCH, 1:]) for i in range(0, len(windows), BATCH)]
+
+
+def pretrained(path: Path) -> dict[str, Tensor]:
+    """Return the weights of the model after its training at one place, on the roles that are no device's."""
+    file = Path("runs") / "adapters" / "pretrained.pt"
+    if file.exists():
+        weights: dict[str, Tensor] = torch.load(file, weights_only=True)
+        return weights
+    torch.manual_seed(0)
+    text = np.concatenate(_roles(path)[DEVICES:])
+    model, chance = Text(), np.random.default_rng(0)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, PRETRAINING_STEPS)
+    for _ in tqdm(range(PRETRAINING_STEPS), desc="pre-training", mininterval=5):
+        places = chance.integers(0, len(text) - LENGTH - 1, 32)
+        batch = torch.from_numpy(np.stack([text[each : each + LENGTH + 1] for each in places]))
+        optimiser.zero_grad()
+        F.cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        plan.step()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), file)
+    return model.state_dict()
+
+
+def trial(path: Path, how: str, engine: str, rate: float, seed: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return what one federation has come to."""
+    weights = pretrained(path)
+
+    def task(number: int) -> Task:
+        windows = _windows(_roles(path)[number])
+        rest = max(2, len(windows) // 10)
+        train, validation, test = np.split(windows, [len(windows) - 2 * rest, len(windows) - rest])
+        model = Text()
+        model.load_state_dict(weights)
+        held_out = None if rounds < ROUNDS else _batches(test)  # settings are chosen without it
+        parts = (_batches(train), _batches(validation), held_out)
+        return Task("speech", tuned(model, how), nn.CrossEntropyLoss(), *parts, classification=False, metrics=("top1",))
+
+    begin = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        result = simulate(
+            app=create_app(Settings(data_dir=Path(folder), default_task="")),
+            task=task,
+            devices=DEVICES,
+            engine=engine,  # type: ignore[arg-type]
+            in_memory=True,
+            quiet=True,
+            adapt=False,
+            method="fedavg",
+            rounds=rounds,
+            cohort=COHORT,
+            optimizer="adam",
+            learning_rate=rate,
+            seed=seed,
+            early_stopping="off",
+            evaluation_interval=rounds,
+        )
+    ended = result.ended
+    assert ended is not None
+    row = {"how": how, "engine": engine, "rate": rate, "seed": seed, "rounds": rounds}
+    updates = COHORT * rounds
+    return row | {
+        "top1": ended.metrics_global["top1"],
+        "up": ended.bytes_up / updates,
+        "down": ended.bytes_down / updates,
+        "seconds": time.process_time() - begin,
+    }
+
+
+def _recorded() -> list[dict[str, Any]]:
+    file = FOLDER / "adapters.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _run(path: Path) -> None:
+    keys = ("how", "engine", "rate", "seed", "rounds")
+    plans = [(how, "torch", rate, 100, ROUNDS // 2) for how, rates in RATES.items() for rate in rates]  # the choice
+    known = {tuple(row[key] for key in keys): row for row in _recorded()}
+    for plan in plans:
+        known.setdefault(plan, {})
+    for plan in list(known):
+        if not known[plan]:
+            known[plan] = _record(trial(path, *plan))
+    best = {
+        how: max((known[plan] for plan in plans if plan[0] == how), key=lambda row: row["top1"])["rate"]
+        for how in RATES
+    }
+    for seed in SEEDS:
+        for how, engine in (("whole", "torch"), ("lora", "torch"), ("whole", "onnx"), ("lora", "onnx")):
+            if (how, engine, best[how], seed, ROUNDS) not in known:
+                _record(trial(path, how, engine, best[how], seed))
+
+
+def _record(row: dict[str, Any]) -> dict[str, Any]:
+    with (FOLDER / "adapters.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(row)
+    return row
+
+
+def _page() -> None:
+    rows = [row for row in _recorded() if row["rounds"] == ROUNDS]
+    table = []
+    for how in RATES:
+        for engine in ("torch", "onnx"):
+            found = [row for row in rows if (row["how"], row["engine"]) == (how, engine)]
+            if found:
+                accuracies = [100 * row["top1"] for row in found]
+                up, down = (float(np.mean([row[way] for row in found])) for way in ("up", "down"))
+                each = ", ".join(f"{accuracy:.2f}" for accuracy in accuracies)
+                cells = [how, engine, f"{np.mean(accuracies):.2f}", each, f"{up / 1e3:.1f}", f"{down / 1e3:.1f}"]
+                table.append([*cells, f"{found[0]['rate']:g}", f"{np.mean([row['seconds'] for row in found]):.0f}"])
+    heads = ["fine-tuned", "engine", "top1, %", "seeds", "kB up a device-round", "kB down", "rate", "processor s"]
+    text = f"""# LoRA against whole fine-tuning
+
+A transformer of {LAYERS} layers and width {WIDTH}, pre-trained here for {PRETRAINING_STEPS} steps on the roles of
+Shakespeare that take no part, is fine-tuned by FedAvg with Adam on {DEVICES} roles, {COHORT} a round, {ROUNDS} rounds:
+whole, or by LoRA of rank {RANK} on every linear layer of its blocks, base weights frozen. Accuracy is that of the next
+character on the devices' own last tenths, mean over devices. Rates were chosen on the tenths before, with seed 100 and
+{ROUNDS // 2} rounds among {RATES}.
+
+{markdown_table(heads, table)}
+
+Made by `python -m benchmarks.adapters --data DIR`; rows in [adapters.jsonl](adapters.jsonl).
+"""
+    (FOLDER / "adapters.md").write_text(text)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("run", "page"), default="run")
+    parser.add_argument("--data", type=Path, help="a folder with shakespeare.npz")
+    options = parser.parse_args()
+    if options.what == "run":
+        _run(options.data / "shakespeare.npz")
+    _page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""HetLoRA, the device half: the first ranks of each adapter, trained as FedAvg trains a whole model.
+
+Cho, Liu, Xu, Fahrezi, Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
+arXiv:2401.06432. A device of budget p receives, trains and sends the first ceil(p r) of an adapter's r ranks; what else
+the server half says. What is judged, and fine-tuned after the end, is the global model with all ranks. A device keeps
+nothing from round to round.
+
+Counts: ``neurons_left_out``, the ranks that devices were without, summed over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
+from edge_sdk.methods.narrow import drawn, train_narrow
+from edge_sdk.methods.whole import adapt_global, evaluate_global
+from edge_sdk.protocol.neurons import first_neurons_up
+
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
+    with fewer ranks, TrainingDiverged when the round failed."""
+    trained = train_narrow(job, first_neurons_up(job.manifest, drawn(job).ratio))
+    return replace(trained, state=replace(trained.state, personal=None))
+
+
+HETLORA = DeviceMethod(
+    train=train,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    active=ActiveNeurons(sample=first_neurons_up, narrow=True),
+    acts=("neurons_left_out",),
+)

@@ -1,0 +1,86 @@
+"""Metrics of a task beside its loss: functions of a model's outputs and the targets, by numpy alone.
+
+A metric takes all outputs [N, ...] and all targets [N, ...] of held-out data and returns one number. A task names its
+metrics: those here by name, or functions of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+Metric = Callable[[NDArray[Any], NDArray[Any]], float]
+
+
+def top1(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+    """Return the share of targets whose class has the highest score: of samples, characters or pixels.
+
+    outputs: [N, C] or [N, C, ...], targets [N] or [N, ...]; or, of sequences, outputs [N, T, C] and targets [N, T].
+    """
+    axis = 1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else outputs.ndim - 1
+    return float((outputs.argmax(axis) == targets).mean())
+
+
+def mae(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+    """Return the mean absolute error."""
+    return float(np.abs(outputs.astype(np.float64) - targets.reshape(outputs.shape)).mean())
+
+
+def rmse(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+    """Return the root of the mean squared error."""
+    return float(np.sqrt(np.square(outputs.astype(np.float64) - targets.reshape(outputs.shape)).mean()))
+
+
+def r2(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+    """Return the share of the targets' variance that is explained, at most 1; 0 where they have none."""
+    wanted = targets.astype(np.float64)
+    rest = np.square(outputs.reshape(wanted.shape) - wanted).sum()
+    variance = np.square(wanted - wanted.mean(0)).sum()
+    return float(1 - rest / variance) if variance > 0 else 0.0
+
+
+def iou(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+    """Return the intersection over union of segmentation, the mean over the classes that occur.
+
+    outputs: scores [N, C, ...] of C classes, or [N, 1, ...] and [N, ...] of one, which is found where they are above 0;
+    targets: [N, ...] class indices, or of one class 0 and 1.
+    """
+    shape = targets.shape
+    one = outputs.shape == shape or outputs.shape[1] == 1
+    if one:
+        pairs = [(outputs.reshape(shape) > 0, targets > 0.5)]
+    else:
+        found = outputs.argmax(1).reshape(shape)
+        pairs = [(found == each, targets == each) for each in range(outputs.shape[1])]
+    unions = [(float((one & other).sum()), float((one | other).sum())) for one, other in pairs]
+    known = [both / either for both, either in unions if either]
+    return float(np.mean(known)) if known else 1.0
+
+
+METRICS: dict[str, Metric] = {"top1": top1, "mae": mae, "rmse": rmse, "r2": r2, "iou": iou}
+"""Those that a task may name."""
+
+
+def measure(metrics: Mapping[str, Metric], outputs: NDArray[Any], targets: NDArray[Any]) -> dict[str, float]:
+    """Return what each metric is, by name. One that fails, or is no finite number, is left out, and logged."""
+    found = {}
+    for name, metric in metrics.items():
+        try:
+            value = float(metric(outputs, targets))
+        except Exception as error:  # the user's code; the loss is known all the same
+            log.warning(
+                "the metric %s fails on outputs %s and targets %s: %s", name, outputs.shape, targets.shape, error
+            )
+            continue
+        if math.isfinite(value):
+            found[name] = value
+        else:
+            log.warning("the metric %s is %s on held-out data, and left out", name, value)
+    return found

@@ -1,0 +1,66 @@
+"""The scripts in ``examples/``: each runs as its first line says, and learns what it is about."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .conftest import environment
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow  # each trains for ten to twenty seconds
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LEAST = {
+    "anomalies": ("auc", 0.9),
+    "forecasting": ("r2", 0.6),
+    "next_character": ("top1", 0.5),
+    "segmentation": ("iou", 0.6),
+}
+"""What a device's model must reach, of the personal models where there are such."""
+
+
+def write_text(path):
+    """Write speeches of a language of few words, in the form of shakespeare.npz."""
+    rng = np.random.default_rng(0)
+    words = [rng.integers(1, 60, rng.integers(2, 6)) for _ in range(12)]
+    text = np.concatenate([np.append(words[each], 0) for each in rng.integers(0, 12, 6000)]).astype(np.uint8)
+    start = np.linspace(0, len(text), 61).astype(np.int32)
+    np.savez(path, text=text, start=start, role=np.repeat(np.arange(6), 10).astype(np.uint16))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_learns(script, tmp_path):
+    if script.stem == "adapters":
+        pytest.importorskip("peft", reason="the extra adapters is not installed")
+        pytest.skip("with transformers, in tests/system/test_zoo.py")
+    write_text(tmp_path / "text.npz")
+    arguments = [str(tmp_path / "text.npz")] if ".npz" in script.read_text().splitlines()[0] else []
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=tmp_path,
+        env=environment(COORDINATOR_DATA_DIR=str(tmp_path / "data")),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    name, least = LEAST[script.stem]
+    found = [float(value) for value in re.findall(rf"{name} ([\d.]+)", done.stdout)]
+    assert found[0] >= least, done.stdout
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short(script):
+    assert len(script.read_text().splitlines()) <= 40
+
+
+def test_there_is_one_for_each_kind_of_task():
+    assert {path.stem for path in EXAMPLES} == {*LEAST, "adapters"}
