@@ -28,9 +28,9 @@ test-slow: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
 	$(BIN)/python -m pytest -m 'slow and integration'
 
-# Popular models of torchvision, timm and transformers, which setup does not install; 2 minutes.
+# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install; 4 minutes.
 test-zoo: setup
-	$(PIP) --constraint constraints.txt --editable '.[zoo]' torchvision==0.28.0
+	$(PIP) --constraint constraints.txt --editable '.[adapters,zoo]' torchvision==0.28.0
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
 
 # Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.

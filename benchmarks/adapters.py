@@ -35,7 +35,7 @@ from sparrow.coordinator.settings import Settings
 
 CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 48, 128, 4, 4
 RANK = 4
-DEVICES, COHORT, ROUNDS, BATCH = 20, 10, 20, 16
+DEVICES, COHORT, ROUNDS, STEPS, BATCH = 20, 10, 16, 10, 16
 SEEDS = (0, 1, 2)
 RATES = {"whole": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)}
 PRETRAINING_STEPS = 3000
@@ -53,11 +53,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return [N, length, width]."""
         normed = self.norm1(x)
-        heads = [
+        query, key, value = (
             each(normed).view(x.shape[0], LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
             for each in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(mixed)
         made: Tensor = x + self.back(F.gelu(self.hidden(self.norm2(x))))
         return made
@@ -164,6 +164,7 @@ def trial(path: Path, how: str, engine: str, rate: float, seed: int, rounds: int
             method="fedavg",
             rounds=rounds,
             cohort=COHORT,
+            local_steps=STEPS,
             optimizer="adam",
             learning_rate=rate,
             seed=seed,
@@ -229,10 +230,10 @@ def _page() -> None:
     text = f"""# LoRA against whole fine-tuning
 
 A transformer of {LAYERS} layers and width {WIDTH}, pre-trained here for {PRETRAINING_STEPS} steps on the roles of
-Shakespeare that take no part, is fine-tuned by FedAvg with Adam on {DEVICES} roles, {COHORT} a round, {ROUNDS} rounds:
-whole, or by LoRA of rank {RANK} on every linear layer of its blocks, base weights frozen. Accuracy is that of the next
-character on the devices' own last tenths, mean over devices. Rates were chosen on the tenths before, with seed 100 and
-{ROUNDS // 2} rounds among {RATES}.
+Shakespeare that take no part, is fine-tuned by FedAvg with Adam on {DEVICES} roles, {COHORT} a round, {ROUNDS} rounds
+of {STEPS} steps: whole, or by LoRA of rank {RANK} on every linear layer of its blocks, base weights frozen. Accuracy is
+that of the next character on the devices' own last tenths, mean over devices. Rates were chosen on the tenths before,
+with seed 100 and {ROUNDS // 2} rounds among {RATES}.
 
 {markdown_table(heads, table)}
 

@@ -15,20 +15,42 @@ import onnx.numpy_helper
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
-from sparrow.export.graph import attribute, constants, drop_unused_in_place, fold_constants_in_place, fresh_name
+from sparrow.export.graph import (
+    Shape,
+    attribute,
+    constants,
+    drop_unused_in_place,
+    fold_constants_in_place,
+    fresh_name,
+    shapes,
+)
 
 Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """A value as ``matrix`` [in, out] and ``bias`` [out] make it of the value ``source``; values: those of all matrices
-    that it was made of."""
+    """A value as ``matrix`` [in, out] and ``bias`` [out] make it of the last axis of the value ``source``; values:
+    those of all matrices that it was made of."""
 
     source: str
     matrix: Matrix
     bias: Matrix
     values: int
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The facts that linear maps are found by: which node makes a value, constants, and shapes."""
+
+    makers: Mapping[str, NodeProto]
+    known: Mapping[str, NDArray[np.generic]]
+    shapes: Mapping[str, Shape]
+
+    def sizes(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a value for one batch; None where it is not known."""
+        found = self.shapes.get(name)
+        return None if found is None else found.sizes
 
 
 def merge(model: ModelProto) -> ModelProto:
@@ -41,11 +63,11 @@ def merge(model: ModelProto) -> ModelProto:
     graph = result.graph
     del graph.value_info[:]  # may say what is no longer so
     fold_constants_in_place(result)
-    known = constants(graph)
+    known, sizes = constants(graph), shapes(result)
     merged = False
     for node in [node for node in graph.node if node.op_type == "Add"]:
         makers = {name: each for each in graph.node for name in each.output}
-        found = _sum(node, makers, known)
+        found = _sum(node, _Graph(makers, known, sizes))
         if found is None:
             continue
         merged = True
@@ -69,28 +91,31 @@ def merge(model: ModelProto) -> ModelProto:
     return result
 
 
-def _sum(node: NodeProto, makers: Mapping[str, NodeProto], known: Mapping[str, NDArray[np.generic]]) -> _Linear | None:
+def _sum(node: NodeProto, graph: _Graph) -> _Linear | None:
     """Return the linear map that a sum is; None where it is none of one value, or where it would take more weights."""
-    if any(name in known for name in node.input):  # a bias
+    if any(name in graph.known for name in node.input):  # a bias
         return None
-    one, other = (_chain(name, makers, known) for name in node.input)
+    one, other = (_chain(name, graph) for name in node.input)
     for left in one:
         for right in other:
             if left.source == right.source and left.matrix.shape == right.matrix.shape:
+                given, made = graph.sizes(left.source), graph.sizes(node.output[0])
+                if given is None or made is None or given[:-1] != made[:-1]:
+                    continue
                 total = left.matrix + right.matrix
                 if total.size <= left.values + right.values:
                     return _Linear(left.source, total, left.bias + right.bias, total.size)
     return None
 
 
-def _chain(name: str, makers: Mapping[str, NodeProto], known: Mapping[str, NDArray[np.generic]]) -> list[_Linear]:
+def _chain(name: str, graph: _Graph) -> list[_Linear]:
     """Return what a value is as a linear map of values before it: of the nearest first."""
-    node = makers.get(name)
+    node = graph.makers.get(name)
     if node is None or not node.input:
         return []
-    inputs = [known.get(each) for each in node.input]
+    inputs = [graph.known.get(each) for each in node.input]
     if node.op_type == "MatMul" and inputs[0] is None and _is_matrix(inputs[1]):
-        return _through(node.input[0], np.asarray(inputs[1], np.float64), None, makers, known)
+        return _through(node.input[0], np.asarray(inputs[1], np.float64), None, graph)
     if node.op_type == "Gemm" and inputs[0] is None and _is_matrix(inputs[1]) and not attribute(node, "transA", 0):
         weight, bias = np.asarray(inputs[1], np.float64), inputs[2] if len(inputs) > 2 else None
         if (
@@ -100,29 +125,46 @@ def _chain(name: str, makers: Mapping[str, NodeProto], known: Mapping[str, NDArr
         ):
             return []
         weight = weight.T if attribute(node, "transB", 0) else weight
-        return _through(node.input[0], weight, None if bias is None else np.asarray(bias, np.float64), makers, known)
+        return _through(node.input[0], weight, None if bias is None else np.asarray(bias, np.float64), graph)
     if node.op_type in ("Add", "Mul") and sum(each is None for each in inputs) == 1:
         place = next(each for each, value in enumerate(inputs) if value is None)
         factor = np.asarray(inputs[1 - place], np.float64)
         return [
             each
-            for each in (_moved(found, node.op_type, factor) for found in _chain(node.input[place], makers, known))
+            for each in (_moved(found, node.op_type, factor) for found in _chain(node.input[place], graph))
             if each is not None
         ]
-    return _chain(node.input[0], makers, known) if node.op_type == "Identity" else []
+    return _chain(node.input[0], graph) if _keeps_last_axis(node, graph) else []
+
+
+def _keeps_last_axis(node: NodeProto, graph: _Graph) -> bool:
+    """Return whether a node leaves rows as they are: it does nothing, or changes the axes before the last."""
+    if node.op_type == "Reshape":
+        given, made = graph.sizes(node.input[0]), graph.sizes(node.output[0])
+        return bool(given and made and given[-1] == made[-1])
+    return node.op_type == "Identity"
+
+
+def _source(name: str, graph: _Graph) -> str:
+    """Return the value before what leaves its rows as they are."""
+    node = graph.makers.get(name)
+    while node is not None and node.input and _keeps_last_axis(node, graph):
+        name = node.input[0]
+        node = graph.makers.get(name)
+    return name
 
 
 def _through(
     source: str,
     matrix: Matrix,
     bias: Matrix | None,
-    makers: Mapping[str, NodeProto],
-    known: Mapping[str, NDArray[np.generic]],
+    graph: _Graph,
 ) -> list[_Linear]:
     """Return the chain of ``source`` times a matrix."""
     shift = np.zeros(matrix.shape[1]) if bias is None else np.broadcast_to(bias, (matrix.shape[1],))
+    source = _source(source, graph)
     found = [_Linear(source, matrix, shift, matrix.size)]
-    for before in _chain(source, makers, known):
+    for before in _chain(source, graph):
         if before.matrix.shape[1] == matrix.shape[0]:
             values = before.values + matrix.size
             found.append(_Linear(before.source, before.matrix @ matrix, before.bias @ matrix + shift, values))

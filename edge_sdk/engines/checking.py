@@ -40,8 +40,8 @@ FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**33
 
 OPERATORS = names(
     """
-    Abs Add And AveragePool BatchNormalization Cast Ceil Celu Clip Concat Constant ConstantOfShape Conv
-    ConvTranspose Cos Div Elu Equal Erf Exp Expand Floor Gather GatherElements GatherND Gelu Gemm Greater
+    Abs Add And ArgMax ArgMin AveragePool BatchNormalization Cast Ceil Celu Clip Concat Constant ConstantOfShape Conv
+    ConvTranspose Cos CumSum Div Elu Equal Erf Exp Expand Floor Gather GatherElements GatherND Gelu Gemm Greater
     GreaterOrEqual HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool
     MaxUnpool Min Mish Mod Mul Neg Not OneHot Or PRelu Pad Pow Reciprocal ReduceMax ReduceMean ReduceMin
     ReduceSum Relu Reshape Round ScatterElements ScatterND Selu Shape Sigmoid Sign Sin Size Slice Softmax

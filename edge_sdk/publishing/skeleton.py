@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
                 opset_version=OPSET,
                 input_names=["input"],
                 output_names=["output"],
-                dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+                dynamic_shapes=_free_batch(model),
             )
     except ImportError as error:
         raise MissingPart("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
@@ -96,6 +97,13 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     if program is None:
         raise AssertionError("the exporter answers with a program whenever dynamo is True")
     return program.model_proto
+
+
+def _free_batch(model: nn.Module) -> tuple[Any, ...]:
+    """Return what leaves the batch axis free, of a forward that takes x, or *args, as wrappers such as peft's do."""
+    free = {0: torch.export.Dim("batch", min=1)}
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return ((free,),) if first is not None and first.kind is first.VAR_POSITIONAL else (free,)
 
 
 @contextlib.contextmanager

@@ -472,7 +472,18 @@ def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, e
     return torch.cat(found, dim) if len(found) > 1 else error.clone()
 
 
+def _arange(start: Any, end: Any, step: Any = 1, **kind: Any) -> Any:
+    """Count by adding ones up: a range whose length depends on a value is no operator of a step."""
+    dtype = kind.get("dtype") or torch.int64
+    if step != 1 or any(isinstance(each, float | torch.SymFloat) for each in (start, end)) or dtype.is_floating_point:
+        return NotImplemented
+    return torch.ones((end - start,), dtype=dtype).cumsum(0, dtype=dtype) + (start - 1)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _ATEN.arange.default: lambda end, **kind: _arange(0, end, **kind),
+    _ATEN.arange.start: _arange,
+    _ATEN.arange.start_step: _arange,
     _ATEN.slice_backward.default: _slice_backward,
     _ATEN.native_batch_norm.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.default: _batch_norm_in_place,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
+import httpx
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -20,7 +26,10 @@ from edge_sdk.tasks import Task
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
 from sparrow.benchmarks.server import coordinator
-from sparrow.benchmarks.zoo import ZOO
+from sparrow.benchmarks.zoo import ZOO, torchvision
+
+from .conftest import environment
+from .test_examples import write_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,3 +114,76 @@ def test_masks_leave_out_most_weights_freeze_them_and_cost_what_they_count(name)
     assert 0 < moved <= count_values(manifest, mask) == len(packed) < 0.8 * manifest.shared_values
     parts = bundle.parts_of(bundle.encode(manifest, packed, mask, draw=NeuronDraw("key", 0.5)))
     assert parts["values"] == 4 * count_values(manifest, mask)
+
+
+# --- adapters of peft -----------------------------------------------------------------------------------------------
+
+LORA = {
+    "transformers: BERT": ["query", "value"],
+    "transformers: GPT-2, next word": ["c_attn", "c_fc"],
+    "transformers: Llama": ["q_proj", "v_proj", "down_proj"],
+    "transformers: ViT": "all-linear",
+    "timm: vit_tiny": ["qkv", "fc1"],
+    "timm: swin_tiny": ["qkv", "fc1"],
+}
+"""Models, and the layers that get an adapter; classifiers, where they have one, are trained as well."""
+
+HEADS = {"transformers: BERT": ["classifier"], "transformers: ViT": ["classifier"], "timm: vit_tiny": ["head"]}
+
+
+def adapted(name):
+    model = ZOO[name].model()
+    torchvision()  # its operators are declared before transformers, which peft imports, imports it
+    peft = pytest.importorskip("peft", reason="the extra adapters is not installed")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=LORA[name], modules_to_save=HEADS.get(name))
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("engine", ["onnx", "torch"])
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_are_all_that_travels_and_are_merged_in_the_export(
+    name, engine, server, compiling, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    federation = "lora-" + "".join(letter if letter.isalnum() else "-" for letter in name.lower()) + engine
+    task = task_of(name, adapted(name), 0)
+    trained = sum(each.numel() for each in task.model.parameters() if each.requires_grad)
+    settings = {"rounds": 2, "min_devices": 1, "local_epochs": 1, "learning_rate": 0.01, "early_stopping": "off"}
+    info = publish(server, federation, task, method="fedavg", **settings)
+    assert info.parameters == trained < 0.35 * (trained + info.frozen_parameters)
+    result = join(
+        server,
+        task,
+        federation=federation,
+        name="one",
+        engine=engine,
+        state_dir=tmp_path / "state",
+        export=tmp_path / "model.onnx",
+    )
+    for record in httpx.get(f"{server}/v1/federations/{federation}/rounds").json():
+        for way in ("bytes_down", "bytes_up"):
+            assert abs(record[way] - 4 * trained) <= 0.03 * 4 * trained + 2048
+    assert "merged" in result.export.steps
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert not any("lora" in tensor.name and min(tensor.dims) <= 4 for tensor in graph.initializer)
+    inputs = ZOO[name].samples(3, seed=9)
+    (found,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"input": inputs.numpy()})
+    assert result.export.max_difference < 1e-4 * max(1, np.abs(found).max())
+    assert describe_for("fedspu", task.model, ZOO[name].samples(4), task="zoo").group_sizes, "ranks are neurons"
+
+
+def test_the_example_of_adapters_runs(tmp_path):
+    torchvision()
+    pytest.importorskip("peft", reason="the extra adapters is not installed")
+    write_text(tmp_path / "text.npz")
+    script = Path(__file__).parents[2] / "examples" / "adapters.py"
+    declared = "from sparrow.benchmarks.zoo import torchvision; torchvision(); import runpy, sys; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{declared}sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
+         str(script), str(tmp_path / "text.npz")],
+        cwd=tmp_path, env=environment(COORDINATOR_DATA_DIR=str(tmp_path / "data"), PYTHONPATH=str(script.parent)),
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"top1 ([\d.]+) \(personal\)", done.stdout)[1]) > 0.15
