@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -72,8 +72,8 @@ class Result:
     ``global_share`` of the global model mixed into it; None where it is the last one. ``adapted``: it came after the
     end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
     cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
-    device came to it; None where it was given. ``engine`` trained. ``warnings`` say what its user should know of the
-    personal model.
+    device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
+    kept. ``warnings`` say what its user should know of the personal model.
     """
 
     name: str
@@ -85,7 +85,6 @@ class Result:
     adapted: bool
     accuracy_before: float | None
     accuracy_after: float | None
-    metrics: Mapping[str, float]
     training: Totals
     evaluation: Totals
     everything: Moved
@@ -94,6 +93,7 @@ class Result:
     budget: float = 1.0
     choice: Choice | None = None
     warnings: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @translated()

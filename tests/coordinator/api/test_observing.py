@@ -147,7 +147,7 @@ def test_reports_of_a_round_training_first_with_what_each_upload_cost(client, tr
         assignment = ask(client, headers[name])
         put(client, headers[name], assignment, train(MANIFEST, assignment, examples=7, status="active"))
         cost[name] = UploadCost(assignment_id=assignment.assignment_id, upload=Phase(seconds=2.5, bytes_up=900))
-    receipt = {"personal": {"num_examples": 3, "loss": 0.5, "accuracy": 1.0}, "state_bytes": 12}
+    receipt = {"personal": {"num_examples": 3, "loss": 0.5, "accuracy": 1.0, "metrics": {}}, "state_bytes": 12}
     assignment = ask(client, headers["one"], cost=cost["one"])
     assert assignment.kind == "evaluate"
     put(client, headers["one"], assignment, json.dumps(receipt).encode(), "application/json")
