@@ -452,7 +452,7 @@ def report(result: Result, energy: str) -> str:
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
         f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}"
-        + (f", {result.everything.frozen_down} of them frozen values, once" if result.everything.frozen_down else ""),
+        + (f", of which {result.everything.frozen_down:,} frozen, once" if result.everything.frozen_down else ""),
         f"  engine                     {result.engine}",
         f"  energy source              {energy}",
         f"  energy per update          {_joules_per(result.training, result.rounds)}",
