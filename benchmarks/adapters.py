@@ -36,12 +36,12 @@ from sparrow.benchmarks.zoo import torchvision
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
-CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 48, 128, 4, 4
-RANK = 4
-DEVICES, COHORT, ROUNDS, STEPS, BATCH = 20, 10, 16, 10, 16
+CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 32, 64, 2, 4
+RANK = 2
+DEVICES, COHORT, ROUNDS, STEPS, BATCH = 20, 10, 16, 40, 16
 SEEDS = (0, 1, 2)
-RATES = {"whole": (1e-4, 3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)}
-PRETRAINING_STEPS = 800
+RATES = {"whole": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)}
+PRETRAINING_STEPS = 3000
 
 
 class Block(nn.Module):

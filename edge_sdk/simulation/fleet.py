@@ -85,12 +85,11 @@ class Ended:
             f"{count / 1e6:.1f} MB"
             for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
         )
-        accuracy = f"accuracy {', '.join(parts)}" if parts else ""
-        judged = "; ".join(filter(None, (accuracy, ", ".join(metrics)))) or "nothing was measured"
-        return (
-            f"on the devices' own test data after round {self.round}: {judged}\n"
-            f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}"
-        )
+        where = f"on the devices' own test data after round {self.round}"
+        lines = [f"accuracy {where}: {', '.join(parts)}"] if parts else []
+        lines += [f"metrics {where}: {', '.join(metrics)}"] if metrics else []
+        lines.append(f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}")
+        return "\n".join(lines)
 
 
 def read_ended(transport: Transport, federation: str) -> Ended | None:
