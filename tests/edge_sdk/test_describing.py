@@ -186,7 +186,8 @@ def test_layers_are_those_that_run_with_the_positions_they_run_at():
     }
     assert [spec.name for spec in odd.maskable] == ["body.weight"]
     assert {spec.name: spec.policy for spec in odd.tensors if not spec.trainable} == {
-        **dict.fromkeys(("norm.running_mean", "norm.running_var", "offset"), "shared"),
+        **dict.fromkeys(("norm.running_mean", "norm.running_var"), "shared"),
+        "offset": "frozen",
         "norm.num_batches_tracked": "dropped",
     }
 
