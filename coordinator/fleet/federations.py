@@ -314,8 +314,8 @@ class Federations:
                 differences.append(f"task: asked for {wanted.task}, it has {federation.task}")
             elif published["model_digest"] not in (None, model):
                 differences.append(
-                    "model: its layers, their shapes, its frozen values, or what of it stays on devices are others than "
-                    "those asked for"
+                    "model: its layers, their shapes, its frozen values, or what of it stays on devices are others "
+                    "than those asked for"
                 )
             if differences:
                 raise DifferentFederation(
