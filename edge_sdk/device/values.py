@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 
+SPARE = 100_000_000
+"""Bytes of the disk that a download leaves free."""
+
 
 def load_values(
     which: Values, manifest: Manifest, federation: str, transport: Transport, folder: Path, *, share: bool = False
@@ -44,6 +47,7 @@ def load_values(
             log.info("%d bytes that nobody trains are here already, from another federation", len(found))
             _link(shared, mine)
         if found is None:
+            _check_room(folder, values.size(manifest, which))
             found = _download(which, manifest, federation, transport, mine)
             if share:
                 with suppress(OSError):  # then they are not shared
@@ -55,6 +59,16 @@ def load_values(
             "kept on the disk; make room, or give another --state-dir"
         ) from error
     return values.unpack(manifest, which, found)
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise StateError where a download would fill the disk, before it does."""
+    free = shutil.disk_usage(folder).free
+    if size + SPARE > free:
+        raise StateError(
+            f"the federation's model has {size:,} bytes that are kept on the disk, and {free:,} are free at {folder}; "
+            f"make room for them and {SPARE:,} more, or give another --state-dir"
+        )
 
 
 def shared_folder() -> Path:

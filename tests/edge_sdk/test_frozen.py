@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.device.values import shared_folder
+from edge_sdk.errors import StateError
 from edge_sdk.join import join
 from edge_sdk.protocol import checkpoint, values
 from edge_sdk.protocol.errors import ManifestError
@@ -187,6 +189,14 @@ def test_what_is_damaged_on_the_disk_is_downloaded_anew(client, tmp_path):
     file.write_bytes(b"x" + body[1:])  # and so is the shared one, of which it is a link
     take_part(client, "a", tmp_path)
     assert file.read_bytes() == body
+
+
+def test_a_download_that_would_fill_the_disk_is_not_begun(client, tmp_path, monkeypatch):
+    create(client, "a")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000_000))
+    with pytest.raises(StateError, match="bytes that are kept on the disk, and 100,000,000 are free at .*make room"):
+        take_part(client, "a", tmp_path)
+    assert not downloads()
 
 
 def test_half_precision_is_taken_where_the_answers_stay(client):
