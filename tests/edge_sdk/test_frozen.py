@@ -194,7 +194,7 @@ def test_what_is_damaged_on_the_disk_is_downloaded_anew(client, tmp_path):
 def test_a_download_that_would_fill_the_disk_is_not_begun(client, tmp_path, monkeypatch):
     create(client, "a")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000_000))
-    with pytest.raises(StateError, match="bytes that are kept on the disk, and 100,000,000 are free at .*make room"):
+    with pytest.raises(StateError, match=r"bytes that are kept on the disk, and 100,000,000 are free at .*make room"):
         take_part(client, "a", tmp_path)
     assert not downloads()
 
