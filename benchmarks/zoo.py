@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from edge_sdk.engines.checking import check_graphs
 from edge_sdk.methods.describing import describe_for
+from edge_sdk.protocol.errors import GraphError
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.translations import CannotCompile
+from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.loading import cross_entropy
 from sparrow.benchmarks.markdown import markdown_table
 
@@ -299,9 +302,10 @@ def row(name: str) -> list[str]:
         answer = model.eval()(inputs)
     targets = torch.zeros((len(inputs), *answer.shape[2:]), dtype=torch.long)
     try:
-        compile_step(model.train(), cross_entropy, inputs, targets)
+        graphs = compile_step(model.train(), cross_entropy, inputs, targets)
+        check_graphs(graphs, describe_whole(model, inputs, task="zoo"))  # as a device does
         engine = "ONNX Runtime or PyTorch"
-    except CannotCompile as error:
+    except (CannotCompile, GraphError) as error:
         engine = f"PyTorch ({error})"
     return [name, f"{parameters / 1e6:.2f}", share, engine]
 
