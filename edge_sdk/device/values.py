@@ -20,6 +20,7 @@ from edge_sdk.device.state import PARTIAL, make_folder, state_home
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import Damaged, StateError
 from edge_sdk.protocol import personal, values
+from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors, Values
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def load_values(
     try:
         found = _open(which, manifest, mine)
         if found is None and share and (found := _open(which, manifest, shared)) is not None:
-            log.info("%d bytes that nobody trains are here already, from another federation", len(found))
+            size = values.size(manifest, which)
+            log.info("%d bytes that nobody trains are here already, from another federation", size)
             _link(shared, mine)
         if found is None:
             _check_room(folder, values.size(manifest, which))
@@ -58,7 +60,7 @@ def load_values(
             f"{mine} cannot be written ({error.strerror}): {values.size(manifest, which):,} bytes of the model are "
             "kept on the disk; make room, or give another --state-dir"
         ) from error
-    return values.unpack(manifest, which, found)
+    return found
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -76,17 +78,16 @@ def shared_folder() -> Path:
     return state_home() / "frozen"
 
 
-def _open(which: Values, manifest: Manifest, path: Path) -> np.memmap[tuple[int], np.dtype[np.uint8]] | None:
-    """Return a file's bytes where it is the one that the manifest names; None elsewhere."""
+def _open(which: Values, manifest: Manifest, path: Path) -> Tensors | None:
+    """Return a file's tensors where it is the one that the manifest names; None elsewhere."""
     if not path.is_file() or path.stat().st_size != values.size(manifest, which):
         return None
-    data = np.memmap(path, np.uint8, mode="r")
-    return data if values.matches(manifest, which, data) else None
+    with suppress(ManifestError):
+        return values.unpack(manifest, which, np.memmap(path, np.uint8, mode="r"))
+    return None
 
 
-def _download(
-    which: Values, manifest: Manifest, federation: str, transport: Transport, path: Path
-) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+def _download(which: Values, manifest: Manifest, federation: str, transport: Transport, path: Path) -> Tensors:
     partial = path.with_name(path.name + PARTIAL)
     for _ in range(TRIES):
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)

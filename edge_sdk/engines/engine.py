@@ -142,7 +142,7 @@ class OnnxEngine:
                 correct += int((outputs.argmax(axis=1) == targets).sum())
             if metrics and self._metrics:
                 pairs.append((outputs, targets))
-        found = measure(self._metrics, *map(np.concatenate, zip(*pairs, strict=True))) if pairs else {}
+        found = measure(self._metrics, pairs)
         return evaluation_of(seen, loss_sum, correct if self._classification else None, found)
 
     def scores(self, batches: Batches) -> tuple[Array, Array]:

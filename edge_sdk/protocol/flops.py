@@ -6,13 +6,12 @@ linear layer of one vector) costs, per sample,
     2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
 
 so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Frozen
-weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted
-are linear layers, convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention
-(whose key and value are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model
-does with parameters outside of torch's layers, and products of activations, such as attention's scores. What has no
-matrix of weights (biases, norms, activations,
-pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training and
-``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
+weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted are linear layers,
+convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention (whose key and value
+are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model does with parameters
+outside of torch's layers, and products of activations, such as attention's scores. What has no matrix of weights
+(biases, norms, activations, pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training
+and ``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ def training_flops(
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)
     gradients = _layer_flops(manifest, weight_gradients, trained=True)
-    return samples * (sum(forward) + sum(_behind_trained(forward, gradients)) + sum(gradients))
+    return samples * _step_flops(forward, gradients)
 
 
 def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
     """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
     forward, gradients = _layer_flops(manifest, mask), _layer_flops(manifest, None, trained=True)
-    return samples * (sum(forward) + sum(_behind_trained(forward, gradients)) + sum(gradients))
+    return samples * _step_flops(forward, gradients)
 
 
 def block_flops(manifest: Manifest) -> NDArray[np.int64]:
@@ -101,10 +100,11 @@ def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) 
     return groups if fit else manifest.block_groups("model")
 
 
-def _behind_trained(forward: Sequence[int], gradients: Sequence[int]) -> Sequence[int]:
-    """Return the FLOPs of the layers whose input needs a gradient: those behind the first that is trained."""
+def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
+    """FLOPs of a sample's step, of each layer's forward pass and weight gradient: the input of those behind the first
+    that is trained needs a gradient, too."""
     first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
-    return forward[first + 1 :]
+    return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:

@@ -114,9 +114,8 @@ class TensorSpec(_Record):
     on the device (batch-norm running statistics where the federation keeps them local, integer and 0-dimensional
     buffers, which cannot be averaged); ``dropped`` ones are bookkeeping that no forward pass reads
     (``num_batches_tracked``), or frozen parameters that it leaves out, and live only as long as the process; ``frozen``
-    ones are what nobody trains, parameters
-    with ``requires_grad`` False and buffers that training leaves as they are, which a device downloads once
-    (``protocol.values``). ``trainable`` is False for buffers.
+    ones are what nobody trains, parameters with ``requires_grad`` False and buffers that training leaves as they are,
+    which a device downloads once (``protocol.values``). ``trainable`` is False for buffers.
     """
 
     name: Name

@@ -44,10 +44,11 @@ def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
     Raises ManifestError unless it is the file that the manifest names.
     """
     data = np.frombuffer(file, np.uint8)
-    if not matches(manifest, which, file):
+    wanted = manifest.files.get(which)
+    if len(data) != size(manifest, which) or hashlib.sha256(data.data).hexdigest() != wanted:
         raise ManifestError(
             f"the file of {which} values has {len(data)} bytes and another SHA-256 than the manifest names, "
-            f"{manifest.files.get(which)}; download it again"
+            f"{wanted}; download it again"
         )
     tensors, begin = Tensors(), 0
     for spec, kind in _stored(manifest, which):
@@ -59,12 +60,6 @@ def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
         values.flags.writeable = False
         tensors[spec.name], begin = values, end
     return tensors
-
-
-def matches(manifest: Manifest, which: Values, file: File) -> bool:
-    """Return whether a file is the one that the manifest names."""
-    data = np.frombuffer(file, np.uint8).data
-    return len(data) == size(manifest, which) and hashlib.sha256(data).hexdigest() == manifest.files.get(which)
 
 
 def _stored(manifest: Manifest, which: Values) -> Iterator[tuple[TensorSpec, np.dtype[np.generic]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,13 @@ METRICS: dict[str, Metric] = {"top1": top1, "mae": mae, "rmse": rmse, "r2": r2, 
 """Those that a task may name."""
 
 
-def measure(metrics: Mapping[str, Metric], outputs: NDArray[Any], targets: NDArray[Any]) -> dict[str, float]:
-    """Return what each metric is, by name. One that fails, or is no finite number, is left out, and logged."""
-    found = {}
+def measure(metrics: Mapping[str, Metric], pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> dict[str, float]:
+    """Return what each metric is of all batches of outputs and targets, by name; nothing where there is none. One that
+    fails, or is no finite number, is left out, and logged."""
+    found: dict[str, float] = {}
+    if not pairs:
+        return found
+    outputs, targets = (np.concatenate(each) for each in zip(*pairs, strict=True))
     for name, metric in metrics.items():
         try:
             value = float(metric(outputs, targets))

@@ -187,7 +187,7 @@ def evaluate(
                 correct += int((outputs.argmax(dim=1) == targets).sum())
             if measured:
                 pairs.append((outputs.float().cpu().numpy(), targets.cpu().numpy()))
-    found = measure(measured, *map(np.concatenate, zip(*pairs, strict=True))) if pairs else {}
+    found = measure(measured, pairs)
     return evaluation_of(seen, loss_sum, correct if task.classification else None, found)
 
 
