@@ -238,6 +238,12 @@ class StartFailed(OperatorError):
     """The coordinator did not start; uvicorn's log has the reason."""
 
 
+class BadRuntime(OperatorError):
+    """A package for browsers that is not the pinned one; the text says what was met."""
+
+    exit_code = Exit.CANNOT
+
+
 class MissingProgram(OperatorError):
     """A program that the command runs is not installed here."""
 

@@ -59,6 +59,7 @@ COMMANDS = {
     "status": Source("sparrow.status", "what a running coordinator's federations do"),
     "track": Source("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
     "token": Source("sparrow.coordinator.commands.tokens", "create, list and revoke tokens", "coordinator"),
+    "web": Source("sparrow.coordinator.commands.web", "what pages in browsers need to train", "coordinator"),
     "backup": Source("sparrow.coordinator.commands.backup", "copy a coordinator, running or not", "coordinator"),
     "restore": Source("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
     "evaluate": Source("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),

@@ -190,8 +190,8 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
 
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
-    """Return the manifest of the federation's model."""
-    return Response(coordinator.federations.manifest(name).model_dump_json(), media_type="application/json")
+    """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
+    return Response(coordinator.federations.manifest(name).text, media_type="application/json")
 
 
 @router.get("/{name}/model", dependencies=[MemberOnly])

@@ -77,6 +77,7 @@ from sparrow.coordinator.storage.tables import (
     Round,
     Token,
 )
+from sparrow.coordinator.web import why_no_pages
 from sparrow.export.metadata import properties
 
 log = logging.getLogger(__name__)
@@ -384,6 +385,7 @@ class Federations:
         )
         counts = {row[0]: row[1] for row in statuses}
         settings = settings_of(federation)
+        no_pages = why_no_pages(federation.method, load_method(federation.method), manifest)
         return FederationInfo(
             uid=federation.uid,
             name=federation.name,
@@ -411,6 +413,8 @@ class Federations:
             input_shape=manifest.input_shape,
             output_shape=manifest.output_shape,
             global_model_usable=why_unusable(federation, manifest) is None,
+            device_kinds=("sdk",) if no_pages else ("sdk", "page"),
+            no_pages_because=no_pages,
             settings=settings,
         )
 

@@ -265,6 +265,7 @@ class CoordinatorMethod:
     only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
         changes are declared for others.
     warning: returns what is wrong with how the federation goes, for its operator, or None.
+    pages: a page in a browser takes part (``coordinator.web``), which has the device half in JavaScript.
     """
 
     smallest_budget: Callable[[FederationSettings], float]
@@ -285,6 +286,7 @@ class CoordinatorMethod:
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
+    pages: bool = False
 
     @property
     def needs_coupling(self) -> bool:

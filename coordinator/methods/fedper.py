@@ -17,4 +17,5 @@ FEDPER = CoordinatorMethod(
     usable_global_model=False,
     personal_models=True,
     manifest=private_part,
+    pages=True,
 )

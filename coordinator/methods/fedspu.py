@@ -13,5 +13,11 @@ from __future__ import annotations
 
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-FEDSPU = CoordinatorMethod(smallest_budget=any_budget, active=ActiveNeurons(), personal_models=True, mixes_global=True)
+FEDSPU = CoordinatorMethod(
+    smallest_budget=any_budget,
+    active=ActiveNeurons(),
+    personal_models=True,
+    mixes_global=True,
+    pages=True,
+)
 """A masked weighted mean; a weight that nobody held keeps its value."""

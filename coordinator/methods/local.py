@@ -19,6 +19,7 @@ LOCAL = CoordinatorMethod(
     smallest_budget=whole_model,
     usable_global_model=False,
     personal_models=True,
+    pages=True,
     schedule=Schedule(work=work),
     aggregation=Aggregation(why_mean_only="nothing of a model goes up"),
 )

@@ -356,10 +356,15 @@ class Manifest(_Record):
         """Neuron group name -> number of neurons, in forward order."""
         return {group.name: group.size for group in self.groups}
 
+    @property
+    def text(self) -> str:
+        """The manifest's JSON, as it is sent and kept."""
+        return self.model_dump_json(exclude_none=True)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the manifest's JSON: two parties with the same digest have the same description of a model."""
-        return hashlib.sha256(self.model_dump_json(exclude_none=True).encode()).hexdigest()
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def values_digest(self) -> str:

@@ -444,6 +444,10 @@ class FederationInfo(Answer):
     input_shape: tuple[int, ...] = Field(default=(), description="Shape of a sample, as the model takes it")
     output_shape: tuple[int, ...] = Field(default=(), description="Shape of what the model answers to a sample")
     global_model_usable: bool
+    device_kinds: tuple[str, ...] = Field(
+        default=("sdk",), description="What can take part: sdk, and page for a browser at /join/NAME"
+    )
+    no_pages_because: str | None = Field(default=None, description="Why no page can take part, where none can")
     settings: FederationSettings
 
 

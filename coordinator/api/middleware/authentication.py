@@ -31,6 +31,9 @@ TOKEN_NEEDED = (
 )
 
 
+OPEN = (READY, "/join/", "/web/")
+"""Where paths begin that need no token: readiness, and the page that is a device, which is the same for everybody."""
+
 IDENTIFY_SECONDS = 1.0
 """How long ``/readyz`` waits until it is known who asks: that decides only whether the reason is told."""
 
@@ -148,6 +151,6 @@ def _refusal(identity: Identity, path: str) -> Response | None:
         return problem(401, "TokenExpired", str(identity.failure), challenge(path))
     if isinstance(identity.failure, FederationDeleted):
         return problem(410, "FederationDeleted", str(identity.failure))
-    if identity.caller is None and len(identity.guarded) == len(KINDS) and path != READY:
+    if identity.caller is None and len(identity.guarded) == len(KINDS) and not path.startswith(OPEN):
         return problem(401, "NotAuthenticated", TOKEN_NEEDED, challenge(path))
     return None

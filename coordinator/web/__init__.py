@@ -1,0 +1,78 @@
+"""The page that is a device, at ``/join/FEDERATION``: plain files without a build step.
+
+``static/join.html`` and ``page.js`` are its screen; ``worker.js`` behind it is the device, whose modules are named like
+those of the SDK that they translate. It trains with onnxruntime-web (``runtime``).
+"""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from edge_sdk.protocol.manifest import Manifest
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.methods import CoordinatorMethod
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
+    ".wasm": "application/wasm",
+}
+OWN = Path(__file__).with_name("static")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; "
+    "style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    # Isolated from other origins, a page may use several threads.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(self), accelerometer=(self), gyroscope=(self), screen-wake-lock=(self), "
+    "geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Vary": "Accept-Encoding",
+}
+ASKED_EACH_TIME = "no-cache"
+"""For what changes under the same address: answered by 304 while it is the same."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file for browsers. packed: its bytes in gzip."""
+
+    packed: bytes
+    media_type: str
+
+    def body(self, encodings: str) -> tuple[bytes, dict[str, str]]:
+        """Return what a caller takes who accepts these encodings, and the headers that say so."""
+        if "gzip" in encodings.lower():
+            return self.packed, {"Content-Encoding": "gzip"}
+        return gzip.decompress(self.packed), {}
+
+
+@cache
+def load(name: str) -> File:
+    """Return a file of the page. Raises NotFound."""
+    path = {path.name: path for path in OWN.iterdir()}.get(name)
+    if path is None:
+        raise NotFound(f"the page has no file {name!r}")
+    return File(gzip.compress(path.read_bytes(), mtime=0), MEDIA_TYPES[path.suffix])
+
+
+def why_no_pages(name: str, method: CoordinatorMethod, manifest: Manifest) -> str | None:
+    """Return why no page can take part in a federation of this method and model; None where pages can."""
+    if not method.pages:
+        return (
+            f"{name} runs on devices with the SDK alone; pages take part in fedavg, fedper, fedprox, fedspu and local"
+        )
+    if "step" not in manifest.graphs:
+        return "the model was published without a training step, which pages train with"
+    if len(manifest.output_shape) != 1:
+        return "pages judge classifications of whole samples, and this model answers something else"
+    return None

@@ -1,0 +1,258 @@
+/**
+ * Trains and judges a model with onnxruntime-web: `edge_sdk/engines`, whose training step is an ONNX graph that the
+ * federation publishes. Tensors are Maps of a name to a typed array.
+ */
+import { TrainingDiverged } from "./errors.js";
+import { product, zeros } from "./manifest.js";
+import { activeAxes, placesOf } from "./masks.js";
+import { Optimiser } from "./optimiser.js";
+import { Generator } from "./pcg64.js";
+import { passes } from "./samples.js";
+
+const RUNTIME = "/web/runtime/1.30.0/"; // the version that coordinator/web/runtime.py pins
+const MOST_THREADS = 4;
+const { fround } = Math;
+
+/** Threads that one step uses: more than one only where the page is isolated from other origins. */
+export const threads = self.crossOriginIsolated ? Math.min(MOST_THREADS, navigator.hardwareConcurrency || 1) : 1;
+
+let ort = null;
+
+/** Return onnxruntime-web, loaded when it is first needed. Throws Error where the coordinator does not have it. */
+async function runtime() {
+  ort ??= await import(`${RUNTIME}ort.wasm.bundle.min.mjs`).catch(() => {
+    throw new Error("this coordinator has no runtime for browsers yet: its operator runs sparrow web");
+  });
+  Object.assign(ort.env.wasm, { wasmPaths: { wasm: `${RUNTIME}ort-wasm-simd-threaded.wasm` }, numThreads: threads });
+  ort.env.logLevel = "error";
+  return ort;
+}
+
+/** A model of the federation, and what trains and judges it. */
+export class Engine {
+  /**
+   * graphs: { step(mask), evaluation() }, functions that give ONNX files, Uint8Array. frozen: tensors that nobody
+   * trains. own: first values of those that stay on the device.
+   */
+  constructor(manifest, graphs, frozen, own) {
+    this.manifest = manifest;
+    this.graphs = graphs;
+    this.frozen = frozen;
+    this.tensors = new Map(manifest.kept.map((spec) => [spec.name, zeros(spec)]));
+    this.dims = new Map(manifest.tensors.map((spec) => [spec.name, spec.shape]));
+    this.sessions = new Map();
+    this.turn = Promise.resolve();
+    this.load(own);
+  }
+
+  /** Copy tensors into the model; what is not named stays. */
+  load(tensors) {
+    for (const [name, values] of tensors) this.tensors.get(name).set(values);
+  }
+
+  /** Return copies of all tensors. */
+  read() {
+    return new Map([...this.tensors].map(([name, values]) => [name, values.slice()]));
+  }
+
+  /**
+   * Train a part of the model on `batches` as the federation's settings say.
+   *
+   * mask: active neurons, null for all; only: names of what is trained, null for all; pull: weight of the pull back to
+   * where training begins (FedProx), 0 for none. seed: BigInt, decides shuffling and dropout. progress(done, total,
+   * loss) is awaited after each step. Returns { numExamples, samples, steps, trainLoss }. Throws TrainingDiverged.
+   */
+  async train(batches, settings, { mask = null, only = null, pull = 0, learningRate, seed, progress }) {
+    const total = settings.local_steps ?? settings.local_epochs * batches.length;
+    const leaves = this.leaves(mask, only);
+    const session = await this.session(`step ${mask ? [...mask.values()].map((each) => each.length) : ""}`,
+      () => this.graphs.step(mask));
+    const optimiser = new Optimiser(settings, learningRate, new Map([...leaves].map(([name, leaf]) => [name, leaf.values])));
+    const start = pull ? new Map([...leaves].map(([name, leaf]) => [name, leaf.values.slice()])) : null;
+    const chance = Generator.of([seed, 1n]);
+    const wanted = session.outputNames.filter((name) => name === "loss" || /^(grad|new):/.test(name));
+    const places = this.activePlaces(session, mask);
+    let done = 0, samples = 0, lossSum = 0;
+    for (const batch of passes(batches, seed)) {
+      const drawn = noise(session, chance, batch.count);
+      const answer = await this.run(session, batch, { ...places, ...drawn }, wanted);
+      const loss = answer.loss.data[0];
+      for (const name of wanted) if (name.startsWith("new:")) this.tensors.get(name.slice(4)).set(answer[name].data);
+      done += 1;
+      if (!Number.isFinite(loss)) throw diverged(batch, loss, done, total, learningRate);
+      optimiser.step(gradientsOf(leaves, answer, pull, start));
+      for (const leaf of leaves.values()) leaf.writeBack();
+      samples += batch.count;
+      lossSum += loss * batch.count;
+      await progress(done, total, lossSum / samples);
+      if (done === total) break;
+    }
+    for (const [name, values] of this.tensors) {
+      if (values instanceof Float32Array && !values.every(Number.isFinite)) {
+        throw new TrainingDiverged(`${name} is not finite after ${total} steps; lower the learning rate or set a clip`);
+      }
+    }
+    return { numExamples: batches.count, samples, steps: total, trainLoss: lossSum / samples };
+  }
+
+  /** Return { num_examples, loss, accuracy } of the model on `batches`. Throws TrainingDiverged. */
+  async evaluate(batches) {
+    let seen = 0, lossSum = 0, correct = 0;
+    for (const batch of batches) {
+      const { loss, output } = await this.answer(batch);
+      const classes = product(this.manifest.outputShape);
+      seen += batch.count;
+      lossSum += loss.data[0] * batch.count;
+      for (let i = 0; i < batch.count; i++) {
+        correct += Number(best(output.data.subarray(i * classes, (i + 1) * classes)) === Number(batch.targets[i]));
+      }
+    }
+    if (!Number.isFinite(lossSum)) throw new TrainingDiverged("the loss on held-out data is not finite");
+    return { num_examples: seen, loss: fround(lossSum / seen), accuracy: correct / seen };
+  }
+
+  /** Return the answer of a model of these tensors to one sample, Float32Array of the model's output shape. */
+  async predict(input, tensors) {
+    const { output } = await this.answer({ inputs: input, targets: new Int32Array(1), count: 1 }, tensors);
+    return output.data;
+  }
+
+  async answer(batch, tensors = this.tensors) {
+    const session = await this.session("evaluation", () => this.graphs.evaluation());
+    return this.run(session, batch, {}, ["loss", "output"], tensors);
+  }
+
+  /** Return the session of a graph, made when it is first asked for; of training steps the last one is kept. */
+  async session(key, graph) {
+    if (!this.sessions.has(key)) {
+      if (key !== "evaluation") await this.forget((other) => other !== "evaluation");
+      const options = { executionProviders: ["wasm"], enableMemPattern: false };
+      const { InferenceSession } = await runtime();
+      this.sessions.set(key, await InferenceSession.create(await graph(), options));
+    }
+    return this.sessions.get(key);
+  }
+
+  /** Free the sessions whose key `which` names. */
+  async forget(which = () => true) {
+    for (const [key, session] of this.sessions) {
+      if (!which(key)) continue;
+      this.sessions.delete(key);
+      await session.release();
+    }
+  }
+
+  /** Run a graph when the runs before it have ended. */
+  run(session, batch, more, wanted, tensors = this.tensors) {
+    const turn = this.turn.then(() => session.run(this.feeds(session, batch, more, tensors), wanted));
+    this.turn = turn.catch(() => {});
+    return turn;
+  }
+
+  feeds(session, { inputs, targets, count }, more, tensors) {
+    const feeds = {};
+    for (const { name, type, shape } of session.inputMetadata) {
+      if (name === "input" || name === "target") {
+        feeds[name] = tensorOf(type, name === "input" ? inputs : targets, [count, ...shape.slice(1)]);
+      } else {
+        const values = tensors.get(name) ?? this.frozen.get(name);
+        feeds[name] = more[name] ?? tensorOf(type, values, this.dims.get(name));
+      }
+    }
+    return feeds;
+  }
+
+  /** Return the rows and columns that a step of some neurons asks for, by the names of its inputs. */
+  activePlaces(session, mask) {
+    const asked = {};
+    for (const { name } of session.inputMetadata) {
+      const [, axis, tensor] = /^(rows|columns):(.*)$/.exec(name) ?? [];
+      if (!axis) continue;
+      const spec = this.manifest.tensors.find((each) => each.name === tensor);
+      const places = activeAxes(this.manifest, spec, mask)[axis === "rows" ? 0 : 1];
+      asked[name] = tensorOf("int64", places, [places.length]);
+    }
+    return asked;
+  }
+
+  leaves(mask, only) {
+    const leaves = new Map();
+    for (const spec of this.manifest.kept) {
+      if (!spec.trainable || (only && !only.has(spec.name))) continue;
+      leaves.set(spec.name, new Leaf(this.tensors.get(spec.name), mask && placesOf(this.manifest, spec, mask)));
+    }
+    return leaves;
+  }
+}
+
+/** What of a parameter is trained: all, or its values at some places, on which alone an optimiser works. */
+class Leaf {
+  constructor(whole, places) {
+    this.whole = whole;
+    this.places = places;
+    this.values = places ? this.take(whole) : whole;
+  }
+
+  take(tensor) {
+    const taken = new Float32Array(this.places.length);
+    for (let i = 0; i < taken.length; i++) taken[i] = tensor[this.places[i]];
+    return taken;
+  }
+
+  /** Return the leaf's gradient, of the parameter's or, where only it was computed, of its own. */
+  gradient(computed) {
+    return this.places && computed.length !== this.values.length ? this.take(computed) : computed;
+  }
+
+  writeBack() {
+    if (this.places) for (let i = 0; i < this.places.length; i++) this.whole[this.places[i]] = this.values[i];
+  }
+}
+
+function gradientsOf(leaves, answer, pull, start) {
+  const gradients = new Map();
+  for (const [name, leaf] of leaves) {
+    const computed = answer[`grad:${name}`];
+    if (!computed) continue;
+    const gradient = leaf.gradient(computed.data);
+    if (pull) {
+      const centre = start.get(name), weight = fround(pull);
+      for (let i = 0; i < gradient.length; i++) gradient[i] += fround(weight * fround(leaf.values[i] - centre[i]));
+    }
+    gradients.set(name, gradient);
+  }
+  return gradients;
+}
+
+/** Return what a step draws for `count` samples: uniform or normal noise, by the names of its inputs. */
+function noise(session, chance, count) {
+  const drawn = {};
+  for (const { name, shape } of session.inputMetadata) {
+    const [, kind] = /^(uniform|normal)(_step)?$/.exec(name) ?? [];
+    if (!kind) continue;
+    const dims = shape.map((length) => (typeof length === "number" ? length : count));
+    const size = product(dims);
+    drawn[name] = tensorOf("float32", kind === "uniform" ? chance.random32(size) : chance.normal32(size), dims);
+  }
+  return drawn;
+}
+
+function tensorOf(type, values, dims) {
+  if (type === "int64" && !(values instanceof BigInt64Array)) values = BigInt64Array.from(values, BigInt);
+  if (type === "int32") values = Int32Array.from(values, Number);
+  if (type === "float32" && !(values instanceof Float32Array)) values = Float32Array.from(values, Number);
+  return new ort.Tensor(type, values, dims);
+}
+
+function best(scores) {
+  let place = 0;
+  for (let i = 1; i < scores.length; i++) if (scores[i] > scores[place]) place = i;
+  return place;
+}
+
+function diverged(batch, loss, step, total, rate) {
+  if (!batch.inputs.every(Number.isFinite)) {
+    return new TrainingDiverged(`the inputs of training step ${step} are not finite; leave out such samples`);
+  }
+  return new TrainingDiverged(`the loss is ${loss} at step ${step} of ${total}; lower the learning rate of ${rate} or set a clip`);
+}

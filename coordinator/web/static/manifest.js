@@ -1,0 +1,174 @@
+/** The federation's model as data: `edge_sdk/protocol/manifest.py`, which says what each field means. */
+import { ProtocolError } from "./errors.js";
+import { Generator } from "./pcg64.js";
+import { hex, sha256, utf8 } from "./sha256.js";
+
+/** Bytes of the largest manifest, and of the largest ONNX graph, that are accepted. */
+export const MAX_MANIFEST = 16 * 1024 * 1024;
+export const MAX_GRAPH = 16 * 1024 * 1024;
+const MAX_TENSOR_VALUES = 2 ** 33;
+const ARRAYS = { float32: Float32Array, int64: BigInt64Array, int32: Int32Array, uint8: Uint8Array, bool: Uint8Array };
+const POLICIES = ["shared", "personal", "dropped", "frozen"];
+const MULTIPLYING = new Set(["linear", "conv1d", "conv2d", "conv3d"]);
+/** Kinds of layers whose FLOPs are known. */
+export const COUNTED = new Set([
+  ...MULTIPLYING, "rnn", "gru", "lstm", "rnncell", "grucell", "lstmcell", "multiheadattention",
+  "convtranspose1d", "convtranspose2d", "convtranspose3d",
+]);
+
+/**
+ * A checked manifest. `tensors` are specs {name, shape, size, dtype, policy, trainable, axes, init}; `groups` a Map of
+ * neuron groups to their sizes. Throws ProtocolError for a text that is none.
+ */
+export class Manifest {
+  constructor(text) {
+    const said = parsed(text);
+    this.digest = hex(sha256(utf8(text)));
+    this.task = said.task;
+    this.inputShape = said.input_shape;
+    this.outputShape = said.output_shape;
+    this.groups = new Map(said.groups.map((group) => [group.name, group.size]));
+    this.layers = said.layers;
+    this.tensors = said.tensors.map((tensor) => ({ ...tensor, size: product(tensor.shape) }));
+    this.frozenPrecision = said.frozen_precision;
+    this.files = new Map();
+    for (const name of ["skeleton", "step", "evaluation", "frozen", "first"]) {
+      if (said[`${name}_sha256`] != null) this.files.set(name, said[`${name}_sha256`]);
+    }
+    this.shared = this.of("shared");
+    this.kept = this.tensors.filter((spec) => spec.policy === "shared" || spec.policy === "personal");
+    this.frozen = this.of("frozen");
+    this.first = this.of("personal").filter((spec) => spec.init.kind === "data");
+    this.sharedValues = sum(this.shared.map((spec) => spec.size));
+    this.valuesDigest = valuesDigest(said);
+    check(this);
+  }
+
+  /** Return the tensors of a policy, in their order. */
+  of(policy) {
+    return this.tensors.filter((spec) => spec.policy === policy);
+  }
+}
+
+/** Return the product of numbers, and their sum. */
+export const product = (numbers) => numbers.reduce((all, each) => all * each, 1);
+export const sum = (numbers) => numbers.reduce((all, each) => all + each, 0);
+
+/** Return an array of zeros for a tensor. */
+export const zeros = (spec) => new ARRAYS[spec.dtype](spec.size);
+
+/**
+ * Return the first values of every tensor that stays on the device (`own_initial_values`), Map name -> array.
+ * published: those of the file `first`.
+ */
+export function ownInitialValues(manifest, seed, published) {
+  return new Map(manifest.of("personal").map((spec) => [spec.name, initial(spec, seed, published)]));
+}
+
+function initial(spec, seed, published) {
+  if (spec.init.kind === "data") {
+    if (!published.has(spec.name)) throw new ProtocolError(`${spec.name}: its first values are not published`);
+    return published.get(spec.name).slice();
+  }
+  const values = zeros(spec);
+  if (spec.init.kind === "constant") return values.fill(spec.dtype === "int64" ? BigInt(spec.init.value) : spec.init.value);
+  const key = sha256(utf8(`init|${seed}|${spec.name}`)).subarray(0, 16);
+  const words = Generator.of(BigInt(`0x${hex(key)}`)).rawWords(spec.size);
+  for (let i = 0; i < spec.size; i++) {
+    const unit = (words[2 * i + 1] >>> 8) * 2 ** -24; // the top 24 of 64 bits; pairs are low, high
+    values[i] = spec.init.bound * (2 * unit - 1);
+  }
+  return values;
+}
+
+/**
+ * Return the tensors of a file of values (`protocol/values.py`), Map name -> array. which: "frozen" or "first".
+ * Throws ProtocolError unless it is the file that the manifest names.
+ */
+export function unpackValues(manifest, which, file) {
+  const stored = manifest[which].map((spec) => [spec, halved(manifest, which, spec)]);
+  if (file.byteLength !== valuesSize(manifest, which) || hex(sha256(file)) !== manifest.files.get(which)) {
+    throw new ProtocolError(`the file of ${which} values is not the one that the manifest names`);
+  }
+  const found = new Map();
+  let begin = 0;
+  for (const [spec, half] of stored) {
+    const bytes = spec.size * (half ? 2 : ARRAYS[spec.dtype].BYTES_PER_ELEMENT);
+    const part = file.slice(begin, begin + bytes).buffer;
+    found.set(spec.name, half ? fromHalf(new Uint16Array(part)) : new ARRAYS[spec.dtype](part));
+    begin += bytes;
+  }
+  return found;
+}
+
+/** Return the bytes of a file of values. */
+export function valuesSize(manifest, which) {
+  const width = (spec) => (halved(manifest, which, spec) ? 2 : ARRAYS[spec.dtype].BYTES_PER_ELEMENT);
+  return sum(manifest[which].map((spec) => spec.size * width(spec)));
+}
+
+const halved = (manifest, which, spec) =>
+  which === "frozen" && manifest.frozenPrecision === "float16" && spec.dtype === "float32" && spec.shape.length > 1;
+
+/** Return float16 numbers, given as their bits, as float32. */
+export function fromHalf(bits) {
+  const values = new Float32Array(bits.length);
+  for (let i = 0; i < bits.length; i++) {
+    const sign = bits[i] & 0x8000 ? -1 : 1, exponent = (bits[i] >> 10) & 31, fraction = bits[i] & 1023;
+    if (exponent === 31) values[i] = fraction ? NaN : sign * Infinity;
+    else values[i] = sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : (fraction / 1024) * 2 ** -14);
+  }
+  return values;
+}
+
+function parsed(text) {
+  try {
+    const said = JSON.parse(text);
+    if (said.version === 1 && Array.isArray(said.tensors) && said.tensors.length) return said;
+  } catch { /* said below */ }
+  throw new ProtocolError("the manifest cannot be read; reload this page, which may be older than the coordinator");
+}
+
+function check(manifest) {
+  const names = new Set();
+  for (const spec of manifest.tensors) {
+    const { name, shape, axes } = spec;
+    const sound = typeof name === "string" && ARRAYS[spec.dtype] && POLICIES.includes(spec.policy) && !names.has(name)
+      && shape.every((length) => Number.isInteger(length) && length > 0) && spec.size <= MAX_TENSOR_VALUES
+      && (spec.policy !== "shared" || spec.dtype === "float32") && (!axes.length || axes.length === shape.length);
+    if (!sound) throw new ProtocolError(`the manifest's tensor ${String(name).slice(0, 80)} cannot be used`);
+    names.add(name);
+    axes.forEach((segments, axis) => {
+      const lengths = segments.map((each) => manifest.groups.get(each.group) * each.repeat);
+      if (segments.length && (axis > 1 || sum(lengths) !== shape[axis])) {
+        throw new ProtocolError(`${name}: axis ${axis} is not as long as its neurons`);
+      }
+    });
+  }
+  for (const [name, size] of manifest.groups) {
+    if (!Number.isInteger(size) || size < 1) throw new ProtocolError(`the manifest's group ${name} has no neurons`);
+  }
+}
+
+/** SHA-256 of what gives the values their names, shapes and neurons, as Python's json.dumps(sort_keys=True) writes it. */
+function valuesDigest(said) {
+  const { layers, skeleton_sha256, step_sha256, evaluation_sha256, first_sha256, metrics, ...model } = said;
+  const tensors = model.tensors.map(({ init, ...spec }) => spec);
+  return hex(sha256(utf8(pythonJson({ frozen_sha256: null, ...model, tensors }))));
+}
+
+/** Return JSON as Python writes it, with sorted keys and only ASCII. compact: without spaces. */
+export function pythonJson(value, compact = false) {
+  const [comma, colon] = compact ? [",", ":"] : [", ", ": "];
+  const write = (each) => {
+    if (Array.isArray(each)) return `[${each.map(write).join(comma)}]`;
+    if (each !== null && typeof each === "object") {
+      return `{${Object.keys(each).sort().map((key) => quoted(key) + colon + write(each[key])).join(comma)}}`;
+    }
+    return typeof each === "string" ? quoted(each) : JSON.stringify(each);
+  };
+  return write(value);
+}
+
+const quoted = (text) =>
+  JSON.stringify(text).replace(/[\u007f-\uffff]/g, (unit) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`);

@@ -1,0 +1,73 @@
+// Recording movement with a countdown, and dropping what was moved only to reach the button.
+
+import { screen } from "./conditions.js";
+import { Recorder } from "./motion.js";
+import { $, many, put } from "./words.js";
+
+const COUNTDOWN_SECONDS = 3;
+const DROPPED = 2; // the last windows of a recording: the hand that stops it moves the device
+
+/** The buttons and texts with which one activity after the other is recorded. */
+export class MotionPanel {
+  /**
+   * @param {object} told
+   * @param {(values: Float32Array, label: number) => void} told.found a window [6 * 64] that is kept
+   * @param {(error: Error) => void} told.failed there is nothing to record with
+   */
+  constructor({ found, failed }) {
+    this.told = { found, failed };
+    this.label = 0;
+    this.timer = null;
+    this.recorder = new Recorder({
+      found: (values) => this.#found(values),
+      failed: (error) => {
+        this.stop();
+        failed(error);
+      },
+    });
+  }
+
+  /** Choose the class of what is recorded from now on. */
+  choose(label) {
+    this.stop();
+    this.label = label;
+  }
+
+  /** Begin with a countdown, or stop. Throws DataError where there are no sensors. */
+  async toggle() {
+    if (this.timer !== null || this.recorder.isRecording) return this.stop();
+    await this.recorder.allow();
+    put($("motion-record"), "Stop");
+    screen.keepOn("recording", true);
+    this.#count(COUNTDOWN_SECONDS);
+  }
+
+  /** Stop; nothing happens where nothing is recorded. */
+  stop() {
+    if (this.timer === null && !this.recorder.isRecording) return;
+    const wasRecording = this.recorder.isRecording;
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.recorder.stop();
+    screen.keepOn("recording", false);
+    put($("motion-record"), "Record");
+    put($("motion-state"), wasRecording ? `${many(this.kept, "sample")} kept. The last moments were left out.` : "");
+  }
+
+  #count(left) {
+    put($("motion-state"), left > 0 ? String(left) : "Recording");
+    this.timer = left > 0 ? setTimeout(() => this.#count(left - 1), 1000) : null;
+    if (left > 0) return;
+    navigator.vibrate?.(100);
+    [this.kept, this.waiting] = [0, []];
+    this.recorder.start();
+  }
+
+  #found(values) {
+    this.waiting.push(values);
+    if (this.waiting.length <= DROPPED) return;
+    this.told.found(this.waiting.shift(), this.label);
+    this.kept += 1;
+    put($("motion-state"), `Recording: ${many(this.kept, "sample")}`);
+  }
+}

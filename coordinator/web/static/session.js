@@ -1,0 +1,579 @@
+/**
+ * One device's conversation with its coordinator: `edge_sdk/device/session.py`. `step` does one thing and returns;
+ * between steps everything that matters is in the store, so that a page may be closed anywhere:
+ *
+ *     before the state is kept   the assignment is still open: it is given again and done again, from the same model and
+ *                                with the same random numbers, so to the same update
+ *     after it                   the outbox holds the update: it is sent again, byte for byte, and counts once
+ */
+import { decode, encode, largestPayload } from "./bundle.js";
+import { Engine, threads } from "./engine.js";
+import { BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
+import { nonzeroFlops, forwardFlops } from "./flops.js";
+import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, unpackValues, valuesSize } from "./manifest.js";
+import { mergeInPlace } from "./masks.js";
+import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
+import { roundUpdate } from "./rounding.js";
+import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
+import { isBetter } from "./stopping.js";
+
+const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
+const FIRST_REST = 5, LONGEST_REST = 900;
+const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1];
+const MOST_HISTORY = 200;
+const LARGEST_SCORE = 3.4028234663852886e38;
+const NO_ENERGY = { quality: "unavailable", source: "a browser has no energy sensor" };
+
+const AT_FIRST = {
+  rounds: 0, lastRound: 0, steps: 0, stoppedRound: null, adapted: false, accuracyBefore: null, accuracyNow: null,
+  accuracyGlobal: null, memory: {}, best: null, pending: null, uploadCost: null, secondsTraining: 0,
+  everything: { bytes_down: 0, bytes_up: 0, frozen_down: 0 }, history: [],
+};
+
+/**
+ * One device in one federation. transport: its calls. store: what it keeps. data(): { train, validation, test } as Batches,
+ * the device's own. tell(changes): called with what the screen is to show. checkpoint(left): awaited between batches with
+ * the seconds left of the round's deadline; it may wait, or throw Paused.
+ */
+export class Session {
+  constructor(federation, { transport, store, data, tell, checkpoint }) {
+    Object.assign(this, { federation, transport, store, data, tell, checkpoint });
+    this.enrolmentToken = transport.token;
+    this.next = null;
+    this.working = null;
+    this.faults = 0;
+  }
+
+  /** Read what is kept here and what the coordinator says of the federation. Throws Refused, ProtocolError, Error. */
+  async open() {
+    this.identity = (await this.store.get("identity")) ?? null;
+    this.progress = { ...AT_FIRST, ...((await this.store.get("progress")) ?? {}) };
+    this.movedBefore = this.progress.everything;
+    if (this.identity?.token) this.transport.token = this.identity.token;
+    this.info = await this.askForFederation();
+    if (this.identity && this.identity.uid !== this.info.uid) {
+      throw new Error(`this browser took part in another federation that was called ${this.federation}; choose "Forget me" first`);
+    }
+    if (!this.info.device_kinds.includes("page")) throw new Error(`no page can take part here: ${this.info.no_pages_because}`);
+    await this.loadModel(this.info.manifest_digest);
+    await this.loadState();
+    if (this.identity?.previous) await this.settleToken();
+  }
+
+  async askForFederation() {
+    try {
+      return await this.transport.federation(this.federation);
+    } catch (error) {
+      if (!(error instanceof Refused && error.is("TokenExpired"))) throw error;
+      this.transport.token = this.enrolmentToken;
+      return this.transport.federation(this.federation);
+    }
+  }
+
+  /** Load manifest, files of values and the engine; each is downloaded once, and has the digest that names it. */
+  async loadModel(digest) {
+    const text = await this.cached("manifest.json", digest, "manifest", MAX_MANIFEST);
+    this.manifest = new Manifest(new TextDecoder("utf-8", { fatal: true }).decode(text));
+    if (!this.manifest.files.has("step")) throw new Error("the model was published without a training step");
+    const [frozen, first] = [await this.values("frozen"), await this.values("first")];
+    const own = ownInitialValues(this.manifest, this.info.settings.seed, first);
+    const graph = (name) => this.cached(`${name}.onnx`, this.manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
+    await this.engine?.forget();
+    const graphs = { step: () => graph("step"), evaluation: () => graph("evaluation") };
+    this.engine = new Engine(this.manifest, graphs, frozen, own);
+    this.skeleton = () => graph("skeleton");
+    this.method = METHODS[this.info.method];
+  }
+
+  /** Return a file by its digest: the one that is kept, or a download. Throws ProtocolError for another one. */
+  async cached(key, wanted, path, most) {
+    const kept = await this.store.get(key);
+    if (kept && (await digestHex(kept)) === wanted) return kept;
+    const file = await this.transport.file(this.federation, path, most);
+    if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} has not the SHA-256 that names it; reload this page`);
+    await this.store.put({ [key]: file });
+    return file;
+  }
+
+  async values(which) {
+    if (!this.manifest.files.has(which)) return new Map();
+    const kept = await this.store.get(which);
+    if (kept && hex(sha256(kept)) === this.manifest.files.get(which)) return unpackValues(this.manifest, which, kept);
+    const file = await this.transport.values(this.federation, which, valuesSize(this.manifest, which));
+    const tensors = unpackValues(this.manifest, which, file);
+    await this.store.put({ [which]: file });
+    return tensors;
+  }
+
+  /** Load the personal model, checked. */
+  async loadState() {
+    const { personal = null, owed = null } = (await this.read("model")) ?? {};
+    this.personal = personal;
+    this.owed = owed;
+    this.best = (await this.read("best"))?.personal ?? null;
+    this.asNew = new Map(this.manifest.of("personal").map(({ name }) => [name, this.engine.tensors.get(name).slice()]));
+  }
+
+  async read(key) {
+    const kept = await this.store.get(key);
+    if (kept && kept.sha256 !== digestOf(kept.tensors)) {
+      throw new Error('what this browser kept of the model is damaged; choose "Forget me" and take part anew');
+    }
+    return kept?.tensors;
+  }
+
+  // --- identity ------------------------------------------------------------------------------------------------------
+
+  /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
+  async join(name, budget) {
+    this.budget = budget;
+    if (!this.identity) {
+      const key = hex(crypto.getRandomValues(new Uint8Array(32)));
+      this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
+      await this.keepIdentity({});
+    }
+    if (!this.identity.token) return this.enrol();
+    this.transport.token = this.identity.token;
+    await this.orEnrolAgain(() => this.say({
+      budget, conditions: { available: true }, num_examples: this.data().train.count, holds_model: this.personal !== null,
+    }));
+    await this.keepIdentity({ budget });
+  }
+
+  async enrol() {
+    this.transport.token = this.enrolmentToken;
+    const enrolled = await this.transport.enrol(this.federation, {
+      name: this.identity.name, enrolment_key: this.identity.key, budget: this.budget,
+      num_examples: this.data().train.count, profile: profile(),
+    });
+    await this.keepIdentity({ device: enrolled.device_id, token: enrolled.token, budget: this.budget });
+    this.transport.token = enrolled.token;
+    if (enrolled.notice) this.tell({ notice: enrolled.notice });
+  }
+
+  async keepIdentity(changes) {
+    this.identity = { ...this.identity, ...changes };
+    await this.store.put({ identity: this.identity });
+  }
+
+  async orEnrolAgain(call) {
+    try {
+      return await call();
+    } catch (error) {
+      if (!(error instanceof Refused && error.is("TokenExpired"))) throw error;
+      await this.enrol();
+      return call();
+    }
+  }
+
+  async renewToken() {
+    const token = await this.transport.newToken(this.identity.device, this.identity.key);
+    await this.keepIdentity({ token, previous: this.identity.token });
+    await this.settleToken();
+  }
+
+  /** Use a new token for the first time, or go on with the old one where it is refused. */
+  async settleToken() {
+    let { token } = this.identity;
+    this.transport.token = token;
+    try {
+      await this.say({});
+    } catch (error) {
+      if (!(error instanceof Refused && error.is("NotAuthenticated"))) throw error;
+      token = this.transport.token = this.identity.previous;
+    }
+    await this.keepIdentity({ token, previous: null });
+  }
+
+  async say(change) {
+    if (this.identity?.device) await this.transport.changeDevice(this.identity.device, change);
+  }
+
+  /** Say that the device is away, and why: a word of the contract, or a sentence. */
+  away(reason) {
+    return this.say({ conditions: { available: false, reason } });
+  }
+
+  // --- steps ---------------------------------------------------------------------------------------------------------
+
+  /**
+   * Send what is waiting to be sent, or ask for work and do it, or find that there is none. Returns "worked", "idle" or
+   * "over". A fault of the coordinator ends no device: the work is handed back, and the device rests. Throws Stopped,
+   * and Refused where that is final.
+   */
+  async step() {
+    try {
+      const outcome = await this.once();
+      this.faults = 0;
+      return outcome;
+    } catch (error) {
+      const fault = (error instanceof Refused && !error.final) || error instanceof ProtocolError;
+      if (!fault) throw error;
+      await this.rest(error.message);
+      return "idle";
+    }
+  }
+
+  async rest(fault) {
+    const seconds = Math.min(FIRST_REST * 2 ** this.faults, LONGEST_REST);
+    this.faults = Math.min(this.faults + 1, 30);
+    this.tell({ phase: "waiting", detail: `${fault}; this page tries again in ${Math.round(seconds)} s` });
+    const working = this.working;
+    this.working = null;
+    if (working) await this.giveUp(working, fault).catch((error) => { if (error.final) throw error; });
+    await this.transport.rest(seconds);
+  }
+
+  async once() {
+    const { pending } = this.progress;
+    if (pending) await this.heard(pending, () => this.send(pending));
+    let assignment = this.next;
+    this.next = null;
+    if (!assignment) {
+      this.tell({ phase: "waiting", detail: "waits for work", work: null });
+      try {
+        const answer = await this.orEnrolAgain(() => this.ask());
+        assignment = answer.assignment;
+        if (!assignment) await this.transport.rest(answer.pause);
+      } catch (error) {
+        if (error instanceof Refused && error.is("Finished")) return "over";
+        throw error;
+      }
+    }
+    if (this.transport.renewalDue) await this.renewToken();
+    if (!assignment) return "idle";
+    this.working = assignment;
+    try {
+      await this.takeNewVersion(assignment.manifest_digest);
+      await this.heard({ id: assignment.assignment_id, silence: assignment.settings.silence_seconds },
+        () => this.work(assignment));
+    } catch (error) {
+      await this.failed(assignment, error);
+    }
+    this.working = null;
+    return "worked";
+  }
+
+  async ask() {
+    const cost = this.progress.uploadCost;
+    const answer = await this.transport.assignment(this.federation, WAIT_SECONDS, cost);
+    if (cost) this.progress = { ...this.progress, uploadCost: null };
+    return answer;
+  }
+
+  async failed(assignment, error) {
+    if (error instanceof TrainingDiverged || (error instanceof ProtocolError && !(error instanceof BundleError))) {
+      this.tell({ failure: error.message });
+      await this.giveUp(assignment, error.message);
+    } else if (error instanceof Paused) {
+      await this.giveUp(assignment, error.reason);
+    } else if (error instanceof Refused && error.roundOver) {
+      await this.say({ conditions: { available: true } });
+    } else {
+      throw error;
+    }
+  }
+
+  /** Have the coordinator hear of this device while it works. */
+  async heard({ id, silence = 60 }, work) {
+    const timer = setInterval(() => this.transport.heartbeat(id), (1000 * silence) / BEATS);
+    try {
+      return await work();
+    } finally {
+      clearInterval(timer);
+    }
+  }
+
+  async takeNewVersion(digest) {
+    if (!digest || digest === this.manifest.digest) return;
+    const { valuesDigest } = this.manifest, tensors = this.engine.read();
+    this.info = await this.transport.federation(this.federation);
+    await this.loadModel(digest);
+    if (this.manifest.valuesDigest !== valuesDigest) {
+      throw new ProtocolError('the federation\'s model has other values than before; choose "Forget me" and take part anew');
+    }
+    this.engine.load(tensors);
+  }
+
+  async giveUp(assignment, reason) {
+    if (!this.personal) this.engine.load(this.asNew);
+    await this.transport.handBack(assignment.assignment_id, reason);
+  }
+
+  async work(assignment) {
+    const { kind } = assignment;
+    if (!(kind === "evaluate" || kind === "adapt" ? this.method[kind] : kind !== "prepare" && this.method[kind])) {
+      throw new ProtocolError(`${this.info.method} on a page has no work of kind ${kind}`);
+    }
+    const job = await this.jobOf(assignment);
+    if (kind === "evaluate") return this.evaluate(job);
+    return kind === "adapt" ? this.adapt(job) : this.train(job);
+  }
+
+  async jobOf(assignment) {
+    const { kind, round, payload, settings } = assignment;
+    const deadline = Date.now() + 1000 * assignment.deadline_seconds;
+    this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloads the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
+    const download = this.phase();
+    let received = null;
+    if (payload) {
+      if (payload.bytes > largestPayload(this.manifest)) throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`);
+      received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
+      if (isWhole(this.manifest, received)) this.received = received.values;
+    }
+    const waits = kind !== "adapt";
+    let paused = 0;
+    return {
+      assignment, settings, received, download: download.end(), manifest: this.manifest, engine: this.engine, data: this.data(),
+      state: { personal: this.personal, memory: this.progress.memory },
+      seed: (purpose) => deriveSeed(`${this.federation}:${settings.seed}`, this.identity.name, round, purpose),
+      progress: async (step, steps, loss) => {
+        this.tell({ work: { kind, round, step, steps, loss, deadline } });
+        paused += await this.checkpoint(waits ? (deadline - Date.now()) / 1000 - RESERVE_SECONDS : Infinity);
+      },
+      paused: () => paused,
+    };
+  }
+
+  async train(job) {
+    const { assignment } = job;
+    const first = await this.judgeFirst(job);
+    this.tell({ phase: "training", detail: `trains in round ${assignment.round}` });
+    const training = this.phase();
+    const trained = await this.method[assignment.kind](job);
+    const train = { ...training.end(), paused_seconds: job.paused() };
+    const best = this.bestOf(job, trained);
+    const report = reportOf(job, trained, train);
+    let body = JSON.stringify(report), owed;
+    if (trained.values) {
+      const { mask, draw } = trained, { precision } = job.settings;
+      let { values } = trained;
+      if (precision === "int8") {
+        const rounded = roundUpdate(this.manifest, mask, values, sentValues(this.manifest, job.received, mask), this.owed, job.seed("quantise"));
+        values = rounded;
+        owed = rounded.owed;
+      }
+      body = encode(this.manifest, values, mask, { draw, precision, report: body });
+    }
+    const { round } = assignment, { history } = this.progress;
+    const accuracy = trained.validation?.accuracy ?? null;
+    await this.keepAndSend(assignment, body, {
+      ...first, memory: trained.memory, rounds: this.progress.rounds + 1, lastRound: round,
+      steps: this.progress.steps + trained.steps, stoppedRound: trained.stopped ? round : this.progress.stoppedRound,
+      accuracyNow: accuracy ?? this.progress.accuracyNow,
+      secondsTraining: this.progress.secondsTraining + train.seconds - train.paused_seconds,
+      history: [...history, { round, accuracy, loss: trained.trainLoss }].slice(-MOST_HISTORY),
+    }, { personal: trained.personal, best, owed });
+  }
+
+  /** Return the best personal model's note after a round: the round's own where its validation data speak for it. */
+  bestOf(job, trained) {
+    if (!trained.personal || job.settings.personal_model !== "best") return null;
+    return isBetter(trained.validation, this.progress.best?.validation) ? { round: job.assignment.round, validation: trained.validation } : null;
+  }
+
+  /** Return how good the model is as first received, before any local training; nothing where that is known. */
+  async judgeFirst(job) {
+    if (this.progress.rounds || this.progress.accuracyBefore !== null) return {};
+    const { manifest, received } = job;
+    if (this.personal) this.engine.load(this.personal);
+    if (received && isWhole(manifest, received)) this.engine.load(wholeModel(manifest, received));
+    else if (received) mergeInPlace(manifest, this.engine.tensors, received.values, received.mask);
+    const judged = await this.engine.evaluate(job.data.test ?? job.data.validation);
+    return { accuracyBefore: judged.accuracy };
+  }
+
+  async evaluate(job) {
+    this.tell({ phase: "evaluating", detail: `judges the model in round ${job.assignment.round}` });
+    const measuring = this.phase();
+    await this.mixWithGlobal(job);
+    const judged = await this.method.evaluate({ ...job, state: { ...job.state, personal: this.best ?? this.personal } });
+    const receipt = { ...receiptOf(job, judged, measuring.end()), inference_flops: nonzeroFlops(this.manifest, this.bestTensors()) };
+    await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
+      accuracyNow: judged.personal?.accuracy ?? judged.globalModel?.accuracy ?? this.progress.accuracyNow,
+      accuracyGlobal: judged.globalModel?.accuracy ?? this.progress.accuracyGlobal,
+    });
+  }
+
+  async adapt(job) {
+    const first = await this.judgeFirst(job);
+    this.tell({ phase: "training", detail: "makes its own model of the finished one" });
+    const training = this.phase();
+    const personal = await this.method.adapt(job);
+    const train = { ...training.end(), paused_seconds: job.paused() };
+    this.engine.load(personal);
+    const validation = await this.engine.evaluate(job.data.validation);
+    const heldOut = job.data.test ? await this.engine.evaluate(job.data.test) : validation;
+    const receipt = { personal: heldOut, telemetry: { download: job.download, train } };
+    const best = job.settings.personal_model === "best" ? { round: job.assignment.round, validation } : null;
+    await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
+      ...first, adapted: true, accuracyNow: heldOut.accuracy, secondsTraining: this.progress.secondsTraining + train.seconds,
+    }, { personal, best });
+  }
+
+  /** Keep a mixture of the personal and the finished global model as the best one, where validation speaks for it. */
+  async mixWithGlobal(job) {
+    const own = this.personal;
+    if (!job.assignment.plan?.finished || !this.method.mixesGlobal || !job.received || !own || !this.progress.best) return;
+    const received = wholeModel(this.manifest, job.received);
+    for (const share of GLOBAL_SHARES) {
+      const mixture = mixed(own, received, share);
+      this.engine.load(mixture);
+      const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
+      if (!validation || !isBetter(validation, this.progress.best.validation)) continue;
+      this.best = mixture;
+      this.progress = { ...this.progress, best: { round: job.assignment.round, validation, share } };
+      await this.store.put({ best: sealed({ personal: mixture }), progress: this.progress });
+    }
+  }
+
+  /** Keep the new state and the update together, then send it. */
+  async keepAndSend(assignment, body, changes, { personal, best, owed } = {}) {
+    const text = typeof body === "string";
+    const bytes = text ? utf8(body) : body;
+    const pending = { id: assignment.assignment_id, kind: assignment.kind, text, sha256: await digestHex(bytes), silence: assignment.settings.silence_seconds };
+    this.progress = { ...this.progress, ...changes, ...(best ? { best } : {}), pending, everything: this.moved() };
+    const entries = { progress: this.progress, outbox: bytes };
+    if (personal) {
+      this.personal = personal;
+      if (best) {
+        this.best = personal;
+        entries.best = sealed({ personal });
+      }
+    }
+    if (owed) {
+      entries.before = this.owed && sealed({ owed: this.owed });
+      this.owed = owed;
+    }
+    if (personal || owed) entries.model = sealed({ personal: this.personal, owed: this.owed });
+    await this.store.put(entries);
+    await this.send(pending);
+  }
+
+  async send(pending) {
+    const body = await this.store.get("outbox");
+    if (!body || (await digestHex(body)) !== pending.sha256) throw new Error('the update that was kept is damaged; choose "Forget me"');
+    this.tell({ phase: "uploading", detail: "sends what it has learnt" });
+    const upload = this.phase();
+    try {
+      this.next = await this.transport.update(pending.id, body, pending.text, this.progress.uploadCost);
+    } catch (error) {
+      if (!(error instanceof Refused) || (error.final && !error.roundOver) || error.is("TokenExpired")) throw error;
+      await this.notCounted(pending, error);
+      return;
+    }
+    const cost = { assignment_id: pending.id, upload: upload.end(), everything: this.moved() };
+    await this.keepProgress({ pending: null, uploadCost: cost }, { outbox: undefined, before: undefined });
+  }
+
+  /** The round is over, or the update was refused: the local step stays, what rounding took from it does not. */
+  async notCounted(pending, error) {
+    const before = await this.read("before");
+    const entries = { outbox: undefined, before: undefined };
+    if (before) {
+      this.owed = before.owed;
+      entries.model = sealed({ personal: this.personal, owed: this.owed });
+    }
+    await this.keepProgress({ pending: null }, entries);
+    if (!error.roundOver) {
+      this.tell({ failure: error.message });
+      await this.transport.handBack(pending.id, error.message);
+    }
+    const holds = ["train", "personalise"].includes(pending.kind) && this.personal !== null;
+    await this.say({ conditions: { available: true }, ...(holds ? { holds_model: true } : {}) });
+  }
+
+  async keepProgress(changes, entries = {}) {
+    this.progress = { ...this.progress, ...changes, everything: this.moved() };
+    await this.store.put({ ...entries, progress: this.progress });
+  }
+
+  // --- the model -----------------------------------------------------------------------------------------------------
+
+  /** Return the tensors to predict with: the best personal model, else the global one as last received; or null. */
+  bestTensors() {
+    const own = this.best ?? this.personal;
+    if (own || !this.received) return own;
+    const tensors = this.engine.read();
+    mergeInPlace(this.manifest, tensors, this.received, null);
+    return tensors;
+  }
+
+  /** Return the answer of that model to one sample, Float32Array, also while another trains. Throws Error without one. */
+  async predict(input) {
+    const tensors = this.bestTensors();
+    if (!tensors) throw new Error("there is no model yet: take part in a round first");
+    return this.engine.predict(input, tensors);
+  }
+
+  /** Return the bytes of all HTTP bodies so far. */
+  moved() {
+    const { down, up, frozen } = this.transport.traffic;
+    const { bytes_down, bytes_up, frozen_down } = this.movedBefore;
+    return { bytes_down: bytes_down + down, bytes_up: bytes_up + up, frozen_down: frozen_down + frozen };
+  }
+
+  /** Measure a phase: `end()` gives its cost as the contract has it. */
+  phase() {
+    const begin = performance.now(), before = { ...this.transport.traffic };
+    return {
+      end: () => ({
+        seconds: (performance.now() - begin) / 1000,
+        bytes_down: this.transport.traffic.down - before.down,
+        bytes_up: this.transport.traffic.up - before.up,
+        ...NO_ENERGY,
+      }),
+    };
+  }
+}
+
+function sealed(tensors) {
+  return { tensors, sha256: digestOf(tensors) };
+}
+
+function digestOf(tensors) {
+  const hasher = new Sha256();
+  for (const part of Object.values(tensors)) {
+    for (const [name, { buffer, byteOffset, byteLength }] of part ?? []) {
+      hasher.update(utf8(name));
+      hasher.update(new Uint8Array(buffer, byteOffset, byteLength));
+    }
+  }
+  return hex(hasher.digest());
+}
+
+/** Return a seed below 2^63, BigInt, that follows from `parts`, the same as the SDK's. */
+export function deriveSeed(...parts) {
+  const text = `[${parts.map((part) => JSON.stringify(String(part))).join(", ")}]`;
+  return BigInt(`0x${hex(sha256(utf8(text)).subarray(0, 8))}`) >> 1n;
+}
+
+const bounded = (loss) => Math.max(-LARGEST_SCORE, Math.min(LARGEST_SCORE, loss));
+
+function reportOf(job, trained, train) {
+  return {
+    num_examples: trained.numExamples, status: trained.stopped ? "stopped" : "active", steps: trained.steps,
+    training_flops: trained.flops, train_loss: bounded(trained.trainLoss),
+    ...(trained.validation ? { validation_loss: trained.validation.loss } : {}),
+    ...(trained.stopLoss === null ? {} : { stop_loss: bounded(trained.stopLoss) }),
+    counts: trained.counts, received: job.received?.parts ?? {}, telemetry: { download: job.download, train },
+  };
+}
+
+function receiptOf(job, judged, train) {
+  const found = [judged.personal, judged.globalModel, judged.validation].filter(Boolean);
+  const receipt = {
+    others: judged.others ?? {}, finetune_flops: judged.flops ?? 0, telemetry: { download: job.download, train },
+  };
+  if (judged.personal) receipt.personal = judged.personal;
+  if (judged.globalModel) receipt.global_model = judged.globalModel;
+  if (judged.validation) receipt.validation = judged.validation;
+  return found.length ? receipt : {};
+}
+
+function profile() {
+  const system = navigator.userAgent.replace(/^Mozilla\/5\.0 \(([^)]*)\).*$/, "$1").slice(0, 200);
+  const memory = navigator.deviceMemory ? { memory_bytes: navigator.deviceMemory * 2 ** 30 } : {};
+  const cores = Math.min(Math.max(1, navigator.hardwareConcurrency || 1), 4096);
+  return { board: `browser, ${threads} thread${threads > 1 ? "s" : ""}`, system, cores, ...memory, sdk_version: "page" };
+}

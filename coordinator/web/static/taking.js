@@ -1,0 +1,216 @@
+// "Take part": joining, what the device does now, what came of it, and how to stop.
+
+import { Conditions, screen } from "./conditions.js";
+import { $, bytes, element, many, milliseconds, percent, put, seconds, show } from "./words.js";
+
+const WORDS = {
+  opening: "opening", ready: "ready", joining: "joining", waiting: "waiting", downloading: "downloading",
+  training: "training", uploading: "uploading", evaluating: "checking", paused: "paused", left: "left",
+  finished: "finished", failed: "failed",
+};
+const TAKING = new Set(["joining", "waiting", "downloading", "training", "uploading", "evaluating", "paused"]);
+const CONDITIONS = ["charging", "unmetered", "front"];
+const CANNOT_TELL = "this browser cannot tell: you decide";
+const PROMISES = { charging: "it is charging", unmetered: "its connection is not metered" };
+
+/** The section in which a person takes part. */
+export class Taking {
+  #pausedByUser = false;
+  #sent = null; // the reason to pause that the worker knows
+
+  /**
+   * @param {object} told
+   * @param {(message: object) => void} told.send to the worker
+   * @param {(question: object) => Promise<boolean>} told.ask a question with two answers
+   */
+  constructor({ send, ask }) {
+    this.send = send;
+    this.ask = ask;
+    this.state = null;
+    this.promised = new Set(); // conditions which the browser cannot see, and the person said are met
+    this.conditions = new Conditions(() => this.#conditionsChanged());
+    this.conditions.ready.then(() => this.#showConditions());
+    $("name").value = newName();
+    $("join").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#join();
+    });
+    for (const id of CONDITIONS) $(id).addEventListener("change", () => this.#conditionsChanged());
+    $("pause").addEventListener("click", () => this.#pause());
+    $("leave").addEventListener("click", () => this.#stop("leave"));
+    $("forget").addEventListener("click", () => this.#forget());
+  }
+
+  /** Draw a state of the worker. */
+  draw(state) {
+    this.state = state;
+    const { phase, detail, federation, device, samples } = state;
+    const taking = TAKING.has(phase);
+    put($("phase"), WORDS[phase]);
+    $("phase").dataset.phase = phase;
+    screen.keepOn("training", taking && phase !== "paused");
+    $("part").hidden = federation === null || phase === "opening";
+    if (federation === null) return;
+    this.#say(phase, detail);
+    this.#form(taking, phase, federation, device, samples);
+    $("work").hidden = !taking && state.rounds === 0 && phase !== "finished";
+    $("controls").hidden = !taking;
+    put($("pause"), this.#pausedByUser ? "Go on" : "Pause");
+    $("forget").hidden = !device?.enrolled && samples.source === "none" && state.rounds === 0;
+    this.#progress(state, taking);
+    this.#accuracy(state);
+    tiles($("cost"), costs(state));
+    this.#conditionsChanged();
+  }
+
+  /** Show the sentence; say it aloud only where more than a number in it has changed. */
+  #say(phase, detail) {
+    put($("detail"), detail);
+    const gist = phase + detail.replace(/[\d.,]+/g, "");
+    if (gist !== this.gist) put($("announced"), detail);
+    this.gist = gist;
+  }
+
+  #form(taking, phase, federation, device, samples) {
+    const held = $("join").contains(document.activeElement) || $("controls").contains(document.activeElement);
+    const shown = !taking && phase !== "finished";
+    const changes = shown === $("join").hidden;
+    $("join").hidden = !shown;
+    if (changes && held) $("detail").focus();
+    if (device?.enrolled) [$("name").value, $("name").readOnly] = [device.name, true];
+    else $("name").readOnly = false;
+    $("budget-box").hidden = federation.method !== "fedspu";
+    $("take-part").disabled = !samples.enough;
+    put($("take-part"), device?.enrolled ? "Go on taking part" : "Take part");
+    put($("first"), samples.enough ? "" : `First: ${samples.lacks}`);
+  }
+
+  #progress({ work, federation }, taking) {
+    $("step-box").hidden = !taking;
+    $("step").hidden = !work?.steps;
+    $("step").max = work?.steps || 1;
+    $("step").value = work?.steps ? work.step : 0;
+    put($("round"), `Round ${work?.round ?? federation.round} of ${federation.rounds}`);
+    const loss = Number.isFinite(work?.loss) ? `, loss ${work.loss.toFixed(3)}` : "";
+    put($("steps"), work?.steps ? `step ${work.step} of ${work.steps}${loss}` : "");
+  }
+
+  #accuracy({ accuracyBefore, accuracyNow, accuracyGlobal, samples, history }) {
+    const rows = [["at first", accuracyBefore], ["now", accuracyNow], ["the shared model", accuracyGlobal]];
+    const known = rows.filter(([, share]) => share !== null && share !== undefined);
+    $("answers").hidden = known.length === 0;
+    tiles($("accuracy"), known.map(([label, share]) => [label, percent(share), ofTen(share)]));
+    drawHistory($("history"), history.filter(({ accuracy }) => accuracy !== null));
+  }
+
+  async #join() {
+    const { canTell, wanted } = this.conditions;
+    const open = Object.keys(PROMISES).filter((key) => wanted[key] && !canTell[key] && !this.promised.has(key));
+    if (open.length > 0) {
+      const sure = await this.ask({
+        question: "May this device train now?",
+        consequence: `This browser cannot tell whether ${open.map((key) => PROMISES[key]).join(" and whether ")}. ` +
+          "Take part if so. You are asked once: pause when that changes.",
+        no: "Not yet", yes: "Yes, take part",
+      });
+      if (!sure) return;
+      for (const key of open) this.promised.add(key);
+    }
+    this.#pausedByUser = false;
+    const budget = $("budget-box").hidden ? 1 : Number($("budget").value);
+    this.send({ do: "join", name: $("name").value, budget });
+    this.#sent = null;
+  }
+
+  #pause() {
+    this.#pausedByUser = !this.#pausedByUser;
+    put($("pause"), this.#pausedByUser ? "Go on" : "Pause");
+    this.#conditionsChanged();
+  }
+
+  #stop(how) {
+    this.send({ do: how });
+    this.#pausedByUser = false;
+    this.#sent = null;
+  }
+
+  async #forget() {
+    const sure = await this.ask({
+      question: "Forget this device?",
+      consequence: "This deletes your samples, the personal model and this device's place in the federation from " +
+        "this browser. They cannot be brought back. What was learnt from them stays in the shared model.",
+      no: "Keep everything", yes: "Forget me",
+    });
+    if (sure) this.#stop("forget");
+  }
+
+  #showConditions() {
+    const { canTell } = this.conditions;
+    put($("charging-hint"), canTell.charging ? "" : CANNOT_TELL);
+    put($("unmetered-hint"), canTell.unmetered ? "" : CANNOT_TELL);
+    $("unmetered").checked = canTell.unmetered;
+    this.#conditionsChanged();
+  }
+
+  #conditionsChanged() {
+    for (const key of CONDITIONS) this.conditions.wanted[key] = $(key).checked;
+    if (!TAKING.has(this.state?.phase)) return;
+    const reason = this.#pausedByUser ? "user" : this.conditions.reason;
+    if (reason === this.#sent) return;
+    this.#sent = reason;
+    this.send(reason === null ? { do: "resume" } : { do: "pause", reason });
+  }
+}
+
+/** A name for a new device, such as "phone-7k3f". */
+function newName() {
+  const { userAgent, maxTouchPoints } = navigator;
+  const isTablet = /iPad|Tablet/.test(userAgent) || (/Macintosh/.test(userAgent) && maxTouchPoints > 1) ||
+    (/Android/.test(userAgent) && !/Mobile/.test(userAgent));
+  const kind = isTablet ? "tablet" : /Mobi|Android|iPhone/.test(userAgent) ? "phone" : "computer";
+  const letters = "23456789abcdefghjkmnpqrstuvwxyz"; // without those that are easily mistaken
+  const random = Array.from(crypto.getRandomValues(new Uint8Array(4)), (byte) => letters[byte % letters.length]);
+  return `${kind}-${random.join("")}`;
+}
+
+/** 0.61 -> "6 of 10 right". */
+const ofTen = (share) => `${Math.round(10 * share)} of 10 right`;
+
+function costs({ rounds, bytesDown, bytesUp, secondsTraining, stepMilliseconds, steps }) {
+  return [
+    ["took part in", many(rounds, "round"), ""],
+    ["received", bytes(bytesDown), ""],
+    ["sent", bytes(bytesUp), ""],
+    ["training", seconds(secondsTraining), many(steps, "step")],
+    ["one step", stepMilliseconds === null ? "unknown yet" : milliseconds(stepMilliseconds), ""],
+  ];
+}
+
+/** Show [label, value, more] as tiles; only texts that changed are touched. */
+function tiles(list, rows) {
+  while (list.children.length > rows.length) list.lastElementChild.remove();
+  rows.forEach(([label, value, more], index) => {
+    if (!list.children[index]) {
+      list.append(element("div", {}, element("dt"), element("dd", {}, element("span"), element("small"))));
+    }
+    const [term, [text, small]] = [list.children[index].firstChild, list.children[index].lastChild.children];
+    put(term, label);
+    put(text, value);
+    show(small, more);
+  });
+}
+
+/** Draw accuracy by round as a line. */
+function drawHistory(svg, points) {
+  svg.toggleAttribute("hidden", points.length < 2);
+  if (points.length < 2) return;
+  const [first, last] = [points[0], points.at(-1)];
+  const [wide, high, edge] = [300, 60, 6];
+  const x = ({ round }) => edge + ((wide - 2 * edge) * (round - first.round)) / (last.round - first.round || 1);
+  const y = ({ accuracy }) => high - edge - (high - 2 * edge) * accuracy;
+  const line =
+    svg.firstElementChild ?? svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
+  line.setAttribute("points", points.map((point) => `${x(point).toFixed(1)},${y(point).toFixed(1)}`).join(" "));
+  svg.setAttribute("aria-label", `Right answers by round: ${percent(first.accuracy)} in round ${first.round}, ` +
+    `${percent(last.accuracy)} in round ${last.round}`);
+}

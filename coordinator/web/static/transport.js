@@ -1,0 +1,348 @@
+/**
+ * HTTP with the coordinator: patient, resumable, counted (`edge_sdk/device/transport.py`). What may pass by itself is
+ * tried again, after waits that double; everything else is an answer, thrown as `Refused`. An answer may be no longer than
+ * its kind can be; one that is, or that cannot be read, counts as none.
+ */
+import { ProtocolError, Refused, Stopped } from "./errors.js";
+import { digestHex } from "./sha256.js";
+
+const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
+const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
+const RESUMED = 1024 * 1024;
+const TIMEOUT = 30, SLOW_SECONDS = 60, SLOWEST = 1024;
+const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
+const BUNDLE_TYPE = "application/vnd.sparrow.bundle";
+const JSON_TYPE = "application/json";
+const PREFIX = "urn:sparrow:problem:";
+const PASSING = ["Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError", "DiskFull", "TooManyRequests"];
+
+/** An answer that is none of a coordinator's, or did not come whole. */
+class NoAnswer extends Error {}
+
+/** One device's calls. onWait(reason, seconds) is called before each wait. */
+export class Transport {
+  constructor(onWait = () => {}) {
+    this.token = null;
+    this.onWait = onWait;
+    this.traffic = { down: 0, up: 0, frozen: 0 };
+    this.renewalDue = false;
+    this.brought = null;
+    this.stop = new AbortController();
+  }
+
+  /** End the calls in progress and their waits: they throw Stopped. Later calls go on as ever. */
+  interrupt() {
+    this.stop.abort();
+    this.stop = new AbortController();
+  }
+
+  /** Return a federation's state. */
+  federation(name) {
+    return this.ask("GET", `/v1/federations/${name}`);
+  }
+
+  /** Return the text of a file of a federation, such as its manifest, as bytes. */
+  async file(name, path, most) {
+    return (await this.call("GET", `/v1/federations/${name}/${path}`, { most })).bytes;
+  }
+
+  /** Return a file of values of `size` bytes; a download that breaks goes on. */
+  async values(name, which, size) {
+    const before = this.traffic.down;
+    const body = await this.download(`/v1/federations/${name}/${which}`, size);
+    if (which === "frozen") this.traffic.frozen += this.traffic.down - before;
+    return body;
+  }
+
+  /** Enrol: { device_id, token, notice }. */
+  enrol(name, request) {
+    return this.ask("POST", `/v1/federations/${name}/devices`, json(request));
+  }
+
+  /** Tell the coordinator of a change of the device. */
+  changeDevice(id, change) {
+    return this.call("PATCH", `/v1/devices/${id}`, json(change));
+  }
+
+  /** Return a new token. */
+  async newToken(id, key) {
+    return (await this.ask("POST", `/v1/devices/${id}/token`, json({ enrolment_key: key }))).token;
+  }
+
+  /** Ask for work for up to `wait` seconds: { assignment, pause }, one of them null or 0. */
+  async assignment(name, wait, cost) {
+    const headers = { Accept: ASSIGNMENT_TYPE, ...(cost ? { "Sparrow-Upload-Cost": JSON.stringify(cost) } : {}) };
+    const answer = await this.call("GET", `/v1/federations/${name}/assignment?wait=${wait}`,
+      { headers, timeout: wait + TIMEOUT, read: (answer) => this.workOf(answer) });
+    return answer;
+  }
+
+  workOf(answer) {
+    this.renewalDue = answer.headers.has("Sparrow-Renew-Token");
+    if (answer.status === 204) return { assignment: null, pause: pauseOf(answer, 1) };
+    return { assignment: this.withPayload(answer, checkAssignment), pause: 0 };
+  }
+
+  /** Return the message of an answer; a payload that came along is kept for `payload`. */
+  withPayload(answer, check) {
+    const along = answer.headers.get("Content-Type") === ASSIGNMENT_TYPE;
+    const end = along ? answer.bytes.indexOf(10) : answer.bytes.length;
+    const message = check(jsonOf(answer.bytes.subarray(0, end < 0 ? answer.bytes.length : end)));
+    const body = along && end >= 0 ? answer.bytes.slice(end + 1) : new Uint8Array();
+    const assignment = "assignment_id" in message ? message : message.next;
+    this.brought = body.length && assignment ? { id: assignment.assignment_id, body } : null;
+    if (this.brought) this.traffic.down -= body.length; // counted when it is taken
+    return message;
+  }
+
+  /** Return an assignment's bundle, Uint8Array: what came along, or a download. Throws ProtocolError. */
+  async payload(id, { bytes, sha256 }) {
+    const brought = this.brought;
+    this.brought = null;
+    if (brought) this.traffic.down += brought.body.length;
+    if (brought?.id === id && brought.body.length === bytes && (await digestHex(brought.body)) === sha256) return brought.body;
+    for (let attempt = 0; attempt < 3; attempt++) {
+      const body = await this.download(`/v1/assignments/${id}/payload`, bytes);
+      if (body.length === bytes && (await digestHex(body)) === sha256) return body;
+    }
+    throw new ProtocolError("the payload was downloaded three times and never matched its digest");
+  }
+
+  /** Send a bundle, or JSON (text: true), Uint8Array; returns the next assignment, or null. */
+  async update(id, body, text, cost) {
+    const headers = {
+      "Content-Type": text ? JSON_TYPE : BUNDLE_TYPE, Accept: ASSIGNMENT_TYPE,
+      ...(cost ? { "Sparrow-Upload-Cost": JSON.stringify(cost) } : {}),
+    };
+    const path = `/v1/assignments/${id}/update`;
+    const read = (answer) => {
+      this.renewalDue ||= answer.headers.has("Sparrow-Renew-Token");
+      return this.withPayload(answer, checkAccepted).next ?? null;
+    };
+    if (body.length < RESUMED) return this.call("PUT", path, { body, headers, read });
+    return this.upload(path, body, headers, read);
+  }
+
+  /** Say that the device works on an assignment; returns whether it is still waited for. */
+  async heartbeat(id) {
+    const answer = await this.once("POST", `/v1/assignments/${id}/heartbeat`, { timeout: 10 }).catch(() => null);
+    return answer?.status !== 409;
+  }
+
+  /** Hand an assignment back, with the reason. One that nobody waits for any more is handed back, too. */
+  async handBack(id, reason) {
+    const said = json({ reason: String(reason).slice(0, 500) || "the page could not do it" });
+    await this.call("DELETE", `/v1/assignments/${id}`, said).catch((error) => {
+      if (!(error instanceof Refused && (error.roundOver || error.is("NotFound")))) throw error;
+    });
+  }
+
+  // --- how -----------------------------------------------------------------------------------------------------------
+
+  ask(method, path, options = {}) {
+    return this.call(method, path, { ...options, read: (answer) => jsonOf(answer.bytes) });
+  }
+
+  call(method, path, { read = (answer) => answer, ...options } = {}) {
+    return this.patiently(() => this.once(method, path, options), read);
+  }
+
+  /** Send `body`; after a break, only what has not arrived. */
+  async upload(path, body, headers, read) {
+    const digest = await digestHex(body);
+    let begun = false;
+    const attempt = async () => {
+      let first = 0;
+      if (begun) {
+        const answer = await this.once("GET", `${path}?sha256=${digest}`);
+        if (answer.status !== 200) return answer;
+        first = Math.min(Number(jsonOf(answer.bytes).received) || 0, body.length);
+      }
+      begun = true;
+      const range = first < body.length ? `bytes ${first}-${body.length - 1}/${body.length}` : `bytes */${body.length}`;
+      const more = { ...headers, "Sparrow-Update-SHA256": digest, "Content-Range": range };
+      const answer = await this.once("PUT", path, { body: body.subarray(first), headers: more });
+      if (answer.status === 416) throw new NoAnswer("what has arrived has changed meanwhile");
+      return answer;
+    };
+    return this.patiently(attempt, read);
+  }
+
+  /** Return `size` bytes; what arrived before a break is kept, and only the rest asked for. */
+  async download(path, size) {
+    const body = new Uint8Array(size);
+    let held = 0, etag = "";
+    const attempt = async () => {
+      const headers = held ? { Range: `bytes=${held}-`, "If-Range": etag } : {};
+      return this.once("GET", path, {
+        headers,
+        most: size,
+        take: (status, response) => {
+          if (status !== 200 && status !== 206) return null;
+          if (status === 200) held = 0;
+          etag = response.headers.get("ETag") ?? "";
+          return (part) => {
+            if (held + part.length > size) throw new NoAnswer("more came than was announced");
+            body.set(part, held);
+            held += part.length;
+          };
+        },
+      });
+    };
+    await this.patiently(attempt, (answer) => {
+      if (held < size) throw new NoAnswer(`${held} of ${size} bytes came`);
+      return answer;
+    });
+    return body;
+  }
+
+  /** Call once: { status, headers, bytes }. take(status, response): gives what takes the parts of the body, or null. */
+  async once(method, path, { body, headers = {}, most = LARGEST_ANSWER, timeout = TIMEOUT, take = () => null } = {}) {
+    const abort = new AbortController(), stop = this.stop.signal;
+    const ended = () => abort.abort();
+    stop.addEventListener("abort", ended);
+    let timer = setTimeout(ended, timeout * 1000);
+    try {
+      if (body) this.traffic.up += body.length;
+      const response = await fetch(path, {
+        method, headers: { ...headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) },
+        body: body?.length ? body : undefined, signal: abort.signal,
+        redirect: "error", credentials: "omit", cache: "no-store", referrerPolicy: "no-referrer",
+      });
+      clearTimeout(timer);
+      const pace = { begin: Date.now(), bytes: 0 };
+      timer = setInterval(() => tooSlow(pace) && ended(), 1000);
+      const bytes = await this.read(response, most, take(response.status, response), pace);
+      return { status: response.status, headers: response.headers, bytes };
+    } catch (error) {
+      if (stop.aborted) throw new Stopped();
+      throw error instanceof NoAnswer ? error : new NoAnswer("the coordinator does not answer");
+    } finally {
+      clearTimeout(timer);
+      clearInterval(timer);
+      stop.removeEventListener("abort", ended);
+    }
+  }
+
+  async read(response, most, given, pace) {
+    const limit = response.ok ? most : LARGEST_REFUSAL;
+    const parts = [];
+    let length = 0;
+    const reader = response.body?.getReader();
+    for (;;) {
+      const { done, value } = reader ? await reader.read() : { done: true };
+      if (done) break;
+      this.traffic.down += value.length;
+      pace.bytes = length += value.length;
+      if (length > limit) {
+        await reader.cancel();
+        throw new NoAnswer(`the answer is longer than ${limit} bytes`);
+      }
+      if (given) given(value);
+      else parts.push(value);
+    }
+    const bytes = new Uint8Array(given ? 0 : length);
+    let next = 0;
+    for (const part of parts) {
+      bytes.set(part, next);
+      next += part.length;
+    }
+    return bytes;
+  }
+
+  async patiently(attempt, read) {
+    for (let longest = FIRST_WAIT; ; longest = Math.min(2 * longest, LONGEST_WAIT)) {
+      let pause = 0, reason;
+      try {
+        const answer = await attempt();
+        if (answer.status >= 200 && answer.status < 300) return read(answer);
+        const refusal = refusalOf(answer);
+        if (refusal && !passes(answer.status, refusal)) throw refusal;
+        reason = refusal?.message ?? `something between this device and the coordinator answers with ${answer.status}`;
+        pause = pauseOf(answer, 0);
+      } catch (error) {
+        if (!(error instanceof NoAnswer)) throw error;
+        reason = error.message;
+      }
+      const seconds = pause + Math.random() * Math.max(longest, pause / 4);
+      this.onWait(reason, seconds);
+      await this.rest(seconds);
+    }
+  }
+
+  /** Wait; throws Stopped when interrupted. */
+  rest(seconds) {
+    const stop = this.stop.signal;
+    return new Promise((resolve, reject) => {
+      const timer = setTimeout(resolve, seconds * 1000);
+      stop.addEventListener("abort", () => {
+        clearTimeout(timer);
+        reject(new Stopped());
+      }, { once: true });
+    });
+  }
+}
+
+const json = (message) => ({ body: new TextEncoder().encode(JSON.stringify(message)), headers: { "Content-Type": JSON_TYPE } });
+
+function jsonOf(bytes) {
+  try {
+    const message = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
+    if (message !== null && typeof message === "object") return message;
+  } catch { /* said below */ }
+  throw new NoAnswer("the answer is not one of a Sparrow coordinator");
+}
+
+function refusalOf({ status, headers, bytes }) {
+  if (!headers.get("Content-Type")?.startsWith("application/problem+json")) return null;
+  try {
+    const said = jsonOf(bytes);
+    return new Refused(status, String(said.type).replace(PREFIX, ""), String(said.detail).slice(0, 1000));
+  } catch {
+    return null;
+  }
+}
+
+const tooSlow = ({ begin, bytes }) => Date.now() - begin > 1000 * (SLOW_SECONDS + bytes / SLOWEST);
+
+const passes = (status, refusal) => status === 408 || status === 429 || status >= 500 || PASSING.includes(refusal.type);
+
+/** Return the seconds that Retry-After asks for, at most LONGEST_PAUSE. */
+function pauseOf({ headers }, usual) {
+  const text = headers.get("Retry-After") ?? "";
+  return /^\d{1,9}$/.test(text) ? Math.min(Number(text), LONGEST_PAUSE) : usual;
+}
+
+const KINDS = ["train", "evaluate", "personalise", "prepare", "adapt"];
+const natural = (value, most) => Number.isInteger(value) && value >= 0 && value <= most;
+const digest = (value) => typeof value === "string" && /^[0-9a-f]{64}$/.test(value);
+
+/** Return an assignment that is as the contract has it. */
+function checkAssignment(said) {
+  const { assignment_id: id, kind, round, deadline_seconds: deadline, settings, payload, work } = said;
+  const sound = typeof id === "string" && /^[A-Za-z0-9_-]{1,64}$/.test(id) && KINDS.includes(kind)
+    && natural(round, 1e6) && deadline >= 0 && deadline <= 8 * 86400 && settings && typeof settings === "object"
+    && (!payload || (natural(payload.bytes, 2 ** 53 - 1) && digest(payload.sha256)))
+    && (!work || (/^[0-9a-f]{32}$/.test(work.key) && work.ratio > 0 && work.ratio <= 1));
+  if (!sound) throw new NoAnswer("its assignment cannot be read; reload this page, which may be older");
+  checkSettings(settings);
+  return said;
+}
+
+function checkSettings(settings) {
+  const within = (name, least, most, none = false) => (none && settings[name] == null)
+    || (typeof settings[name] === "number" && settings[name] >= least && settings[name] <= most);
+  const sound = within("learning_rate", 0, 100) && within("learning_rate_decay", 0, 1) && within("batch_size", 1, 1e6)
+    && within("local_epochs", 1, 1e4) && within("local_steps", 1, 1e7, true) && within("momentum", 0, 1)
+    && within("weight_decay", 0, 10) && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
+    && ["sgd", "adam", "adamw"].includes(settings.optimizer) && ["fp32", "fp16", "bf16", "int8"].includes(settings.precision)
+    && natural(settings.finetune_epochs ?? 0, 1e4) && typeof (settings.method_settings ?? {}) === "object"
+    && ["validation", "paper", "off"].includes(settings.early_stopping);
+  if (!sound) throw new NoAnswer("its settings cannot be read; reload this page, which may be older");
+}
+
+function checkAccepted(said) {
+  if (typeof said.new !== "boolean") throw new NoAnswer("its answer to the update cannot be read");
+  if (said.next) checkAssignment(said.next);
+  return said;
+}

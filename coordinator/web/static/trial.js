@@ -1,0 +1,127 @@
+// "Try it": what the model that this device holds says about a drawing, a picture or a movement.
+
+import { Drawing } from "./drawing.js";
+import { Recorder } from "./motion.js";
+import { readerOf } from "./pictures.js";
+import { scaled } from "./samples.js";
+import { waysOf } from "./give.js";
+import { $, classNames, element, percent, put, show } from "./words.js";
+
+const SHOWN = 5; // classes in the list of scores
+const HINTS = {
+  draw: "Draw something: the model answers when you lift the pen.",
+  pictures: "Choose or take a picture: the model says what it is.",
+  motion: "Move: the model says what you are doing.",
+  file: "",
+};
+const NOTHING = "There is nothing to try yet: the model comes with the first round in which this device takes part.";
+
+/** Shares of 1 from class scores; scores that are shares already stay as they are. */
+export function shares(scores) {
+  const sum = scores.reduce((total, one) => total + one, 0);
+  if (scores.every((one) => one >= 0) && Math.abs(sum - 1) < 1e-3) return [...scores];
+  const largest = Math.max(...scores);
+  const powers = Array.from(scores, (one) => Math.exp(one - largest));
+  const all = powers.reduce((total, one) => total + one, 0);
+  return powers.map((one) => one / all);
+}
+
+/** The section in which a person tries the model out, and takes it away. */
+export class Trial {
+  /** @param {{ request: (message: object) => Promise<object> }} told asks the worker, see page.js */
+  constructor({ request }) {
+    this.request = request;
+    this.federation = null;
+    this.newest = 0; // the last question: older answers are dropped
+    const drawn = () => this.#attempt(() => this.#drawn());
+    this.drawing = new Drawing($("trial-canvas"), { drawn, say: (text) => put($("trial-said"), text) });
+    this.recorder = new Recorder({
+      found: (values) => this.#attempt(() => this.#predict(values)),
+      failed: (error) => this.#stop(error),
+    });
+    const press = (id, act) => $(id).addEventListener("click", () => this.#attempt(act));
+    press("trial-clear", () => this.drawing.clear());
+    press("trial-choose", () => $("trial-file").click());
+    press("trial-take", () => $("trial-camera").click());
+    press("trial-record", () => this.#watch());
+    press("export", () => this.#export());
+    for (const id of ["trial-file", "trial-camera"]) {
+      $(id).addEventListener("change", () => this.#attempt(() => this.#picture($(id))));
+    }
+  }
+
+  /** Draw a state of the worker. */
+  draw({ federation, canPredict, phase }) {
+    $("trial").hidden = federation === null || phase === "opening";
+    if (federation === null) return;
+    this.federation = federation;
+    const [way] = waysOf(federation.inputShape);
+    this.drawing.setShape(federation.inputShape);
+    $("trial-draw").hidden = !canPredict || way !== "draw";
+    $("trial-pictures").hidden = !canPredict || federation.inputShape.length !== 3;
+    $("trial-motion").hidden = !canPredict || way !== "motion";
+    $("export").hidden = !canPredict;
+    show($("trial-hint"), canPredict ? HINTS[way] : NOTHING);
+    if (!canPredict) $("answer").hidden = true;
+  }
+
+  async #attempt(act) {
+    show($("trial-problem"), "");
+    try {
+      await act();
+    } catch (error) {
+      show($("trial-problem"), error.message);
+    }
+  }
+
+  async #drawn() {
+    if (this.drawing.isEmpty) $("answer").hidden = true;
+    else await this.#predict(this.drawing.image(this.federation.inputShape));
+  }
+
+  async #picture(input) {
+    const [file] = input.files;
+    input.value = "";
+    if (file) await this.#predict(await readerOf(this.federation.task).file(file, this.federation.inputShape));
+  }
+
+  async #watch() {
+    if (this.recorder.isRecording) return this.#stop(null);
+    await this.recorder.allow();
+    this.recorder.start();
+    put($("trial-record"), "Stop watching");
+  }
+
+  #stop(error) {
+    this.recorder.stop();
+    put($("trial-record"), "Watch my movement");
+    show($("trial-problem"), error?.message);
+  }
+
+  async #predict(levels) {
+    const { task, inputShape, outputShape } = this.federation;
+    const question = (this.newest += 1);
+    const { scores } = await this.request({ do: "predict", input: scaled(task, levels, inputShape) });
+    if (question === this.newest) this.#show(shares(scores), classNames(task, outputShape.at(-1)));
+  }
+
+  #show(parts, names) {
+    const best = parts.map((share, label) => ({ share, name: names[label] })).sort((a, b) => b.share - a.share);
+    put($("predicted"), `${best[0].name}, ${percent(best[0].share)} sure`);
+    $("scores").classList.toggle("long", names.some((name) => name.length > 5));
+    $("scores").replaceChildren(...best.slice(0, SHOWN).map(({ share, name }) => {
+      const filled = element("span");
+      filled.style.width = `${100 * share}%`;
+      const bar = element("span", { class: "bar", "aria-hidden": "true" }, filled);
+      return element("li", {}, element("span", {}, name), bar, element("span", { class: "number" }, percent(share)));
+    }));
+    $("answer").hidden = false;
+  }
+
+  async #export() {
+    const { name, bytes } = await this.request({ do: "export" });
+    const address = URL.createObjectURL(new Blob([bytes], { type: "application/octet-stream" }));
+    element("a", { href: address, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 60_000);
+  }
+}

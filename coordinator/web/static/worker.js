@@ -1,0 +1,330 @@
+/**
+ * The device behind the page: it keeps samples, runs the session and says what it does. Messages of the page have a `do`,
+ * those of the worker a `say`; see `COMMANDS` and `report`.
+ */
+import { threads } from "./engine.js";
+import { Paused, Stopped } from "./errors.js";
+import { fillSkeleton } from "./onnx.js";
+import { Batches, EVALUATION_BATCH } from "./samples.js";
+import { Session } from "./session.js";
+import { Store } from "./store.js";
+import { Transport } from "./transport.js";
+
+const REPORT_MILLISECONDS = 100, YIELD_MILLISECONDS = 40, LOOK_SECONDS = 0.25;
+const LEAST_SAMPLES = 10;
+/** Use of the samples of one class, in turn, as they are added; each class begins three places later. */
+const TURNS = ["train", "test", "train", "validation", "train", "train", "test", "train", "train", "test"];
+
+let store, transport, session, samples = null;
+let pausedFor = null; // why the page wants no work now
+let leaving = false;
+let running = null; // the loop of rounds
+let reportDue = null, yielded = 0, lastStep = null;
+const stepTimes = [];
+
+const state = {
+  phase: "opening", detail: "looks at the federation", federation: null, device: null,
+  samples: { train: 0, validation: 0, test: 0, perClass: [], source: "none", enough: false, lacks: "" },
+  work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
+  secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
+  secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [],
+};
+
+const COMMANDS = {
+  open, add, files, clear, join, leave, forget,
+  pause: ({ reason }) => pause(reason), resume, predict, export: exportModel,
+};
+let turn = Promise.resolve();
+self.onmessage = ({ data }) => {
+  const act = () => COMMANDS[data.do](data);
+  // What changes the samples or who this is comes one after the other; the rest at once.
+  const acted = ["pause", "resume", "predict", "export"].includes(data.do) ? act() : (turn = turn.then(act));
+  Promise.resolve(acted).catch((error) => {
+    if (data.id !== undefined || data.do === "add" || data.do === "files") say("refused", { id: data.id, detail: error.message });
+    else failed(error);
+  });
+  turn = turn.catch(() => {});
+};
+
+const say = (what, more, transfer = []) => self.postMessage({ say: what, ...more }, transfer);
+
+/** Show changes of the state, soon: at most some ten times a second. */
+function report(changes = {}) {
+  Object.assign(state, changes);
+  reportDue ??= setTimeout(() => {
+    reportDue = null;
+    say("state", { state: { ...state, ...counts() } });
+  }, REPORT_MILLISECONDS);
+}
+
+function counts() {
+  if (!session?.progress) return {};
+  const { progress, manifest, identity } = session, moved = session.moved();
+  return {
+    rounds: progress.rounds, steps: progress.steps, secondsTraining: progress.secondsTraining, history: progress.history,
+    accuracyBefore: progress.accuracyBefore, accuracyNow: progress.accuracyNow, accuracyGlobal: progress.accuracyGlobal,
+    bytesDown: moved.bytes_down, bytesUp: moved.bytes_up, frozenBytes: session.info.frozen_bytes,
+    device: identity && { name: identity.name, budget: identity.budget, enrolled: identity.token !== null },
+    canPredict: Boolean(manifest && session.bestTensors()),
+    stepMilliseconds: stepTimes.length ? [...stepTimes].sort((a, b) => a - b)[stepTimes.length >> 1] : null,
+  };
+}
+
+function failed(error) {
+  if (error instanceof Stopped) return;
+  report({ phase: "failed", detail: error.message, work: null });
+}
+
+// --- opening, and the samples ------------------------------------------------------------------------------------------
+
+async function open({ federation, token }) {
+  await alone(federation);
+  store ??= await Store.open(federation);
+  transport = new Transport((reason, seconds) =>
+    report({ detail: `${reason}; tries again in ${Math.max(1, Math.round(seconds))} s` }));
+  transport.token = token;
+  session = null;
+  const opening = new Session(federation, { transport, store, data, tell, checkpoint });
+  await opening.open();
+  session = opening;
+  const { info, manifest } = session;
+  samples = (await store.get("samples")) ?? null;
+  report({
+    phase: "ready", detail: "",
+    federation: {
+      name: info.name, task: info.task, method: info.method, status: info.status, round: info.round, rounds: info.rounds,
+      inputShape: manifest.inputShape, outputShape: manifest.outputShape, parameters: info.parameters,
+      global: info.global_model_usable,
+    },
+    samples: counted(),
+  });
+  const { identity } = session;
+  if (identity?.token && !identity.left && state.samples.enough) await join(identity);
+}
+
+/** Hold this federation for this tab alone. Throws Error where another tab has it. */
+let held = null;
+function alone(federation) {
+  held ??= navigator.locks ? lock(`sparrow ${federation}`) : ask(`sparrow ${federation}`);
+  return held.catch((error) => {
+    held = null;
+    throw error;
+  });
+}
+
+const IN_ANOTHER_TAB = "this federation is open in another tab of this browser; go on there, or close it";
+
+function lock(name) {
+  return new Promise((resolve, reject) => {
+    navigator.locks.request(name, { ifAvailable: true }, (got) => {
+      if (!got) return reject(new Error(IN_ANOTHER_TAB));
+      resolve();
+      return new Promise(() => {}); // until the page is closed
+    });
+  });
+}
+
+/** As `lock`, over plain HTTP, where there are no locks: other tabs answer. */
+function ask(name) {
+  const channel = new BroadcastChannel(name);
+  return new Promise((resolve, reject) => {
+    channel.onmessage = ({ data }) => {
+      if (data === "here") reject(new Error(IN_ANOTHER_TAB));
+    };
+    channel.postMessage("is anybody here?");
+    setTimeout(() => {
+      channel.onmessage = ({ data }) => data !== "here" && channel.postMessage("here");
+      resolve();
+    }, 200);
+  });
+}
+
+async function add({ inputs, targets }) {
+  const size = inputs.length / targets.length;
+  const before = samples?.source === "added" ? samples : { source: "added", inputs: new Float32Array(), targets: new Int32Array() };
+  const all = { source: "added", inputs: new Float32Array(before.inputs.length + inputs.length), size };
+  all.inputs.set(before.inputs);
+  all.inputs.set(inputs, before.inputs.length);
+  all.targets = Int32Array.from([...before.targets, ...targets]);
+  await keep(all);
+}
+
+function files({ train, validation, test }) {
+  return keep({ source: "files", parts: { train, validation, test } });
+}
+
+function clear() {
+  return keep(null);
+}
+
+async function keep(changed) {
+  samples = changed;
+  await store.put({ samples: changed ?? undefined });
+  report({ samples: counted() });
+}
+
+/** Return the samples of each use, { inputs, targets, count } or null. */
+function parts() {
+  if (samples?.source !== "added") return samples?.parts ?? { train: null, validation: null, test: null };
+  const { inputs, targets, size } = samples, chosen = { train: [], validation: [], test: [] }, seen = [];
+  targets.forEach((label, place) => {
+    seen[label] = (seen[label] ?? 0) + 1;
+    chosen[TURNS[(seen[label] - 1 + 3 * label) % TURNS.length]].push(place);
+  });
+  return Object.fromEntries(Object.entries(chosen).map(([use, places]) => [use, places.length ? {
+    inputs: Float32Array.from(places.flatMap((place) => [...inputs.subarray(place * size, (place + 1) * size)])),
+    targets: Int32Array.from(places, (place) => targets[place]), count: places.length,
+  } : null]));
+}
+
+function counted() {
+  const { train, validation, test } = parts(), classes = session.manifest.outputShape[0] ?? 0;
+  const perClass = new Array(classes).fill(0);
+  for (const part of [train, validation, test]) for (const label of part?.targets ?? []) perClass[label] += 1;
+  const [one, two, three] = [train, validation, test].map((part) => part?.count ?? 0);
+  const all = one + two + three, added = samples?.source !== "files";
+  const enough = one > 0 && two > 0 && (!added || (three > 0 && all >= LEAST_SAMPLES));
+  const missing = Math.max(1, LEAST_SAMPLES - all);
+  const lacks = enough ? "" : `${missing} more ${missing > 1 ? "samples are" : "sample is"} needed to take part`;
+  return { train: one, validation: two, test: three, perClass, source: samples?.source ?? "none", enough, lacks };
+}
+
+function data() {
+  const { train, validation, test } = parts();
+  return {
+    train: new Batches(train, session.info.settings.batch_size),
+    validation: new Batches(validation, EVALUATION_BATCH),
+    test: test && new Batches(test, EVALUATION_BATCH),
+  };
+}
+
+// --- taking part -------------------------------------------------------------------------------------------------------
+
+async function join({ name, budget }) {
+  if (running) return;
+  if (!state.samples.enough) throw new Error(state.samples.lacks);
+  leaving = false;
+  report({ phase: "joining", detail: "tells the coordinator of this device" });
+  await session.join(name, budget);
+  await session.keepIdentity({ left: false });
+  running = rounds().catch(breakOff).finally(() => (running = null));
+}
+
+async function rounds() {
+  let outcome = "worked";
+  while (outcome !== "over" && !leaving) {
+    if (pausedFor) await stayAway();
+    if (leaving) break;
+    try {
+      outcome = await session.step();
+      report({ work: null });
+    } catch (error) {
+      if (!(error instanceof Stopped)) throw error;
+    }
+  }
+  if (outcome === "over") report({ phase: "finished", detail: "the federation has ended; the model stays here", work: null });
+}
+
+/** End for a reason that no repetition mends: what is open goes back, so that nobody waits for it. */
+async function breakOff(error) {
+  failed(error);
+  const { working } = session;
+  session.working = null;
+  const goodbye = async () => {
+    if (working) await session.giveUp(working, error.message);
+    await session.away(error.message);
+  };
+  await Promise.race([goodbye().catch(() => {}), sleep(5)]);
+}
+
+function tell(changes) {
+  if (changes.failure || changes.notice) report({ detail: changes.failure ?? changes.notice });
+  else report(changes);
+}
+
+/** Awaited after each step; returns the seconds that it paused. Throws Paused, Stopped. */
+async function checkpoint(left) {
+  const now = performance.now();
+  if (lastStep !== null) stepTimes.push(now - lastStep);
+  if (stepTimes.length > 50) stepTimes.shift();
+  if (leaving) throw new Stopped();
+  let paused = 0;
+  if (pausedFor) {
+    const reason = pausedFor, { phase, detail } = state;
+    report({ phase: "paused", detail: `pauses in the middle of a round: ${WHY[reason] ?? reason}` });
+    for (; pausedFor && !leaving; paused += LOOK_SECONDS) {
+      if (paused >= left) throw new Paused(WORDS[reason] ?? WHY[reason]);
+      await sleep(LOOK_SECONDS);
+    }
+    report({ phase, detail });
+  } else if (now - yielded > YIELD_MILLISECONDS) {
+    await sleep(0); // so that messages and heartbeats come through
+    yielded = performance.now();
+  }
+  lastStep = performance.now();
+  return paused;
+}
+
+const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+
+/** Reasons of the page -> the contract's word, where it has one, and what to show. */
+const WORDS = { charging: "charging", battery: "battery", network: "network" };
+const WHY = {
+  user: "its user has paused it", charging: "it does not charge", battery: "its battery is low",
+  network: "its network is metered", hidden: "its page is not in front",
+};
+
+async function stayAway() {
+  const reason = pausedFor;
+  report({ phase: "paused", detail: `pauses: ${WHY[reason] ?? reason}`, work: null });
+  await session.away(WORDS[reason] ?? WHY[reason] ?? reason).catch(ignoreStop);
+  while (pausedFor && !leaving) await sleep(LOOK_SECONDS);
+}
+
+function ignoreStop(error) {
+  if (!(error instanceof Stopped)) throw error;
+}
+
+function pause(reason) {
+  pausedFor = reason;
+  if (running && !session.working && !session.progress.pending) transport.interrupt(); // a long poll
+}
+
+function resume() {
+  pausedFor = null;
+}
+
+async function leave() {
+  leaving = true;
+  transport.interrupt();
+  await running;
+  const { working } = session;
+  session.working = null;
+  if (working) await session.giveUp(working, "its user has left").catch(ignoreStop);
+  await session.away("its user has left");
+  await session.keepIdentity({ left: true });
+  report({ phase: "left", detail: "has left; what it has learnt stays here", work: null });
+}
+
+async function forget() {
+  if (session?.identity?.token) await Promise.race([leave().catch(() => {}), sleep(5)]);
+  const token = session?.enrolmentToken ?? transport?.token ?? null, { federation } = store;
+  await store.delete();
+  store = session = samples = null;
+  report({ device: null, canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [] });
+  await open({ federation, token });
+}
+
+// --- using the model ---------------------------------------------------------------------------------------------------
+
+async function predict({ id, input }) {
+  const scores = await session.predict(input);
+  say("predicted", { id, scores });
+}
+
+async function exportModel({ id }) {
+  const tensors = session.bestTensors();
+  if (!tensors) throw new Error("there is no model yet: take part in a round first");
+  const { buffer } = fillSkeleton(await session.skeleton(), new Map([...tensors, ...session.engine.frozen]));
+  say("exported", { id, name: `${session.info.name}.onnx`, bytes: buffer }, [buffer]);
+}
