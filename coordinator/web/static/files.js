@@ -11,7 +11,7 @@ const LARGEST_BYTES = 500_000_000;
  * @param {File} file .npz or .csv
  * @param {{task: string, inputShape: number[], outputShape: number[]}} federation
  * @returns {Promise<{train: Part, validation: Part|null, test: Part|null}>} where a Part is {inputs: Float32Array,
- *   shape: number[] of one sample, targets: Int32Array}
+ *   shape: number[] of one sample, targets: Int32Array, count: number}
  * @throws {DataError} where the file is of another kind, cannot be read, or does not fit the model
  */
 export async function readSamples(file, { task, inputShape, outputShape }) {
@@ -25,6 +25,6 @@ export async function readSamples(file, { task, inputShape, outputShape }) {
   const wanted = { inputShape, classes: outputShape.at(-1), seed, task };
   const parts =
     kind === "npz" ? fromArchive(await readArchive(file), wanted) : fromTable(readTable(await file.text()), wanted);
-  const part = (one) => one && { inputs: one.inputs, shape: inputShape, targets: one.targets };
+  const part = (one) => one && { ...one, shape: inputShape };
   return { train: part(parts.train), validation: part(parts.validation), test: part(parts.test) };
 }

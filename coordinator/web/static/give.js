@@ -113,7 +113,7 @@ export class Giving {
     };
     this.#choose("pictures", 0);
     this.#choose("motion", 0);
-    $("picture-live").hidden = !Camera.isThere;
+    [$("picture-live").hidden, $("picture-take").hidden] = [!Camera.isThere, Camera.isThere];
     put($("file-hint"), "A .npz file with x and y, or x_train, y_train, x_test and y_test; or a .csv file with a " +
       `column "label". One sample is ${this.shape.join(" x ")} numbers. A file replaces the samples that are here.`);
   }
@@ -206,7 +206,9 @@ export class Giving {
   }
 
   async #openCamera() {
+    $("picture-take").hidden = false; // the browser's own way stays where it refuses this one
     await this.camera.open();
+    $("picture-take").hidden = true;
     $("camera").hidden = false;
     $("camera-shoot").focus();
   }

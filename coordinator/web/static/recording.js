@@ -18,6 +18,7 @@ export class MotionPanel {
     this.told = { found, failed };
     this.label = 0;
     this.timer = null;
+    this.isOn = false; // from the countdown until it stops
     this.recorder = new Recorder({
       found: (values) => this.#found(values),
       failed: (error) => {
@@ -35,8 +36,10 @@ export class MotionPanel {
 
   /** Begin with a countdown, or stop. Throws DataError where there are no sensors. */
   async toggle() {
-    if (this.timer !== null || this.recorder.isRecording) return this.stop();
+    if (this.isOn) return this.stop();
     await this.recorder.allow();
+    this.isOn = true;
+    this.kept = null; // how many, from when it records
     put($("motion-record"), "Stop");
     screen.keepOn("recording", true);
     this.#count(COUNTDOWN_SECONDS);
@@ -44,20 +47,22 @@ export class MotionPanel {
 
   /** Stop; nothing happens where nothing is recorded. */
   stop() {
-    if (this.timer === null && !this.recorder.isRecording) return;
-    const wasRecording = this.recorder.isRecording;
+    if (!this.isOn) return;
+    this.isOn = false;
     clearTimeout(this.timer);
-    this.timer = null;
     this.recorder.stop();
     screen.keepOn("recording", false);
     put($("motion-record"), "Record");
-    put($("motion-state"), wasRecording ? `${many(this.kept, "sample")} kept. The last moments were left out.` : "");
+    const [kept, short] = ["kept. The last moments were left out.", "Too short: record for at least 3 seconds."];
+    put($("motion-state"), this.kept === null ? "" : this.kept > 0 ? `${many(this.kept, "sample")} ${kept}` : short);
   }
 
   #count(left) {
     put($("motion-state"), left > 0 ? String(left) : "Recording");
-    this.timer = left > 0 ? setTimeout(() => this.#count(left - 1), 1000) : null;
-    if (left > 0) return;
+    if (left > 0) {
+      this.timer = setTimeout(() => this.#count(left - 1), 1000);
+      return;
+    }
     navigator.vibrate?.(100);
     [this.kept, this.waiting] = [0, []];
     this.recorder.start();

@@ -102,13 +102,15 @@ export function scaled(task, values, inputShape) {
 
 const isGreyLevel = (value) => value >= 0 && value <= 255 && Number.isInteger(value);
 
-/** `values` of a file, on the scale of the task: bytes, and whatever else is surely in the units of its `SCALES`. */
-function brought(task, values, bytes, inputShape) {
+/**
+ * `parts`, each { values, bytes: whether they are stored as bytes }, on the scale of the task: an array of each. Bytes
+ * go to [0, 1]; what is in the units of the task's own scale goes there: all sensors' values, and grey levels.
+ */
+function brought(task, parts, inputShape) {
   const known = scaleOf(task) !== undefined;
-  if (known && (inputShape.length !== 3 || bytes || values.every(isGreyLevel))) {
-    return scaled(task, values, inputShape);
-  }
-  return bytes ? values.map((value) => value / 255) : values;
+  const stored = inputShape.length !== 3 || parts.every(({ values, bytes }) => bytes || values.every(isGreyLevel));
+  if (known && stored) return parts.map(({ values }) => scaled(task, values, inputShape));
+  return parts.map(({ values, bytes }) => (bytes ? values.map((value) => value / 255) : values));
 }
 
 // --- files -------------------------------------------------------------------------------------------------------
@@ -138,14 +140,16 @@ export function fromArchive(arrays, { inputShape, classes, seed, task = "" }) {
     }
   }
   checkClasses(arrays, pairs, classes);
-  const [train, validation, test] = [main, "_val", "_test"].map((use) => {
-    const found = pairs.get(use);
-    if (!found) return null;
-    const { values, bytes, shape, stored, labels } = found;
+  for (const [use, { shape, stored, labels }] of pairs) {
     if (!same(shape, inputShape) && !same(stored, inputShape)) throw otherShape(`x${use}`, shape, inputShape);
     checkBelow(`y${use}`, labels, classes);
-    const inputs = brought(task, values, bytes, inputShape);
-    return { inputs, targets: Int32Array.from(labels), count: labels.length };
+  }
+  const inputs = brought(task, [...pairs.values()], inputShape);
+  const [train, validation, test] = [main, "_val", "_test"].map((use) => {
+    const at = uses.indexOf(use);
+    if (at < 0) return null;
+    const targets = Int32Array.from(pairs.get(use).labels);
+    return { inputs: inputs[at], targets, count: targets.length };
   });
   return validation ? { train, validation, test } : parted(train, test, seed);
 }
@@ -164,7 +168,7 @@ export function fromTable(table, { inputShape, classes, seed, task = "" }) {
   const numbers = numberClasses(labels, classes);
   checkFrom0("the table", numbers);
   checkBelow("the table", numbers, classes);
-  const values = brought(task, inputs, false, inputShape);
+  const [values] = brought(task, [{ values: inputs, bytes: false }], inputShape);
   return parted({ inputs: values, targets: Int32Array.from(numbers), count: labels.length }, null, seed);
 }
 

@@ -116,10 +116,10 @@ export class Taking {
       if (!sure) return;
       for (const key of open) this.promised.add(key);
     }
-    this.#pausedByUser = false;
+    if (this.#sent !== null) this.send({ do: "resume" });
+    [this.#pausedByUser, this.#sent] = [false, null];
     const budget = $("budget-box").hidden ? 1 : Number($("budget").value);
     this.send({ do: "join", name: $("name").value, budget });
-    this.#sent = null;
   }
 
   #pause() {
@@ -129,9 +129,8 @@ export class Taking {
   }
 
   #stop(how) {
-    this.send({ do: how });
     this.#pausedByUser = false;
-    this.#sent = null;
+    this.send({ do: how });
   }
 
   async #forget() {
