@@ -20,8 +20,7 @@ from onnx import TensorProto, helper
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.optimiser import Optimiser, Rule
-from edge_sdk.engines.parts import bits_of, leaves_of, products_of
-from edge_sdk.engines.passes import Parts, judge_outputs, optimise
+from edge_sdk.engines.parts import bits_of, frozen_in_part, leaves_of
 from edge_sdk.engines.tangents import ALONG, FLOW, flow_graph
 from edge_sdk.engines.training import (
     EVERYTHING,
@@ -32,6 +31,7 @@ from edge_sdk.engines.training import (
 )
 from edge_sdk.engines.variants import batch_statistics, distil, scale_outputs
 from edge_sdk.protocol.manifest import Manifest, Tensors
+from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
 
 Array = NDArray[Any]
 Index = NDArray[np.int64]
@@ -338,7 +338,7 @@ class Training:
 
     def __init__(self, network: Network, rule: Rule, part: Part = EVERYTHING, pull: Pull | None = None) -> None:
         self._leaves = leaves_of(network.manifest, network.tensors, part)
-        parts, index, lowest = products_of(network.manifest, self._leaves)
+        parts, index, lowest = products_of(network.manifest, frozen_in_part(self._leaves))
         self._step = network.step(parts, lowest)
         self._step.choose(index)
         self._optimiser = Optimiser(rule, {name: leaf.values for name, leaf in self._leaves.items()})

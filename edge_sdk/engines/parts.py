@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.passes import Parts
 from edge_sdk.engines.training import Flags, Part
-from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Block, neuron_block
 
 Array = NDArray[np.float32]
@@ -106,42 +105,6 @@ def bits_of(exists: Flags) -> NDArray[np.int32] | None:
     return None if exists.all() else -exists.astype(np.int32)
 
 
-def products_of(
-    manifest: Manifest, leaves: Mapping[str, Leaf]
-) -> tuple[Parts, dict[str, NDArray[np.int64]], list[str]]:
-    """Return what ``Network.step`` takes: how many rows and columns of weights are active, which, and of which layers
-    the errors are of use for these alone."""
-    parts, index = {}, {}
-    for spec in manifest.tensors:
-        leaf = leaves.get(spec.name)
-        if leaf is None or leaf.block is None or len(spec.shape) < 2:
-            continue
-        rows, columns = _axes(spec, leaf.block)
-        parts[spec.name] = tuple(None if each is None else len(each) for each in (rows, columns))
-        for what, places in (("rows", rows), ("columns", columns)):
-            if places is not None:
-                index[f"{what}:{spec.name}"] = places
-    return parts, index, [name for name in _lowest(manifest) if f"rows:{name}" in index]  # type: ignore[return-value]
-
-
-def _axes(spec: TensorSpec, block: Block) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return the active places of a weight's first two axes; None: all."""
-    rows, columns = (None if each is None else np.array(each, np.int64) for each in (block.rows, block.columns))
-    if columns is not None and block.view[1] != spec.shape[1]:  # neurons that own several columns each
-        share = spec.shape[1] // block.view[1]
-        columns = (columns[:, None] * share + np.arange(share)).reshape(-1)
-    return rows, columns
-
-
-def _lowest(manifest: Manifest) -> list[str]:
-    """Return the weights of layers whose errors nothing but active neurons can use (``Layer.input_error``)."""
-    groups = set()
-    specs = {spec.name: spec for spec in manifest.tensors}
-    for layer in manifest.layers:
-        if layer.input_error == "active" and len(specs[layer.tensors[0]].axes) > 1:
-            groups |= {segment.group for segment in specs[layer.tensors[0]].axes[1]}
-    return [
-        spec.name
-        for spec in manifest.tensors
-        if len(spec.shape) > 1 and spec.axes and len(spec.axes[0]) == 1 and spec.axes[0][0].group in groups
-    ]
+def frozen_in_part(leaves: Mapping[str, Leaf]) -> dict[str, Block]:
+    """Return what is trained of the parameters of which some rows or columns are frozen, by name."""
+    return {name: leaf.block for name, leaf in leaves.items() if leaf.block is not None}

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edge_sdk.engines.passes import Editor, integer
 from edge_sdk.engines.training import NoCurvature
+from sparrow.export.steps import Editor, integer
 
 ALONG, FLOW, GRADIENT = "along:", "flow:", "grad:"
 

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from edge_sdk.engines.passes import Editor
+from sparrow.export.steps import Editor
 
 ENDS = ("loss", "error")
 

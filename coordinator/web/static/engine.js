@@ -31,7 +31,7 @@ async function runtime() {
 /** A model of the federation, and what trains and judges it. */
 export class Engine {
   /**
-   * graphs: { step(mask), evaluation() }, functions that give ONNX files, Uint8Array. frozen: tensors that nobody
+   * graphs: { step(ratio), evaluation() }, functions that give ONNX files, Uint8Array. frozen: tensors that nobody
    * trains. own: first values of those that stay on the device.
    */
   constructor(manifest, graphs, frozen, own) {
@@ -58,15 +58,15 @@ export class Engine {
   /**
    * Train a part of the model on `batches` as the federation's settings say.
    *
-   * mask: active neurons, null for all; only: names of what is trained, null for all; pull: weight of the pull back to
+   * mask: active neurons, a share `ratio` of each group, null for all; only: names of what is trained, null for all; pull: weight of the pull back to
    * where training begins (FedProx), 0 for none. seed: BigInt, decides shuffling and dropout. progress(done, total,
    * loss) is awaited after each step. Returns { numExamples, samples, steps, trainLoss }. Throws TrainingDiverged.
    */
-  async train(batches, settings, { mask = null, only = null, pull = 0, learningRate, seed, progress }) {
+  async train(batches, settings, { mask = null, ratio = 1, only = null, pull = 0, learningRate, seed, progress }) {
     const total = settings.local_steps ?? settings.local_epochs * batches.length;
     const leaves = this.leaves(mask, only);
-    const session = await this.session(`step ${mask ? [...mask.values()].map((each) => each.length) : ""}`,
-      () => this.graphs.step(mask));
+    const share = mask ? ratio : 1;
+    const session = await this.session(`step ${share}`, () => this.graphs.step(share));
     const optimiser = new Optimiser(settings, learningRate, new Map([...leaves].map(([name, leaf]) => [name, leaf.values])));
     const start = pull ? new Map([...leaves].map(([name, leaf]) => [name, leaf.values.slice()])) : null;
     const chance = Generator.of([seed, 1n]);

@@ -89,9 +89,9 @@ async function evaluateBoth(job) {
   return { personal, globalModel, validation };
 }
 
-async function adaptAsInARound(job, mask = null) {
+async function adaptAsInARound(job, { mask = null, ratio } = {}) {
   job.engine.load(wholeModel(job.manifest, job.received));
-  await fineTune(job, { mask });
+  await fineTune(job, { mask, ratio });
   return job.engine.read();
 }
 
@@ -132,20 +132,20 @@ function own(job, name) {
 
 function assigned(job) {
   const draw = job.assignment.work ?? null;
-  return { draw, mask: draw && drawNeurons(job.manifest, draw) };
+  return { draw, mask: draw && drawNeurons(job.manifest, draw), ratio: draw?.ratio };
 }
 
 const fedspu = {
   async train(job) {
-    const { draw, mask } = assigned(job);
+    const { draw, mask, ratio } = assigned(job);
     job.engine.load(startingPoint(job, mask));
-    const result = await trainLoaded(job, { mask });
+    const result = await trainLoaded(job, { mask, ratio });
     const personal = job.engine.read();
     const values = pack(job.manifest, personal, mask);
     return conclude(job, result, { personal, values, mask, draw, counts: frozen(job, mask, values) });
   },
   evaluate: evaluateBoth,
-  adapt: (job) => adaptAsInARound(job, assigned(job).mask),
+  adapt: (job) => adaptAsInARound(job, assigned(job)),
   mixesGlobal: true,
 };
 

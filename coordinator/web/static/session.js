@@ -11,7 +11,7 @@ import { Engine, threads } from "./engine.js";
 import { BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
 import { nonzeroFlops, forwardFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, unpackValues, valuesSize } from "./manifest.js";
-import { mergeInPlace } from "./masks.js";
+import { mergeInPlace, pack } from "./masks.js";
 import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
@@ -79,7 +79,7 @@ export class Session {
     const own = ownInitialValues(this.manifest, this.info.settings.seed, first);
     const graph = (name) => this.cached(`${name}.onnx`, this.manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
     await this.engine?.forget();
-    const graphs = { step: () => graph("step"), evaluation: () => graph("evaluation") };
+    const graphs = { step: (ratio) => this.trainingStep(ratio), evaluation: () => graph("evaluation") };
     this.engine = new Engine(this.manifest, graphs, frozen, own);
     this.skeleton = () => graph("skeleton");
     this.method = METHODS[this.info.method];
@@ -93,6 +93,17 @@ export class Session {
     if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} has not the SHA-256 that names it; reload this page`);
     await this.store.put({ [key]: file });
     return file;
+  }
+
+  /** Return the training step for a share of neurons, downloaded once for each of this model. */
+  async trainingStep(ratio) {
+    const key = `step ${ratio}`, of = this.manifest.files.get("step");
+    const kept = await this.store.get(key);
+    if (kept?.of === of && (await digestHex(kept.bytes)) === kept.sha256) return kept.bytes;
+    const step = await this.transport.step(this.federation, ratio, MAX_GRAPH);
+    if ((await digestHex(step.bytes)) !== step.sha256) throw new ProtocolError("the training step was damaged on the way");
+    await this.store.put({ [key]: { ...step, of } });
+    return step.bytes;
   }
 
   async values(which) {
@@ -343,18 +354,7 @@ export class Session {
     const trained = await this.method[assignment.kind](job);
     const train = { ...training.end(), paused_seconds: job.paused() };
     const best = this.bestOf(job, trained);
-    const report = reportOf(job, trained, train);
-    let body = JSON.stringify(report), owed;
-    if (trained.values) {
-      const { mask, draw } = trained, { precision } = job.settings;
-      let { values } = trained;
-      if (precision === "int8") {
-        const rounded = roundUpdate(this.manifest, mask, values, sentValues(this.manifest, job.received, mask), this.owed, job.seed("quantise"));
-        values = rounded;
-        owed = rounded.owed;
-      }
-      body = encode(this.manifest, values, mask, { draw, precision, report: body });
-    }
+    const { body, owed } = this.packed(job, trained, train);
     const { round } = assignment, { history } = this.progress;
     const accuracy = trained.validation?.accuracy ?? null;
     await this.keepAndSend(assignment, body, {
@@ -364,6 +364,19 @@ export class Session {
       secondsTraining: this.progress.secondsTraining + train.seconds - train.paused_seconds,
       history: [...history, { round, accuracy, loss: trained.trainLoss }].slice(-MOST_HISTORY),
     }, { personal: trained.personal, best, owed });
+  }
+
+  /** Return an update's body, a bundle or JSON, and what rounding takes from it, if it does. */
+  packed(job, trained, train) {
+    const { values, mask, draw } = trained, { precision } = job.settings;
+    const counts = { ...trained.counts }, rounds = values && precision === "int8";
+    if (rounds) counts.carried_values = this.owed ? pack(this.manifest, this.owed, mask).filter(Boolean).length : 0;
+    const report = JSON.stringify(reportOf(job, { ...trained, counts }, train));
+    if (!values) return { body: report };
+    if (!rounds) return { body: encode(this.manifest, values, mask, { draw, precision, report }) };
+    const base = sentValues(this.manifest, job.received, mask);
+    const rounded = roundUpdate(this.manifest, mask, values, base, this.owed, job.seed("quantise"));
+    return { body: encode(this.manifest, rounded, mask, { draw, precision, report }), owed: rounded.owed };
   }
 
   /** Return the best personal model's note after a round: the round's own where its validation data speak for it. */

@@ -41,9 +41,15 @@ export class Transport {
     return this.ask("GET", `/v1/federations/${name}`);
   }
 
-  /** Return the text of a file of a federation, such as its manifest, as bytes. */
+  /** Return a file of a federation, such as its manifest, Uint8Array. */
   async file(name, path, most) {
     return (await this.call("GET", `/v1/federations/${name}/${path}`, { most })).bytes;
+  }
+
+  /** Return the training step for a share of neurons: { bytes, sha256 }. */
+  async step(name, ratio, most) {
+    const answer = await this.call("GET", `/v1/federations/${name}/fast-step.onnx?ratio=${ratio}`, { most });
+    return { bytes: answer.bytes, sha256: answer.headers.get("ETag")?.replaceAll('"', "") ?? "" };
   }
 
   /** Return a file of values of `size` bytes; a download that breaks goes on. */

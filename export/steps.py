@@ -20,7 +20,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import helper, numpy_helper
+
+from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from edge_sdk.protocol.masks import Block, NeuronMask, neuron_block
 
 TURNED = [1, 0]
 LARGEST_TILE = 9
@@ -29,6 +33,55 @@ LARGEST_TILE = 9
 
 Parts = Mapping[str, tuple[int | None, int | None]]
 """Weight -> how many of its rows and of its columns are active; None: all."""
+
+
+def step_of_neurons(step: bytes, manifest: Manifest, mask: NeuronMask | None) -> bytes:
+    """Return a step's graph, faster, that trains as many neurons as are active in ``mask``; None: all. Which they are
+    it reads: int64 inputs ``rows:NAME`` and ``columns:NAME``."""
+    trained = {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors if spec.trainable}
+    frozen = {name: each for name, each in trained.items() if each.rows is not None or each.columns is not None}
+    parts, _, lowest = products_of(manifest, frozen)
+    return optimise(step, parts, lowest)
+
+
+def products_of(
+    manifest: Manifest, blocks: Mapping[str, Block]
+) -> tuple[Parts, dict[str, NDArray[np.int64]], list[str]]:
+    """Return what ``optimise`` takes: how many rows and columns of weights are active, which, and of which layers the
+    errors are of use for these alone. blocks: what is trained of parameters that are not trained whole, by name."""
+    parts, index = {}, {}
+    for spec in manifest.tensors:
+        if spec.name not in blocks or len(spec.shape) < 2:
+            continue
+        rows, columns = _axes(spec, blocks[spec.name])
+        parts[spec.name] = tuple(None if each is None else len(each) for each in (rows, columns))
+        for what, places in (("rows", rows), ("columns", columns)):
+            if places is not None:
+                index[f"{what}:{spec.name}"] = places
+    return parts, index, [name for name in _lowest(manifest) if f"rows:{name}" in index]  # type: ignore[return-value]
+
+
+def _axes(spec: TensorSpec, block: Block) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Return the active places of a weight's first two axes; None: all."""
+    rows, columns = (None if each is None else np.array(each, np.int64) for each in (block.rows, block.columns))
+    if columns is not None and block.view[1] != spec.shape[1]:  # neurons that own several columns each
+        share = spec.shape[1] // block.view[1]
+        columns = (columns[:, None] * share + np.arange(share)).reshape(-1)
+    return rows, columns
+
+
+def _lowest(manifest: Manifest) -> list[str]:
+    """Return the weights of layers whose errors nothing but active neurons can use (``Layer.input_error``)."""
+    groups = set()
+    specs = {spec.name: spec for spec in manifest.tensors}
+    for layer in manifest.layers:
+        if layer.input_error == "active" and len(specs[layer.tensors[0]].axes) > 1:
+            groups |= {segment.group for segment in specs[layer.tensors[0]].axes[1]}
+    return [
+        spec.name
+        for spec in manifest.tensors
+        if len(spec.shape) > 1 and spec.axes and len(spec.axes[0]) == 1 and spec.axes[0][0].group in groups
+    ]
 
 
 def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] = ()) -> bytes:
@@ -49,6 +102,7 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
     multiply_turned(editor)
     editor.compute_once()
     editor.remove_unread()
+    del proto.graph.value_info[:]  # of some values that are of active neurons alone now
     return bytes(proto.SerializeToString(deterministic=True))
 
 
