@@ -42,6 +42,7 @@ from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.database import BUSY_SECONDS, check_revision
 from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.web.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class Coordinator:
         self.uploads = Uploads(
             *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
         )
+        self.page_steps = Steps()
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
         self.hosts = Hosts(settings.hosts)

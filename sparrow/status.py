@@ -1,8 +1,14 @@
-"""``sparrow status URL``: what the federations of a running coordinator do, for a person or, as JSON, for a program."""
+"""``sparrow status URL``: what the federations of a running coordinator do, for a person or, as JSON, for a program.
+
+    sparrow status http://192.168.1.5:8000 lab --join-link
+
+prints the link with which phones become devices of a federation, and its QR code.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -10,15 +16,29 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+import httpx
+import segno
+
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
+from edge_sdk.protocol.addresses import in_network, means_caller
+from edge_sdk.protocol.messages import (
+    DeviceInfo,
+    FederationInfo,
+    FederationStatus,
+    MakeJoinLink,
+    OpenWork,
+    RoundRecord,
+)
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
 from sparrow.command_line.table import printable, table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
 CLEAR = "\033[2J\033[H"
+WHITE_ON_BLACK, USUAL = "\033[97;40m", "\033[0m"
+QUIET = 2
+"""Modules of margin around a QR code: with them that of a usual link fits a terminal of 24 lines."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,27 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
+def check_reachable(address: httpx.URL, federation: str) -> None:
+    """Raise WrongUsage where phones cannot call this address, since each machine is at it itself."""
+    if not means_caller(address.host):
+        return
+    here = in_network()
+    other = "https://HOST" if here is None else str(address.copy_with(host=here)).rstrip("/")
+    what = "its name or address on the network" if here is None else "this machine's address on the network"
+    raise WrongUsage(
+        f"phones cannot reach {address.host}: give {what}, at which the coordinator must listen (sparrow serve --host "
+        f"0.0.0.0): sparrow status {other} {federation} --join-link"
+    )
+
+
+def drawn(link: str, *, coloured: bool) -> str:
+    """Return a QR code for a terminal, light on dark. coloured: whatever the terminal's own colours are."""
+    lines = io.StringIO()
+    segno.make_qr(link).terminal(lines, border=QUIET, compact=True)
+    before, after = (WHITE_ON_BLACK, USUAL) if coloured else ("", "")
+    return "\n".join(f"{before}{line}{after}" for line in lines.getvalue().splitlines())
+
+
 def _options(parser: Parser) -> None:
     parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("federation", nargs="?", help="only this one, with its rounds and devices")
@@ -185,6 +226,11 @@ def _options(parser: Parser) -> None:
         metavar="SECONDS",
         help=f"look again and again (every {WATCH_SECONDS:g} seconds)",
     )
+    parser.add_argument(
+        "--join-link",
+        action="store_true",
+        help="print the link with which phones join the federation, and its QR code",
+    )
     add_wait(parser)
     add_json(parser, ", with --watch a line for each look")
     tls.add_options(parser)
@@ -193,16 +239,39 @@ def _options(parser: Parser) -> None:
 def _run(options: argparse.Namespace) -> None:
     if options.watch is not None and not options.watch > 0:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
+    if options.join_link and (options.federation is None or options.watch is not None):
+        raise WrongUsage("--join-link is for one federation, once: sparrow status SERVER FEDERATION --join-link")
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait)
         transport.token = token_of("observer", "admin")
-        while True:
-            status = look(options.server, transport, options.federation)
-            fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""
-            print(fresh + (as_json if options.json else as_text)(status), flush=True)
-            if options.watch is None:
-                return
-            time.sleep(options.watch)
+        if options.join_link:
+            check_reachable(client.base_url, options.federation)
+            _tell_link(transport, str(client.base_url), options.federation, as_document=options.json)
+        else:
+            _tell_state(transport, options)
+
+
+def _tell_link(transport: Transport, server: str, federation: str, *, as_document: bool) -> None:
+    """Print the link of a federation, and on stderr what to know of it."""
+    name = transport.federation(federation).name  # says which there are, if not this one
+    found = transport.join_link(name, MakeJoinLink(server=server, token=token_of("enrolment")))
+    for hint in found.hints:
+        sys.stderr.write(f"sparrow status: {printable(hint)}\n")
+    if as_document:
+        print(json.dumps({"link": found.link}))
+    else:
+        print(f"{found.link}\n\n{drawn(found.link, coloured=sys.stdout.isatty())}")
+
+
+def _tell_state(transport: Transport, options: argparse.Namespace) -> None:
+    """Print the state of the coordinator, with ``--watch`` again and again."""
+    while True:
+        status = look(options.server, transport, options.federation)
+        fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""
+        print(fresh + (as_json if options.json else as_text)(status), flush=True)
+        if options.watch is None:
+            return
+        time.sleep(options.watch)
 
 
 COMMAND = Command(
@@ -210,7 +279,8 @@ COMMAND = Command(
     "What the federations of a running coordinator do.",
     _options,
     _run,
-    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
+    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one, and "
+    "SPARROW_ENROLMENT_TOKEN the token that --join-link puts into the link.",
 )
 main = COMMAND.main
 

@@ -22,6 +22,8 @@ from edge_sdk.protocol.messages import (
     DeviceReport,
     Evaluation,
     FederationInfo,
+    JoinLink,
+    MakeJoinLink,
     ModelInfo,
     OpenWork,
     RoundRecord,
@@ -41,6 +43,7 @@ from sparrow.coordinator.api.live import follow, seen_by
 from sparrow.coordinator.api.middleware.authentication import Identity, identify
 from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
+from sparrow.coordinator.web import links
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -188,6 +191,16 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
+@router.post("/{name}/join-link", dependencies=[ObserverOnly])
+def make_join_link(
+    name: str, wanted: MakeJoinLink, coordinator: TheCoordinator, request: Request, response: Response
+) -> JoinLink:
+    """Return the link with which a browser becomes a device of a federation, and its QR code."""
+    response.headers["Cache-Control"] = "no-store"
+    server = str(request.base_url) if wanted.server is None else wanted.server
+    return links.make(coordinator.federations.get(name), server, wanted.token, coordinator.tokens)
+
+
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
     """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
@@ -273,6 +286,21 @@ def get_first(name: str, coordinator: TheCoordinator, request: Request) -> Respo
 def _values(name: str, which: Values, coordinator: TheCoordinator, request: Request) -> Response:
     digest = coordinator.federations.manifest(name).files.get(which)
     return ranged(request, coordinator.federations.values(name, which), "application/octet-stream", digest)
+
+
+@router.get("/{name}/fast-step.onnx", dependencies=[ProspectiveMemberOnly])
+def get_fast_step(
+    name: str,
+    coordinator: TheCoordinator,
+    request: Request,
+    ratio: Annotated[float, Query(gt=0, le=1, description="Share of each group's neurons that are trained")] = 1.0,
+) -> Response:
+    """Return the training step as browsers run it: rearranged to be fast, its errors those of active neurons alone.
+
+    The ``ETag`` is its SHA-256. Which neurons are active are inputs of the graph, int64: ``rows:NAME``, ``columns:NAME``.
+    """
+    manifest, step = coordinator.federations.manifest(name), coordinator.federations.graph(name, "step")
+    return ranged(request, coordinator.page_steps.make(step, manifest, ratio), "application/octet-stream")
 
 
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])

@@ -49,7 +49,9 @@ async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> As
 
 
 def seen_by(identity: Identity, overview: Overview) -> Overview:
-    """Return the part of an overview that this caller may see: its own federation, if its token is for one."""
+    """Return an overview with what is the caller's own: of federations its own, if its token is for one, and its
+    rights."""
     only = own_federation(identity)
     lines = tuple(line for line in overview.federations if only in (None, line.name))
-    return overview.model_copy(update={"federations": lines, "may_change": is_admin(identity)})
+    rights = {"enrolment_guarded": "enrolment" in identity.guarded, "may_change": is_admin(identity)}
+    return overview.model_copy(update={"federations": lines, **rights})

@@ -3,9 +3,9 @@ the page that is a device: it and its files need none, its calls do."""
 
 from __future__ import annotations
 
-from edge_sdk.protocol.messages import FederationName
 from fastapi import APIRouter, Request, Response
 
+from edge_sdk.protocol.messages import FederationName
 from sparrow.coordinator import dashboard, web
 from sparrow.coordinator.api.access import AdminOnly, AnyObserverOnly, TheCoordinator, TheIdentity, own_federation
 from sparrow.coordinator.api.bodies import ranged

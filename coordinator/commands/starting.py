@@ -6,7 +6,6 @@ own command line, by uvicorn's own parser.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,14 +14,12 @@ from pathlib import Path
 
 from click import ClickException
 
+from edge_sdk.protocol.addresses import in_network, in_url, is_loopback, is_unspecified
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
 FORMER = Path("sparrow-data")
 """The former default folder of the data, below the folder in which the coordinator was started."""
-
-ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
-"""Addresses of nobody (RFC 5737, RFC 3849): the way there begins at this machine's own address. Nothing is sent."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Listening:
     @property
     def url(self) -> str:
         """Return the address at which others reach it: this machine's in its network, if it listens on all."""
-        host = _in_network(self.host)
-        return f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http{'s' if self.tls else ''}://{in_url(_in_network(self.host))}:{self.port}"
 
 
 def by_uvicorn(arguments: Sequence[str]) -> Listening | None:
@@ -62,7 +58,7 @@ def introduction(settings: Settings, listening: Listening | None, *, enrolment_g
     token = ", with SPARROW_ENROLMENT_TOKEN set" if enrolment_guarded else ""
     yield f"page: {listening.url}/"
     yield f"devices join with: sparrow join --server {listening.url}{federation}{token}"
-    if _is_loopback(listening.host):
+    if is_loopback(listening.host):
         yield "only this machine can reach it; --host 0.0.0.0 lets others"
 
 
@@ -82,24 +78,6 @@ def forgotten(settings: Settings) -> str | None:
 
 def _in_network(host: str) -> str:
     """Return the address by which others call this machine, if it listens on all of its addresses."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    if not is_unspecified(host):
         return host
-    if not address.is_unspecified:
-        return host
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect((ELSEWHERE[address.version], 9))
-            found: str = way.getsockname()[0]
-            return found
-    except OSError:  # no network, or none of this kind
-        return socket.gethostname()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return in_network(6 if ":" in host else 4) or socket.gethostname()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import http.cookiejar
 import io
-import ipaddress
 import json
 import logging
 import os
@@ -55,6 +54,7 @@ from edge_sdk.errors import (
     WrongState,
 )
 from edge_sdk.protocol import checkpoint, tls, values
+from edge_sdk.protocol.addresses import is_loopback
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
@@ -66,6 +66,8 @@ from edge_sdk.protocol.messages import (
     Enrolled,
     FederationInfo,
     HandBack,
+    JoinLink,
+    MakeJoinLink,
     NewToken,
     OpenWork,
     PauseReason,
@@ -191,7 +193,7 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
 
 def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
     """Return a hook that warns once if a token is sent unencrypted over a network."""
-    plain = url.scheme == "http" and not _is_this_machine(url.host)
+    plain = url.scheme == "http" and not is_loopback(url.host)
 
     def warn(request: httpx.Request) -> None:
         nonlocal plain
@@ -204,13 +206,6 @@ def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
             )
 
     return warn
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
@@ -330,6 +325,11 @@ class Transport:
     def delete_federation(self, name: str) -> None:
         """Delete a federation for good."""
         self._call("DELETE", f"/v1/federations/{name}")
+
+    def join_link(self, name: str, wanted: MakeJoinLink) -> JoinLink:
+        """Return the link with which a browser becomes a device of a federation. Raises NotFound where none can,
+        NotAllowed for the link's token."""
+        return self._ask(JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
 
     def enrol(self, federation: str, request: Enrol) -> Enrolled:
         """Enrol this device."""

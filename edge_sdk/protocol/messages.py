@@ -46,6 +46,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
 """A token, which goes into a header."""
+LONGEST_LINK = 1000
+"""Characters after a link's scheme; a QR code can have twice as many, and a phone could not read it."""
 
 
 class _Request(BaseModel):
@@ -449,6 +451,29 @@ class FederationInfo(Answer):
     )
     no_pages_because: str | None = Field(default=None, description="Why no page can take part, where none can")
     settings: FederationSettings
+
+
+class MakeJoinLink(_Request):
+    """``POST /v1/federations/{name}/join-link``. Neither field is kept or logged."""
+
+    server: str | None = Field(
+        default=None, description="The coordinator's address as phones call it; null: the one that this call came to"
+    )
+    token: str | None = Field(
+        default=None, repr=False, description="The enrolment token for the link; left out where none is needed"
+    )
+
+
+class JoinLink(Answer):
+    """The link with which a browser becomes a device of a federation. Whoever has it may enrol."""
+
+    link: str = Field(
+        pattern=rf"^https?://[!-~]{{1,{LONGEST_LINK}}}$",
+        repr=False,
+        description="https://HOST/join/NAME#token=SECRET; without a token where none is needed",
+    )
+    svg: str = Field(repr=False, description="Its QR code, an SVG document")
+    hints: tuple[str, ...] = Field(default=(), description="What whoever hands it out should know")
 
 
 # --- devices -----------------------------------------------------------------------------------------------------

@@ -103,4 +103,5 @@ class Overview(Answer):
     doing: dict[Doing, int] = Field(description="Devices by what they are doing")
     smallest_budget: float = Field(description="The budget below which a device is not drawn")
     notices: tuple[Notice, ...]
+    enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")

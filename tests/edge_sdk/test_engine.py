@@ -11,8 +11,7 @@ import torch
 
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Optimiser, Rule
-from edge_sdk.engines.parts import leaves_of, products_of
-from edge_sdk.engines.passes import optimise
+from edge_sdk.engines.parts import frozen_in_part, leaves_of
 from edge_sdk.engines.training import Part, Pull
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
@@ -20,6 +19,7 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
+from sparrow.export.steps import optimise, products_of
 
 from .networks import zoo
 
@@ -137,7 +137,7 @@ def test_few_neurons_are_less_work():
     manifest = compiled("mnist:small")[1]
     network = opened("mnist:small", Part())[2]
     mask = draw_neurons(manifest, NeuronDraw("key", 0.2))
-    parts, index, lowest = products_of(manifest, leaves_of(manifest, network.tensors, Part(mask=mask)))
+    parts, index, lowest = products_of(manifest, frozen_in_part(leaves_of(manifest, network.tensors, Part(mask=mask))))
     step = network.step(parts, lowest)
     whole = network.step()
     assert lowest == ["conv1.weight"]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from edge_sdk.engines.passes import optimise
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
+from sparrow.export.steps import optimise
 
 from .networks import zoo
 

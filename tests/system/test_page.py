@@ -6,12 +6,8 @@ where there is no Chromium.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -20,72 +16,14 @@ from sparrow.coordinator.fleet.federations import find
 
 from ..coordinator.fakes import LocalCoordinator
 from ..coordinator.grown import grow
-from .conftest import Coordinator, wait_until
+from . import browsers
+from .browsers import NARROW, playwright
+from .conftest import wait_until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+browser, open_page = browsers.browser, browsers.open_page
+pictures, new_coordinator = browsers.pictures, browsers.new_coordinator
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CALM = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-)
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 AXES = re.compile(r"[-+]?[\d.,]+")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip(f"no Chromium here, so the page is not tested: install one of {', '.join(NAMES)}")
-    playwright.expect.set_options(timeout=20_000)  # a machine may be busy
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=found, args=list(CALM))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens pages; a test in which one wrote an error to its console fails."""
-    troubles, contexts = [], []
-
-    def open_one(url, **context):
-        contexts.append(browser.new_context(**{"viewport": WIDE, "accept_downloads": True, **context}))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda said: said.type == "error" and troubles.append(said.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.requests = []
-        page.on("request", lambda request: page.requests.append(request))
-        page.troubles = troubles
-        page.goto(url)
-        return page
-
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert troubles == []
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder = Path(os.environ.get("SPARROW_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@pytest.fixture
-def new_coordinator(tmp_path):
-    """Makes coordinators that are not started yet."""
-    with ExitStack() as stack:
-
-        def make(**settings):
-            made = Coordinator(tmp_path / "own", **settings)
-            stack.callback(made.close)
-            return made
-
-        yield make
 
 
 def train(coordinator, device, rounds):

@@ -12,7 +12,7 @@ import { Transport } from "./transport.js";
 
 const REPORT_MILLISECONDS = 100, YIELD_MILLISECONDS = 40, LOOK_SECONDS = 0.25;
 const LEAST_SAMPLES = 10;
-/** Use of the samples of one class, in turn, as they are added; each class begins three places later. */
+/** Use of the samples, or groups of them, of one class, in turn; each class begins three places later. */
 const TURNS = ["train", "test", "train", "validation", "train", "train", "test", "train", "train", "test"];
 
 let store, transport, session, samples = null;
@@ -139,13 +139,16 @@ function ask(name) {
   });
 }
 
-async function add({ inputs, targets }) {
+/** Add samples. group: those that overlap, such as a recording's windows, have one, and all get the same use. */
+async function add({ inputs, targets, group }) {
   const size = inputs.length / targets.length;
-  const before = samples?.source === "added" ? samples : { source: "added", inputs: new Float32Array(), targets: new Int32Array() };
+  const nothing = { inputs: new Float32Array(), targets: new Int32Array(), groups: [] };
+  const before = samples?.source === "added" ? samples : nothing;
   const all = { source: "added", inputs: new Float32Array(before.inputs.length + inputs.length), size };
   all.inputs.set(before.inputs);
   all.inputs.set(inputs, before.inputs.length);
   all.targets = Int32Array.from([...before.targets, ...targets]);
+  all.groups = [...before.groups, ...Array.from(targets, (_, place) => group ?? `${before.targets.length + place}`)];
   await keep(all);
 }
 
@@ -166,10 +169,14 @@ async function keep(changed) {
 /** Return the samples of each use, { inputs, targets, count } or null. */
 function parts() {
   if (samples?.source !== "added") return samples?.parts ?? { train: null, validation: null, test: null };
-  const { inputs, targets, size } = samples, chosen = { train: [], validation: [], test: [] }, seen = [];
+  const { inputs, targets, groups, size } = samples, chosen = { train: [], validation: [], test: [] };
+  const seen = [], uses = new Map();
   targets.forEach((label, place) => {
-    seen[label] = (seen[label] ?? 0) + 1;
-    chosen[TURNS[(seen[label] - 1 + 3 * label) % TURNS.length]].push(place);
+    if (!uses.has(groups[place])) {
+      seen[label] = (seen[label] ?? 0) + 1;
+      uses.set(groups[place], TURNS[(seen[label] - 1 + 3 * label) % TURNS.length]);
+    }
+    chosen[uses.get(groups[place])].push(place);
   });
   return Object.fromEntries(Object.entries(chosen).map(([use, places]) => [use, places.length ? {
     inputs: Float32Array.from(places.flatMap((place) => [...inputs.subarray(place * size, (place + 1) * size)])),
@@ -222,7 +229,12 @@ async function rounds() {
       if (!(error instanceof Stopped)) throw error;
     }
   }
-  if (outcome === "over") report({ phase: "finished", detail: "the federation has ended; the model stays here", work: null });
+  if (outcome !== "over") return;
+  const { status, round } = await transport.federation(session.federation);
+  report({
+    phase: "finished", detail: "the federation has ended; the model stays here", work: null,
+    federation: { ...state.federation, status, round },
+  });
 }
 
 /** End for a reason that no repetition mends: what is open goes back, so that nobody waits for it. */
@@ -240,6 +252,7 @@ async function breakOff(error) {
 function tell(changes) {
   if (changes.failure || changes.notice) report({ detail: changes.failure ?? changes.notice });
   else report(changes);
+  if (changes.work) state.federation = { ...state.federation, round: changes.work.round };
 }
 
 /** Awaited after each step; returns the seconds that it paused. Throws Paused, Stopped. */
