@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
+.PHONY: demo dist test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -19,12 +19,16 @@ demo: $(VENV)/.demo
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# What pages in browsers train with.
+runtime: setup
+	$(BIN)/sparrow web
+
 # Real coordinators, devices, browsers, databases and shells; whole federations in one process.
-test-integration: setup
+test-integration: runtime
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
 
 # Those of whole machines one at a time: they kill processes and wait for deadlines of seconds.
-test-slow: setup
+test-slow: runtime
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
 	$(BIN)/python -m pytest -m 'slow and integration'
 

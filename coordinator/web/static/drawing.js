@@ -139,6 +139,8 @@ export class Drawing {
     this.marker = canvas.parentElement.querySelector(".pen");
     this.stroke = null; // the id of the pointer that draws
     this.setShape([1, 28, 28]);
+    // A stroke is no swipe: without this, Chromium takes the tap that follows a quick stroke for the swipe's end.
+    canvas.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     canvas.addEventListener("pointerdown", (event) => this.#begin(event));
     canvas.addEventListener("pointermove", (event) => this.#move(event));
     for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, (event) => this.#end(event));

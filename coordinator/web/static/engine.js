@@ -9,7 +9,7 @@ import { Optimiser } from "./optimiser.js";
 import { Generator } from "./pcg64.js";
 import { passes } from "./samples.js";
 
-const RUNTIME = "/web/runtime/1.30.0/"; // the version that coordinator/web/runtime.py pins
+const RUNTIME = new URL("./runtime/1.30.0/", import.meta.url).href; // the version that runtime.py pins
 const MOST_THREADS = 4;
 const { fround } = Math;
 

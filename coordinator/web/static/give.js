@@ -35,7 +35,7 @@ export class Giving {
       keep: (label) => this.#attempt(() => this.#keep(label)),
     });
     this.motion = new MotionPanel({
-      found: (values, label) => this.#add(values, label),
+      found: (values, label, group) => this.#add(values, label, group),
       failed: (error) => this.fail(error),
     });
     this.camera = new Camera($("camera-view"));
@@ -169,9 +169,10 @@ export class Giving {
     else this.motion.choose(label);
   }
 
-  #add(values, label) {
+  /** Add a sample. group: that of one recording, whose samples are alike: all are trained on, or none. */
+  #add(values, label, group) {
     const inputs = scaled(this.federation.task, values, this.shape);
-    this.send({ do: "add", inputs, targets: Int32Array.of(label) });
+    this.send({ do: "add", inputs, targets: Int32Array.of(label), group });
   }
 
   #keep(label) {

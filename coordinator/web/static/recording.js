@@ -11,7 +11,8 @@ const DROPPED = 2; // the last windows of a recording: the hand that stops it mo
 export class MotionPanel {
   /**
    * @param {object} told
-   * @param {(values: Float32Array, label: number) => void} told.found a window [6 * 64] that is kept
+   * @param {(values: Float32Array, label: number, group: number) => void} told.found a window [6 * 64] that is kept;
+   *   windows of one recording overlap, and have its group, a random number below 2^32
    * @param {(error: Error) => void} told.failed there is nothing to record with
    */
   constructor({ found, failed }) {
@@ -65,13 +66,14 @@ export class MotionPanel {
     }
     navigator.vibrate?.(100);
     [this.kept, this.waiting] = [0, []];
+    [this.group] = crypto.getRandomValues(new Uint32Array(1));
     this.recorder.start();
   }
 
   #found(values) {
     this.waiting.push(values);
     if (this.waiting.length <= DROPPED) return;
-    this.told.found(this.waiting.shift(), this.label);
+    this.told.found(this.waiting.shift(), this.label, this.group);
     this.kept += 1;
     put($("motion-state"), `Recording: ${many(this.kept, "sample")}`);
   }

@@ -330,7 +330,7 @@ export class Session {
     if (payload) {
       if (payload.bytes > largestPayload(this.manifest)) throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`);
       received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
-      if (isWhole(this.manifest, received)) this.received = received.values;
+      this.received = !this.personal && isWhole(this.manifest, received) ? received.values : null;
     }
     const waits = kind !== "adapt";
     let paused = 0;

@@ -210,7 +210,7 @@ export class Transport {
     let timer = setTimeout(ended, timeout * 1000);
     try {
       if (body) this.traffic.up += body.length;
-      const response = await fetch(path, {
+      const response = await fetch(new URL(`..${path}`, import.meta.url), { // a proxy may serve all of this below a path
         method, headers: { ...headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) },
         body: body?.length ? body : undefined, signal: abort.signal,
         redirect: "error", credentials: "omit", cache: "no-store", referrerPolicy: "no-referrer",
