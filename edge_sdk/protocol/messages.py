@@ -470,7 +470,7 @@ class JoinLink(Answer):
     link: str = Field(
         pattern=rf"^https?://[!-~]{{1,{LONGEST_LINK}}}$",
         repr=False,
-        description="https://HOST/join/NAME#token=SECRET; without a token where none is needed",
+        description="An address: /join/NAME, with #token=SECRET where an enrolment token is needed",
     )
     svg: str = Field(repr=False, description="Its QR code, an SVG document")
     hints: tuple[str, ...] = Field(default=(), description="What whoever hands it out should know")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import socket
 from dataclasses import replace
 
 import httpx
 import pytest
+import segno
 
 from edge_sdk.device.transport import Transport, connect
 from sparrow import status
+from sparrow.command_line.exits import Exit
 from sparrow.coordinator.settings import Settings
 
 from ..coordinator.api.test_contract import serving
-from .conftest import OBSERVER
+from .conftest import ADMIN, ENROLMENT, OBSERVER
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +135,90 @@ def test_a_coordinator_that_is_not_ready_says_why(sparrow, tmp_path):
     assert "no federations" in out
     assert not found["ready"]
     assert "the disk of the data folder has" in found["trouble"]
+
+
+# --- links for phones ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Gives the address of a coordinator of this machine another name, which is not this machine's to phones."""
+    usual = socket.getaddrinfo
+
+    def look_up(host, *arguments, **named):
+        ours = host in ("pi.lan", b"pi.lan")
+        return usual("127.0.0.1" if ours else host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return lambda address: str(address).rstrip("/").replace("127.0.0.1", "pi.lan")
+
+
+@pytest.fixture(scope="module")
+def open_lab(tmp_path_factory):
+    """The address of a coordinator whose federation ``default`` needs no token of any kind."""
+    folder = tmp_path_factory.mktemp("open") / "data"
+    with serving(Settings(data_dir=folder, default_task="digits", hosts="pi.lan")) as client:
+        alone = {"name": "alone", "task": "digits", "settings": {"method": "ditto"}}
+        client.post("/v1/federations", json=alone).raise_for_status()
+        yield client.base_url
+
+
+def code_of(link):
+    lines = io.StringIO()
+    segno.make_qr(link).terminal(lines, border=2, compact=True)
+    return lines.getvalue()
+
+
+def test_the_link_for_phones_is_printed_with_its_qr_code(sparrow, open_lab, named):
+    server = named(open_lab)
+    link = f"{server}/join/default"
+    code, out, err = sparrow("status", server, "default", "--join-link")
+    assert (code, out) == (0, f"{link}\n\n{code_of(link)}")
+    assert "sparrow status: Over plain http phones may go dark" in err
+    assert "HTTPS (docs/phone.md)" in err
+    code, out, _ = sparrow("status", f"{server}/", "default", "--join-link", "--json")
+    assert (code, json.loads(out)) == (0, {"link": link})
+
+
+def test_a_qr_code_is_light_on_dark_whatever_the_terminals_colours_and_fits_it():
+    link = "https://coordinator.example:8443/join/ward-3#token=sparrow_enrol_" + "Zm9v" * 11
+    coloured = status.drawn(link, coloured=True).splitlines()
+    assert len(coloured) <= 23, "with the prompt below it 24"
+    assert all(line.startswith("\033[97;40m") and line.endswith("\033[0m") for line in coloured)
+    bare = [line.removeprefix("\033[97;40m").removesuffix("\033[0m") for line in coloured]
+    assert bare == status.drawn(link, coloured=False).splitlines()
+
+
+def test_a_link_has_the_enrolment_token_that_it_needs(sparrow, fails, guarded, named, monkeypatch):
+    words = ("status", named(guarded), "default", "--join-link")
+    assert "set SPARROW_ENROLMENT_TOKEN" in fails(Exit.REFUSED, *words)
+    for wrong, said in (("made-up", "not valid for default"), (ADMIN, "is an admin token")):
+        monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", wrong)
+        line = fails(Exit.REFUSED, *words)
+        assert said in line
+        assert wrong not in line
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    _, out, err = sparrow(*words)
+    assert out.splitlines()[0] == f"{named(guarded)}/join/default#token={ENROLMENT}"
+    assert ENROLMENT not in err
+
+
+def test_no_link_is_made_that_leads_phones_nowhere(fails, open_lab, named, monkeypatch):
+    port = open_lab.port
+    for here, there in (("192.0.2.7", f"http://192.0.2.7:{port}"), ("2001:db8::7", f"http://[2001:db8::7]:{port}")):
+        monkeypatch.setattr(status, "in_network", lambda here=here: here)
+        for own in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
+            line = fails(Exit.USAGE, "status", f"http://{own}:{port}/", "default", "--join-link")
+            assert line.endswith(f"sparrow status {there} default --join-link")
+            assert f"phones cannot reach {own.strip('[]')}: give this machine's address on the network" in line
+    monkeypatch.setattr(status, "in_network", lambda: None)
+    line = fails(Exit.USAGE, "status", "https://localhost", "default", "--join-link")
+    assert line.endswith("sparrow status https://HOST default --join-link")
+    line = fails(Exit.NOT_FOUND, "status", named(open_lab), "alone", "--join-link")
+    assert "no page can take part in alone: ditto runs on devices with the SDK alone" in line
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", named(open_lab), "none", "--join-link")
+
+
+@pytest.mark.parametrize("words", [("--join-link",), ("default", "--join-link", "--watch", "3")])
+def test_a_link_is_for_one_federation(fails, words):
+    assert "sparrow status SERVER FEDERATION --join-link" in fails(Exit.USAGE, "status", "https://lab.example", *words)

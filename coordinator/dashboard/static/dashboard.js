@@ -102,6 +102,7 @@ function show(news) {
   $("status").textContent = $("status").className = federation.status;
   $("status").classList.add("badge");
   put("state", stateOf(federation));
+  $("invite").hidden = !federation.device_kinds.includes("page");
   showFederations(news);
   $("tiles").replaceChildren(...tilesOf(news, rounds).map(([term, value, more]) => element("div", {}, [
     element("dt", { textContent: term }),
@@ -357,6 +358,13 @@ function sure(question, yes) {
   dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
 }
+
+// Most who look at a page invite nobody: what that takes is loaded when it is asked for.
+$("invite").addEventListener("click", async () => {
+  const { invite } = await import("./invite.js").catch(() => ({}));
+  if (invite) invite(`${api}/join-link`, overview.enrolment_guarded, reason);
+  else fail("The coordinator did not answer: try again.", true);
+});
 
 /** The answer, or null where there is none: then the page says why. */
 async function call(method, path, body) {

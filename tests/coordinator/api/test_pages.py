@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import segno
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.messages import LONGEST_LINK, FederationSettings, JoinLink, MakeJoinLink
 from sparrow.coordinator.dashboard import OWN
+from sparrow.coordinator.web import links
 
 pytestmark = pytest.mark.integration  # serves from a real port
 
@@ -142,3 +146,145 @@ def test_devices_come_in_pages(open_app):
         {"search": "\0"},
     ):
         assert client.get(path, params=wrong).status_code == 422
+
+
+# --- links for phones ------------------------------------------------------------------------------------------------
+
+LINK = "/v1/federations/default/join-link"
+SERVER = "https://lab.example:8443"
+
+
+@pytest.fixture
+def pages_train(monkeypatch):
+    """As if ``sparrow web`` had been run."""
+    monkeypatch.setattr(links.runtime, "is_there", lambda: True)
+
+
+def test_a_link_comes_with_its_qr_code_and_leads_to_the_page_that_is_a_device(open_app, pages_train):
+    client = open_app()
+    for server, link in (
+        (SERVER, f"{SERVER}/join/default"),
+        ("https://lab.example/below/", "https://lab.example/below/join/default"),
+        ("http://[2001:db8::7]:8000", "http://[2001:db8::7]:8000/join/default"),
+    ):
+        answer = client.post(LINK, json={"server": server})
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
+        assert answer.json()["link"] == link
+        drawn = io.BytesIO()
+        segno.make_qr(link).save(drawn, kind="svg", xmldecl=False, omitsize=True, light="#fff", nl=False)
+        assert answer.json()["svg"] == drawn.getvalue().decode()
+        assert bool(answer.json()["hints"]) == server.startswith("http://")
+        assert client.get(urlsplit(link).path.removeprefix("/below")).status_code == 200
+    own = client.post(LINK, json={}, headers={"Host": "192.0.2.7:8000"}).json()
+    assert own["link"] == "http://192.0.2.7:8000/join/default"
+
+
+def test_over_plain_http_and_before_pages_can_train_there_are_hints(open_app, monkeypatch):
+    client = open_app()
+    for there in (True, False):
+        monkeypatch.setattr(links.runtime, "is_there", lambda there=there: there)
+        (https,) = client.post(LINK, json={"server": SERVER}).json()["hints"] or [""]
+        assert ("sparrow web" in https) == (not there)
+    http = client.post(LINK, json={"server": "http://lab.example:8000"}).json()["hints"]
+    assert any("HTTPS (docs/phone.md)" in hint for hint in http)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "0.0.0.0", "pi.localhost"])
+def test_an_address_that_phones_have_for_themselves_is_replaced(open_app, monkeypatch, pages_train, host):
+    client = open_app()
+    for own, link in (("192.0.2.7", "192.0.2.7"), ("2001:db8::7", "[2001:db8::7]")):
+        monkeypatch.setattr(links, "in_network", lambda own=own: own)
+        for port in ("", ":8443"):
+            made = client.post(LINK, json={"server": f"https://{host}{port}"}).json()
+            assert made["link"] == f"https://{link}{port}/join/default"
+            (hint,) = made["hints"]
+            assert own in hint
+            assert "--host 0.0.0.0" in hint
+    monkeypatch.setattr(links, "in_network", lambda: None)
+    refused = client.post(LINK, json={"server": f"http://{host}:8000"})
+    assert (refused.status_code, "in no network" in refused.json()["detail"]) == (422, True)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        *("", "lab.example", "ftp://lab.example", "https://", "https://:8443", "https://lab.example:port"),
+        *("https://me:secret@lab.example", "https://lab.example/?a=b", "https://lab.example#token=x", "https://[::1"),
+        *("https://lab.example/<b>", "https://lab.example/a b", "https://lab\n.example", "https://läb.example"),
+        "https://" + "a" * LONGEST_LINK,
+    ],
+)
+def test_what_is_no_address_gets_no_link(open_app, server):
+    answer = open_app().post(LINK, json={"server": server})
+    assert answer.status_code == 422
+    assert answer.json()["title"] == "BadContent"
+
+
+def test_a_federation_without_pages_has_no_link(open_app):
+    client = open_app()
+    client.post("/v1/federations", json={"name": "alone", "task": "digits", "settings": {"method": "ditto"}})
+    answer = client.post("/v1/federations/alone/join-link", json={"server": SERVER})
+    assert answer.status_code == 404
+    assert client.get("/v1/federations/alone").json()["no_pages_because"] in answer.json()["detail"]
+    assert client.post("/v1/federations/none/join-link", json={"server": SERVER}).status_code == 404
+
+
+def test_the_link_has_the_enrolment_token_where_one_is_needed_and_no_other(open_app, pages_train):
+    client = open_app(**TOKENS)
+    look, overview = basic("an-observer-s-secret"), "/v1/federations/default/overview"
+    assert client.get(overview, headers=look).json()["enrolment_guarded"] is True
+    for token, said in (
+        (None, "set SPARROW_ENROLMENT_TOKEN"),
+        ("", "not valid for default"),
+        ("made-up", "not valid for default"),
+        ("an-observer-s-secret", "is an observer token"),
+        ("the-chief-s-secret", "is an admin token"),
+    ):
+        refused = client.post(LINK, json={"server": SERVER, "token": token}, headers=look)
+        assert refused.status_code == 403, "after a 401 a browser would forget its user's own token"
+        assert said in refused.json()["detail"]
+        assert "sparrow token create enrolment --federation default" in refused.json()["detail"]
+        assert not token or token not in refused.text
+    made = client.post(LINK, json={"server": SERVER, "token": "the enrolment token"}, headers=look).json()
+    address, _, fragment = made["link"].partition("#")
+    assert address == f"{SERVER}/join/default"
+    assert parse_qs(fragment) == {"token": ["the enrolment token"]}, "as URLSearchParams reads it"
+
+
+def test_a_link_has_no_token_where_none_is_needed(open_app):
+    client = open_app()
+    assert client.get("/v1/federations/default/overview").json()["enrolment_guarded"] is False
+    made = client.post(LINK, json={"server": SERVER, "token": "of-another-coordinator"})
+    assert made.json()["link"] == f"{SERVER}/join/default"
+
+
+def test_links_are_for_who_may_look(open_app):
+    client = open_app(**TOKENS)
+    body = {"server": SERVER, "token": "the enrolment token"}
+    for headers, status in (
+        ({}, 401),
+        (basic("the enrolment token"), 401),
+        (basic("an-observer-s-secret"), 200),
+        (basic("the-chief-s-secret"), 200),
+        ({**basic("the-chief-s-secret"), "Sec-Fetch-Site": "cross-site"}, 403),
+    ):
+        assert client.post(LINK, json=body, headers=headers).status_code == status
+
+
+def test_the_token_of_a_link_is_neither_logged_nor_kept(open_app, caplog, tmp_path):
+    caplog.set_level("DEBUG")
+    client, secret = open_app(**TOKENS), TOKENS["enrolment_token"]
+    for body in (
+        {"server": SERVER, "token": secret},
+        {"server": "nowhere", "token": secret},
+        {"server": SERVER, "token": secret, "more": secret},
+        {"server": [secret], "token": secret},
+    ):
+        answer = client.post(LINK, json=body, headers=basic("an-observer-s-secret"))
+        assert (answer.status_code == 200) == (secret.replace(" ", "%20") in answer.text)
+        assert secret not in answer.text
+    messages = (MakeJoinLink(server=SERVER, token=secret), JoinLink(link=f"{SERVER}/#token={secret[:3]}", svg=secret))
+    assert secret[:3] not in repr(messages)
+    for text in (secret, secret.replace(" ", "%20")):
+        assert text not in caplog.text
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
