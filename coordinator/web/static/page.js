@@ -39,7 +39,10 @@ function ask({ question, consequence, no, yes }) {
   $("ask").showModal();
   $("no").focus();
   return new Promise((resolve) => {
-    $("ask").addEventListener("close", () => resolve($("ask").returnValue === "yes"), { once: true });
+    $("ask").onclose = () => {
+      if ($("ask").open) return; // that an earlier question was closed is said late
+      resolve($("ask").returnValue === "yes");
+    };
   });
 }
 
@@ -51,6 +54,7 @@ function draw(state) {
   phase = state.phase;
   const lost = phase === "failed" && state.federation === null;
   show($("problem"), lost ? state.detail : "");
+  show($("opening"), phase === "opening" ? state.detail : "");
   $("retry").hidden = !lost;
   $("insecure").hidden = state.secure;
   giving.draw(state);
