@@ -415,6 +415,78 @@ def test_over_plain_http_it_takes_part_and_says_what_needs_https(new_coordinator
     not_isolated(page)
 
 
+def test_over_plain_http_a_tab_goes_on_when_the_other_is_closed(new_coordinator, open_page):
+    server = new_coordinator(COORDINATOR_HOSTS="phones.test")
+    server.start()
+    server.create("lab", **ALONE)
+    address = f"http://phones.test:{server.port}/join/lab"
+    page = open_page(address)
+    phase(page, "ready")
+    other = open_page(address, beside=page)
+    expect(other.get_by_role("alert")).to_contain_text("open in another tab")
+    page.close()
+    other.wait_for_timeout(500)  # nobody is as quick as a test
+    other.get_by_role("button", name="Try again").click()
+    phase(other, "ready")
+    not_isolated(page)
+
+
+def test_another_name_is_taken_where_the_first_was_not_free(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    body = {"name": "taken", "enrolment_key": "k" * 32}
+    coordinator.http.post("/v1/federations/lab/devices", json=body).raise_for_status()
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    page.get_by_label("Name of this device").fill("taken")
+    finger.press("Take part")
+    expect(page.locator("#detail")).to_have_text(re.compile("has this name; choose another one"))
+    page.troubles.clear()  # Chromium notes a 409 as an error
+    page.get_by_label("Name of this device").fill("free")
+    finger.press("Take part")
+    wait_until(lambda: len(coordinator.get("/v1/federations/lab/devices").json()) == 2, "the enrolment")
+    assert {each["name"] for each in coordinator.get("/v1/federations/lab/devices").json()} == {"free", "taken"}
+
+
+def test_a_device_whose_federation_was_deleted_can_be_forgotten(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    finger.press("Take part")
+    phase(page, "finished")
+    coordinator.http.delete("/v1/federations/lab").raise_for_status()
+    coordinator.create("lab", **ALONE)
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("this federation was deleted by its operator")
+    finger.press("Forget me")
+    page.get_by_role("dialog").get_by_role("button", name="Forget me").tap()
+    phase(page, "ready")
+    expect(page.locator("#samples")).to_have_text("No samples yet")
+    page.troubles.clear()  # Chromium notes a 401 as an error
+
+
+def test_who_leaves_and_is_forgotten_need_not_wait_for_a_coordinator_that_is_away(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=100, local_epochs=1000)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    finger.press("Take part")
+    training_in_round(page, 1)
+    coordinator.kill()
+    finger.press("Leave")
+    phase(page, "left")
+    finger.press("Forget me")
+    page.get_by_role("dialog").get_by_role("button", name="Forget me").tap()
+    phase(page, "opening")
+    expect(page.locator("#opening")).to_have_text(re.compile("the coordinator does not answer; tries again in"))
+    assert page.evaluate(KEPT) == []
+    coordinator.start()
+    phase(page, "ready")
+    expect(page.locator("#samples")).to_have_text("No samples yet")
+    page.troubles.clear()  # Chromium notes refused connections as errors
+
+
 def test_where_all_tokens_are_set_the_page_needs_none_and_its_calls_do(new_coordinator, open_page):
     server = new_coordinator(
         COORDINATOR_ADMIN_TOKEN="the-chief-s-secret",

@@ -56,6 +56,7 @@ function draw(state) {
   show($("problem"), lost ? state.detail : "");
   show($("opening"), phase === "opening" ? state.detail : "");
   $("retry").hidden = !lost;
+  $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
   giving.draw(state);
   taking.draw(state);
@@ -89,6 +90,7 @@ addEventListener("hashchange", () => {
   if (["opening", "ready", "left", "failed"].includes(phase)) open();
 });
 $("retry").addEventListener("click", open);
+$("start-anew").addEventListener("click", () => taking.forget());
 put($("title"), `Train ${federation} with this device`);
 document.title = `${federation} - Sparrow`;
 open();

@@ -155,7 +155,7 @@ export class Session {
   /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
   async join(name, budget) {
     this.budget = budget;
-    if (!this.identity) {
+    if (!this.identity?.token && this.identity?.name !== name) { // another name where the first was taken
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
       this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
       await this.keepIdentity({});
