@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import random
+import re
 import socket
 import threading
 import tracemalloc
@@ -490,6 +491,9 @@ class Hostile:
                 asked = b""
                 while b"\r\n\r\n" not in asked:
                     asked += connection.recv(65536)
+                length = re.search(rb"content-length: (\d+)", asked, re.IGNORECASE)
+                while length and len(asked.partition(b"\r\n\r\n")[2]) < int(length[1]):
+                    asked += connection.recv(65536)  # what is not read when it hangs up resets the connection
                 self.asked.append(asked.decode())
                 try:
                     connection.sendall(self.head + (self.whole or b""))
