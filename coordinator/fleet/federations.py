@@ -66,6 +66,7 @@ from sparrow.coordinator.rounds.draws import new_secret, why_predictable
 from sparrow.coordinator.rounds.intake import fault_of_model
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
+from sparrow.coordinator.rounds.secure import check_secure
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import (
     Assignment,
@@ -594,6 +595,7 @@ def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: Fede
     check_robust(method, settings)
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)
+    check_secure(method, settings)
 
 
 def _unbounded(settings: FederationSettings) -> str | None:

@@ -1,0 +1,226 @@
+"""What a device does in a round of secure aggregation: four answers, each from what it keeps and what it is told.
+
+    begin     makes secrets, and signs the public keys
+    share     shares the secrets among neighbours
+    mask      hides an update: its self-mask is added, and a pad for each device of its cell that shared
+    unmask    tells shares, of each peer of one kind alone
+
+The device trusts what the coordinator tells it as far as ``docs/privacy.md`` says. It refuses: keys that are not signed
+by the identity that it knows; a threshold that lets a coordinator ask for both kinds of shares; a cell of which too few
+are left; to answer twice, in any other way than before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from edge_sdk.protocol.secure import pads
+from edge_sdk.protocol.secure.groups import least_cell
+from edge_sdk.protocol.secure.messages import Keys, Peer, SecureWork, Shares, Unmask
+from edge_sdk.protocol.secure.numbers import Words
+from edge_sdk.protocol.secure.pads import BadSecret
+from edge_sdk.protocol.secure.shamir import SHARE_BYTES, split
+
+PADS, SHARES, SEEDS, COMMITMENT = "pads", "shares", "seeds", "commitment"
+
+
+@dataclass(frozen=True)
+class RoundSecrets:
+    """What a device keeps of a round, and tells nobody.
+
+    Three secrets: of its pads' keys, of those that seal shares, and of its self-mask. cell, peers: those of whom it was
+    told with its neighbours. told: the device is asked for shares once; the answer is given again, byte for byte.
+    """
+
+    context: str
+    pads_secret: bytes
+    shares_secret: bytes
+    seed: bytes
+    work: SecureWork | None = None
+    shared: Shares | None = None
+    sealed: Mapping[str, str] = field(default_factory=dict)
+    told: Unmask | None = None
+
+    def to_json(self) -> str:
+        """Return it as text, to be kept where nobody else can read it."""
+        said: dict[str, Any] = {
+            "context": self.context,
+            "secrets": [each.hex() for each in (self.pads_secret, self.shares_secret, self.seed)],
+            "work": self.work and self.work.model_dump(mode="json"),
+            "shared": self.shared and self.shared.model_dump(),
+            "sealed": dict(self.sealed),
+            "told": self.told and self.told.model_dump(),
+        }
+        return json.dumps(said)
+
+    @classmethod
+    def from_json(cls, text: str) -> RoundSecrets:
+        """Return what ``to_json`` was given."""
+        said = json.loads(text)
+        return cls(
+            said["context"],
+            *map(bytes.fromhex, said["secrets"]),
+            work=said["work"] and SecureWork.model_validate(said["work"]),
+            shared=said["shared"] and Shares.model_validate(said["shared"]),
+            sealed=said["sealed"],
+            told=said["told"] and Unmask.model_validate(said["told"]),
+        )
+
+
+def begin(context: str, identity: bytes) -> tuple[RoundSecrets, Keys]:
+    """Return new secrets for a round, and the public keys that follow from them, signed."""
+    kept = RoundSecrets(context, pads.new_secret(), pads.new_secret(), pads.new_secret())
+    return kept, public_keys(kept, identity)
+
+
+def public_keys(kept: RoundSecrets, identity: bytes) -> Keys:
+    """Return the public keys of a round, signed."""
+    said = {
+        PADS: public_key(kept.pads_secret, kept.context, PADS),
+        SHARES: public_key(kept.shares_secret, kept.context, SHARES),
+        COMMITMENT: commitment(kept.seed, kept.context),
+    }
+    return Keys(**said, signature=pads.sign(identity, kept.context, said).hex())
+
+
+def public_key(secret: bytes, context: str, use: str) -> str:
+    """Return the public key that follows from a secret."""
+    return pads.pair_of(secret, context, use).public_key().public_bytes_raw().hex()
+
+
+def commitment(seed: bytes, context: str) -> str:
+    """Return what tells a self-mask's seed from any other, and nothing of it."""
+    return pads.derive(seed, context, COMMITMENT).hex()
+
+
+def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> tuple[RoundSecrets, Shares]:
+    """Return shares of the secrets, sealed for each neighbour.
+
+    known: identity keys of devices from rounds before, by name. Raises BadSecret for peers that are not who they say,
+    or numbers of neighbours and shares that protect nobody.
+    """
+    if kept.shared is not None and kept.work is not None and _as_told(kept.work) == _as_told(work):
+        return kept, kept.shared
+    if kept.shared is not None:
+        raise BadSecret("the coordinator asks for shares twice, of different peers; nothing is told")
+    check_work(kept, name, work, known)
+    peers = {peer.name: peer for peer in work.peers}
+    points = {peer.name: peer.point for peer in work.peers if peer.name in set(work.neighbours)}
+    split_of = {
+        PADS: split(int.from_bytes(kept.pads_secret, "big"), work.threshold, list(points.values())),
+        SEEDS: split(int.from_bytes(kept.seed, "big"), work.threshold, list(points.values())),
+    }
+    own = pads.pair_of(kept.shares_secret, kept.context, SHARES)
+    sealed = {}
+    for other in work.neighbours:
+        message = b"".join(split_of[kind][points[other]].to_bytes(SHARE_BYTES, "big") for kind in (PADS, SEEDS))
+        key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
+        sealed[other] = pads.seal(key, message, f"{name} {other}").hex()
+    shared = Shares(sealed=sealed)
+    return replace(kept, work=work, shared=shared), shared
+
+
+def _as_told(work: SecureWork) -> SecureWork:
+    return work.model_copy(update={"sealed": {}, "left": (), "gone": ()})
+
+
+def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> None:
+    """Raise BadSecret unless what a device is told of its peers keeps its update from everybody."""
+    peers: dict[str, Peer] = {peer.name: peer for peer in work.peers}
+    neighbours, cell = set(work.neighbours), set(work.cell)
+    if work.context != kept.context:
+        raise BadSecret("the coordinator speaks of another round; the work is handed back")
+    if name not in cell or name in neighbours or not (neighbours | cell - {name}) <= peers.keys():
+        raise BadSecret("the coordinator does not tell of all neighbours, or not of the cell of this device")
+    if len(peers) < len(work.peers) or len(neighbours) < len(work.neighbours):
+        raise BadSecret("the coordinator tells of a device twice")
+    if len({peer.point for peer in peers.values()}) < len(peers):
+        raise BadSecret("the coordinator has two devices keep the same share")
+    if not work.threshold > (len(neighbours) + work.colluders) / 2 or work.threshold > len(neighbours):
+        raise BadSecret(
+            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a coordinator "
+            f"could ask for both kinds"
+        )
+    if len(cell) < least_cell(work.colluders):
+        raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
+    for peer in peers.values():
+        if known.get(peer.name, peer.identity) != peer.identity:
+            raise BadSecret(f"{peer.name}: its identity key is not the one of rounds before")
+        check_keys(peer.keys, peer.identity, kept.context, peer.name)
+
+
+def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
+    """Raise BadSecret unless these are a device's keys of this round."""
+    pads.check_signature(bytes.fromhex(identity), bytes.fromhex(keys.signature), context, keys.said(), name)
+
+
+def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words) -> tuple[RoundSecrets, Words]:
+    """Return a device's numbers modulo 2^b, hidden. work: names who shared, by what they sealed for this device; pads
+    are of those of its cell who shared, whose names the coordinator tells as ``left``."""
+    if kept.work is None:
+        raise BadSecret("the coordinator asks for an update before shares were told")
+    present = set(work.left) & set(kept.work.cell)
+    if name not in present or len(present) < least_cell(kept.work.colluders):
+        raise BadSecret(f"{len(present)} of the cell have shared, at least {least_cell(kept.work.colluders)} must")
+    if len(set(work.sealed) & set(kept.work.neighbours)) < kept.work.threshold:
+        raise BadSecret("too few neighbours have sent shares for anybody to be unmasked")
+    bits = 8 * words.itemsize
+    masked = words + pads.stream(seed_key(kept.seed, kept.context), len(words), bits)
+    own = pads.pair_of(kept.pads_secret, kept.context, PADS)
+    peers = {peer.name: peer for peer in kept.work.peers}
+    for other in sorted(present - {name}):
+        pad = pads.stream(pad_key(own, peers[other].keys.pads, kept.context), len(words), bits)
+        if name < other:
+            masked += pad
+        else:
+            masked -= pad
+    return replace(kept, sealed=dict(work.sealed)), masked
+
+
+def seed_key(seed: bytes, context: str) -> bytes:
+    """Return the key of a self-mask."""
+    return pads.derive(seed, context, SEEDS)
+
+
+def pad_key(own: Any, other: str, context: str) -> bytes:
+    """Return the key of the pad of two devices: of one's key pair and the other's public key."""
+    return pads.agree(own, bytes.fromhex(other), context, PADS)
+
+
+def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecrets, Unmask]:
+    """Return the shares that the coordinator asks for: of the self-masks of who is left, of the pads of who has vanished.
+
+    Nothing is told of a cell of which fewer than the least are left: then its updates are lost. Raises BadSecret for
+    questions that would give a single update away.
+    """
+    if kept.told is not None:
+        return kept, kept.told
+    if kept.work is None or not kept.sealed:
+        raise BadSecret("the coordinator asks for shares before an update was sent")
+    left, gone = set(work.left), set(work.gone)
+    if left & gone:
+        raise BadSecret("the coordinator asks for both kinds of shares of one device; nothing is told")
+    least = least_cell(kept.work.colluders)
+    open_cells = [set(cell) for cell in work.cells if len(left & set(cell)) >= least]
+    known = set().union(*map(set, work.cells)) if work.cells else set[str]()
+    if name not in left or not (left | gone) <= known or sum(map(len, work.cells)) > len(known):
+        raise BadSecret("the coordinator's cells do not hold each device once; nothing is told")
+    if set(kept.work.cell) not in [set(cell) for cell in work.cells]:
+        raise BadSecret("the coordinator has changed the cell of this device; nothing is told")
+    own = pads.pair_of(kept.shares_secret, kept.context, SHARES)
+    peers = {peer.name: peer for peer in kept.work.peers}
+    seeds, pad_shares = {}, {}
+    for other, sealed in kept.sealed.items():
+        if other not in peers or not any(other in cell for cell in open_cells):
+            continue
+        key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
+        message = pads.unseal(key, bytes.fromhex(sealed), f"{other} {name}")
+        if other in left:
+            seeds[other] = message[SHARE_BYTES:].hex()
+        elif other in gone:
+            pad_shares[other] = message[:SHARE_BYTES].hex()
+    told = Unmask(seeds=seeds, pads=pad_shares)
+    return replace(kept, told=told), told
