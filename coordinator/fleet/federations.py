@@ -386,7 +386,7 @@ class Federations:
         )
         counts = {row[0]: row[1] for row in statuses}
         settings = settings_of(federation)
-        no_pages = why_no_pages(federation.method, load_method(federation.method), manifest)
+        no_pages = why_no_pages(settings, load_method(federation.method), manifest)
         return FederationInfo(
             uid=federation.uid,
             name=federation.name,

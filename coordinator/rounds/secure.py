@@ -353,14 +353,14 @@ class SecureRounds:
             if total is None:
                 total = np.array(decoded.masked, WORDS[settings_of(federation).secure_bits])
             else:
-                total += decoded.masked  # type: ignore[misc]
+                total += decoded.masked
         assert total is not None, "a cell has members"
         return total, mask
 
     @staticmethod
     def _notes(db: Session, federation: Federation, current: Round) -> dict[str, int]:
         """Return how many devices each phase asked, and how many answered."""
-        notes = {}
+        notes = dict[str, int]()
         for phase in PHASES:
             members = _members(db, federation.id, current.number, phase)
             if members:

@@ -21,6 +21,7 @@ from edge_sdk.protocol.secure import device
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.messages import SecureWork
 from edge_sdk.protocol.secure.numbers import Scale, Words
+from edge_sdk.protocol.secure.pads import BadSecret
 
 SECRETS, PEERS = "secure.json", "peers.json"
 
@@ -51,7 +52,7 @@ class SecureRound:
         work, settings = told(job.assignment), job.assignment.settings
         kept = self._kept(work)
         if kept.work is None:
-            raise device.BadSecret("the coordinator asks for an update before shares were told")
+            raise BadSecret("the coordinator asks for an update before shares were told")
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
         change = np.asarray(update.values, np.float32) - sent_values(job.manifest, job.received, update.mask)
         if settings.update_clip is not None:
@@ -83,7 +84,7 @@ class SecureRound:
     def _kept(self, work: SecureWork) -> RoundSecrets:
         kept = self._read()
         if kept is None or kept.context != work.context:
-            raise device.BadSecret("this device has no keys of this round: it lost its state, or was not asked for any")
+            raise BadSecret("this device has no keys of this round: it lost its state, or was not asked for any")
         return kept
 
     def _read(self) -> RoundSecrets | None:

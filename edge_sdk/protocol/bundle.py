@@ -131,18 +131,18 @@ def encode(
     """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
     Values of type uint16 or uint32 are those of secure aggregation, and travel as they are. ``draw``, where given, must
-    be what ``mask`` was drawn from; it is used where it is the shortest form. known: the
-    mask of elements that the reader holds. Quantised values have precision int8, whatever is given. Raises BundleError
-    when a value is not finite, or becomes infinite in the chosen precision.
+    be what ``mask`` was drawn from; it is used where it is the shortest form. known: the mask of elements that the
+    reader holds. Quantised values have precision int8, whatever is given. Raises BundleError when a value is not
+    finite, or becomes infinite in the chosen precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
     vector: Array = values.numbers if isinstance(values, Quantised) else values
+    hidden = vector.dtype.kind == "u"
     if vector.shape != (wanted,):
         raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
     if precision == "int8" and not quantised and not hidden:
         raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
-    hidden = vector.dtype.kind == "u"
     dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]
     description, mask_bytes = _encode_mask(manifest, mask, draw, known)
     parts: dict[str, tuple[str, int, bytes | memoryview]] = {}
