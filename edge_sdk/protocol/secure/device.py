@@ -6,14 +6,16 @@
     unmask    tells shares, of each peer of one kind alone
 
 The device trusts what the coordinator tells it as far as ``docs/privacy.md`` says. It refuses: keys that are not signed
-by the identity that it knows; a threshold that lets a coordinator ask for both kinds of shares; a cell of which too few
-are left; to answer twice, in any other way than before.
+by the identity that it knows; one device under two names; a threshold that lets a coordinator ask for both kinds of
+shares; a cell of which too few are left; to answer twice, in any other way than before. Shares are sealed together with
+the cell of whom they are of: who keeps them tells none where the coordinator speaks of another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from edge_sdk.protocol.secure import pads
 from edge_sdk.protocol.secure.groups import least_cell
 from edge_sdk.protocol.secure.messages import Keys, Peer, SecureWork, Shares, Unmask
 from edge_sdk.protocol.secure.numbers import Words
-from edge_sdk.protocol.secure.pads import BadSecret
+from edge_sdk.protocol.secure.pads import BadSecret as BadSecret
 from edge_sdk.protocol.secure.shamir import SHARE_BYTES, split
 
 PADS, SHARES, SEEDS, COMMITMENT = "pads", "shares", "seeds", "commitment"
@@ -31,8 +33,9 @@ PADS, SHARES, SEEDS, COMMITMENT = "pads", "shares", "seeds", "commitment"
 class RoundSecrets:
     """What a device keeps of a round, and tells nobody.
 
-    Three secrets: of its pads' keys, of those that seal shares, and of its self-mask. cell, peers: those of whom it was
-    told with its neighbours. told: the device is asked for shares once; the answer is given again, byte for byte.
+    Three secrets: of its pads' keys, of those that seal shares, and of its self-mask. work: the peers and neighbours of
+    whom it was told. present, masked: with whom of its cell its update is hidden, and the SHA-256 of what it sent: no
+    other update of the round is. told: the device is asked for shares once; the answer is given again, byte for byte.
     """
 
     context: str
@@ -42,6 +45,8 @@ class RoundSecrets:
     work: SecureWork | None = None
     shared: Shares | None = None
     sealed: Mapping[str, str] = field(default_factory=dict)
+    present: Sequence[str] = ()
+    masked: str = ""
     told: Unmask | None = None
 
     def to_json(self) -> str:
@@ -52,6 +57,8 @@ class RoundSecrets:
             "work": self.work and self.work.model_dump(mode="json"),
             "shared": self.shared and self.shared.model_dump(),
             "sealed": dict(self.sealed),
+            "present": list(self.present),
+            "masked": self.masked,
             "told": self.told and self.told.model_dump(),
         }
         return json.dumps(said)
@@ -60,12 +67,17 @@ class RoundSecrets:
     def from_json(cls, text: str) -> RoundSecrets:
         """Return what ``to_json`` was given."""
         said = json.loads(text)
+        pads_secret, shares_secret, seed = (bytes.fromhex(each) for each in said["secrets"])
         return cls(
             said["context"],
-            *map(bytes.fromhex, said["secrets"]),
+            pads_secret,
+            shares_secret,
+            seed,
             work=said["work"] and SecureWork.model_validate(said["work"]),
             shared=said["shared"] and Shares.model_validate(said["shared"]),
             sealed=said["sealed"],
+            present=said["present"],
+            masked=said["masked"],
             told=said["told"] and Unmask.model_validate(said["told"]),
         )
 
@@ -118,9 +130,14 @@ def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, s
     for other in work.neighbours:
         message = b"".join(split_of[kind][points[other]].to_bytes(SHARE_BYTES, "big") for kind in (PADS, SEEDS))
         key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
-        sealed[other] = pads.seal(key, message, f"{name} {other}").hex()
+        sealed[other] = pads.seal(key, message, _about(name, other, work.cell, work.colluders)).hex()
     shared = Shares(sealed=sealed)
     return replace(kept, work=work, shared=shared), shared
+
+
+def _about(writer: str, reader: str, cell: Sequence[str], colluders: int) -> str:
+    """Return what the reader of shares must know as their writer does, or cannot read them."""
+    return json.dumps([writer, reader, sorted(cell), colluders])
 
 
 def _as_told(work: SecureWork) -> SecureWork:
@@ -131,18 +148,22 @@ def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[s
     """Raise BadSecret unless what a device is told of its peers keeps its update from everybody."""
     peers: dict[str, Peer] = {peer.name: peer for peer in work.peers}
     neighbours, cell = set(work.neighbours), set(work.cell)
-    if work.context != kept.context:
-        raise BadSecret("the coordinator speaks of another round; the work is handed back")
+    _check_context(kept, work)
     if name not in cell or name in neighbours or not (neighbours | cell - {name}) <= peers.keys():
         raise BadSecret("the coordinator does not tell of all neighbours, or not of the cell of this device")
     if len(peers) < len(work.peers) or len(neighbours) < len(work.neighbours):
         raise BadSecret("the coordinator tells of a device twice")
+    own = public_key(kept.pads_secret, kept.context, PADS)
+    if len({peer.identity for peer in peers.values()}) < len(peers) or name in peers:
+        raise BadSecret("the coordinator tells of a device under two names")
+    if len({own, *(peer.keys.pads for peer in peers.values())}) < len(peers) + 1:
+        raise BadSecret("two devices have the same key of pads; pads with them would hide nothing")
     if len({peer.point for peer in peers.values()}) < len(peers):
         raise BadSecret("the coordinator has two devices keep the same share")
     if not work.threshold > (len(neighbours) + work.colluders) / 2 or work.threshold > len(neighbours):
         raise BadSecret(
-            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a coordinator "
-            f"could ask for both kinds"
+            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a "
+            f"coordinator could ask for both kinds"
         )
     if len(cell) < least_cell(work.colluders):
         raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
@@ -152,21 +173,34 @@ def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[s
         check_keys(peer.keys, peer.identity, kept.context, peer.name)
 
 
+def _check_context(kept: RoundSecrets, work: SecureWork) -> None:
+    if work.context != kept.context:
+        raise BadSecret("the coordinator speaks of another round; the work is handed back")
+
+
 def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
-    """Raise BadSecret unless these are a device's keys of this round."""
+    """Raise BadSecret unless these are a device's keys of this round, with which others can agree on keys."""
+    for public in (keys.pads, keys.shares):
+        pads.check_public(bytes.fromhex(public), name)
     pads.check_signature(bytes.fromhex(identity), bytes.fromhex(keys.signature), context, keys.said(), name)
 
 
 def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words) -> tuple[RoundSecrets, Words]:
     """Return a device's numbers modulo 2^b, hidden. work: names who shared, by what they sealed for this device; pads
-    are of those of its cell who shared, whose names the coordinator tells as ``left``."""
+    are of those of its cell who shared, whose names the coordinator tells as ``left``. Raises BadSecret for a second
+    update, or other pads, in one round: the difference of two would show what one hides."""
+    _check_context(kept, work)
     if kept.work is None:
         raise BadSecret("the coordinator asks for an update before shares were told")
-    present = set(work.left) & set(kept.work.cell)
+    cell, neighbours = set(kept.work.cell), set(kept.work.neighbours)
+    present = set(work.left) & cell
     if name not in present or len(present) < least_cell(kept.work.colluders):
         raise BadSecret(f"{len(present)} of the cell have shared, at least {least_cell(kept.work.colluders)} must")
-    if len(set(work.sealed) & set(kept.work.neighbours)) < kept.work.threshold:
+    wrote = set(work.sealed) & neighbours
+    if len(wrote) < kept.work.threshold:
         raise BadSecret("too few neighbours have sent shares for anybody to be unmasked")
+    if wrote & cell != (present - {name}) & neighbours:
+        raise BadSecret("the coordinator hands over shares of others of the cell than it says have shared")
     bits = 8 * words.itemsize
     masked = words + pads.stream(seed_key(kept.seed, kept.context), len(words), bits)
     own = pads.pair_of(kept.pads_secret, kept.context, PADS)
@@ -177,7 +211,12 @@ def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words) -> tuple
             masked += pad
         else:
             masked -= pad
-    return replace(kept, sealed=dict(work.sealed)), masked
+    digest = hashlib.sha256(masked.tobytes()).hexdigest()
+    if not kept.masked:
+        return replace(kept, sealed=dict(work.sealed), present=sorted(present), masked=digest), masked
+    if kept.masked != digest:
+        raise BadSecret("the coordinator asks for an update twice, and it is not the same; nothing is sent")
+    return kept, masked
 
 
 def seed_key(seed: bytes, context: str) -> bytes:
@@ -191,11 +230,13 @@ def pad_key(own: Any, other: str, context: str) -> bytes:
 
 
 def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecrets, Unmask]:
-    """Return the shares that the coordinator asks for: of the self-masks of who is left, of the pads of who has vanished.
+    """Return the shares that the coordinator asks for: of self-masks of who is left, of pads of who has vanished.
 
-    Nothing is told of a cell of which fewer than the least are left: then its updates are lost. Raises BadSecret for
-    questions that would give a single update away.
+    Nothing is told of a cell of which fewer than the least are left: then its updates are lost; nor of a device that
+    sealed its shares for another cell than the coordinator speaks of, or wrongly. Raises BadSecret for questions that
+    would give a single update away.
     """
+    _check_context(kept, work)
     if kept.told is not None:
         return kept, kept.told
     if kept.work is None or not kept.sealed:
@@ -210,14 +251,21 @@ def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecret
         raise BadSecret("the coordinator's cells do not hold each device once; nothing is told")
     if set(kept.work.cell) not in [set(cell) for cell in work.cells]:
         raise BadSecret("the coordinator has changed the cell of this device; nothing is told")
+    if (left | gone) & set(kept.work.cell) != set(kept.present):
+        raise BadSecret("the coordinator speaks of other devices of the cell than this update is hidden with")
     own = pads.pair_of(kept.shares_secret, kept.context, SHARES)
     peers = {peer.name: peer for peer in kept.work.peers}
+    cell_of = {other: cell for cell in open_cells for other in cell}
     seeds, pad_shares = {}, {}
     for other, sealed in kept.sealed.items():
-        if other not in peers or not any(other in cell for cell in open_cells):
+        if other not in peers or other not in cell_of:
             continue
         key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
-        message = pads.unseal(key, bytes.fromhex(sealed), f"{other} {name}")
+        try:
+            about = _about(other, name, sorted(cell_of[other]), kept.work.colluders)
+            message = pads.unseal(key, bytes.fromhex(sealed), about, other)
+        except BadSecret:
+            continue  # one device that seals nonsense does not end the round of others
         if other in left:
             seeds[other] = message[SHARE_BYTES:].hex()
         elif other in gone:

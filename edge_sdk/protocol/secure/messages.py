@@ -70,11 +70,11 @@ class Peer(_Told):
 class SecureWork(_Told):
     """What a device is told of a round, as far as it concerns it.
 
-    context: of this round alone. neighbours keep its shares, threshold of which suffice; with each device of its cell it
-    has a pad in common; cells: those of the whole round. bits, value_range, largest_weight: what the numbers of its cell
-    are scaled by (``numbers.Scale``), weight: its own. sealed: by sender, the shares for this device, of those who sent
-    any. left: in training who of its cell has shared, in unmasking who of the round sent a masked update; gone: who
-    shared and did not.
+    context: of this round alone. neighbours keep its shares, threshold of which suffice; with each device of its cell
+    it has a pad in common; cells: those of the whole round. bits, value_range, largest_weight: what the numbers of its
+    cell are scaled by (``numbers.Scale``), weight: its own. sealed: by sender, the shares for this device, of those who
+    sent any. left: in training who of its cell has shared, in unmasking who of the round sent a masked update; gone:
+    who shared and did not.
     """
 
     context: str = Field(max_length=200)

@@ -5,8 +5,8 @@ largest that counts), scaled to L steps, and rounded up or down at random, so th
 
     q = round(x · w/W · L/R),   L = (2^(b-1) - 1) // n,
 
-so that the sum of n of them never wraps. The sum of q over devices, times R·W/L, is the weighted sum of differences, with
-an error of rounding whose deviation is at most R·W/L · √n/2 at each value.
+so that the sum of n of them never wraps. The sum of q over devices, times R·W/L, is the weighted sum of differences,
+with an error of rounding whose deviation is at most R·W/L · √n/2 at each value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint16] | NDArray[np.uint32]
+Words = NDArray[np.unsignedinteger[Any]]
 WORDS: dict[int, type[np.unsignedinteger[Any]]] = {16: np.uint16, 32: np.uint32}
 """Bits of a masked value -> its type."""
 
@@ -46,8 +46,9 @@ class Scale:
         return self.step * float(np.sqrt(devices)) / 2
 
     def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:
-        """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W."""
-        clipped = np.clip(values, -self.value_range, self.value_range)
+        """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W. What is
+        no number counts as 0, and as clipped."""
+        clipped = np.nan_to_num(np.clip(values, -self.value_range, self.value_range))
         scaled = clipped.astype(np.float64) * (weight / self.largest_weight * self.steps / self.value_range)
         numbers = np.floor(scaled + chance.random(len(values)))
         np.clip(numbers, -self.steps, self.steps, out=numbers)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -44,21 +44,15 @@ def open_sum(
     shares of each that have come. Raises CannotOpen.
     """
     bits, count, wrong = 8 * total.itemsize, len(total), dict[str, set[int]]()
-    opened = np.array(total)
+    opened: Words = np.array(total)
     for name in sorted(left):
-        seed, bad = secret_of(
-            seeds.get(name, {}), threshold, lambda each, name=name: commitment(each, context) == keys[name].commitment
-        )
+        seed, bad = secret_of(seeds.get(name, {}), threshold, partial(_is_seed, keys[name], context))
         if seed is None:
             raise CannotOpen(f"too few shares of the self-mask of {name} have come")
         wrong |= {name: bad} if bad else {}
         opened -= pads.stream(seed_key(seed, context), count, bits)
     for name in sorted(gone):
-        secret, bad = secret_of(
-            pad_secrets.get(name, {}),
-            threshold,
-            lambda each, name=name: public_key(each, context, PADS) == keys[name].pads,
-        )
+        secret, bad = secret_of(pad_secrets.get(name, {}), threshold, partial(_is_pads_secret, keys[name], context))
         if secret is None:
             raise CannotOpen(f"too few shares of the pads of {name}, who has vanished, have come")
         wrong |= {name: bad} if bad else {}
@@ -72,20 +66,31 @@ def open_sum(
     return opened, wrong
 
 
+def _is_seed(keys: Keys, context: str, secret: bytes) -> bool:
+    return commitment(secret, context) == keys.commitment
+
+
+def _is_pads_secret(keys: Keys, context: str, secret: bytes) -> bool:
+    return public_key(secret, context, PADS) == keys.pads
+
+
 def secret_of(shares: Kept, threshold: int, check: Callable[[bytes], bool]) -> tuple[bytes | None, set[int]]:
     """Return the secret that ``check`` knows, and the points of wrong shares; None where no shares give it."""
     if len(shares) < threshold:
         return None, set()
     points = sorted(shares)
-    chance = random.Random(str(points))
-    tried = [
-        points[:threshold],
-        *(chance.sample(points, threshold) for _ in range(TRIES if len(points) > threshold else 0)),
-    ]
-    for some in islice(tried, TRIES):
+    for some in _chosen(points, threshold):
         chosen = {point: shares[point] for point in some}
         value = join(chosen)
         if value.bit_length() <= 8 * SECRET_BYTES and check(secret := value.to_bytes(SECRET_BYTES, "big")):
             bad = {point for point in points if point not in chosen and at(point, chosen) != shares[point]}
             return secret, bad
     return None, set()
+
+
+def _chosen(points: list[int], threshold: int) -> Iterator[list[int]]:
+    """Return sets of points whose shares are tried one after the other: in order first, then at random."""
+    yield points[:threshold]
+    chance = random.Random(str(points))
+    for _ in range(TRIES if len(points) > threshold else 0):
+        yield chance.sample(points, threshold)

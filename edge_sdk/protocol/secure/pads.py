@@ -1,8 +1,8 @@
 """Keys of a round, pads that cancel in a sum, shares that one device alone can read, and signatures.
 
 A device draws two seeds in each round. From one follow its two X25519 key pairs, for pads and for shares; the other is
-the seed of its self-mask. All keys are made by HKDF-SHA256 with a label of their use and round, pads are ChaCha20's stream
-under such a key, shares are sealed by AES-256-GCM. Everything is of the library ``cryptography``.
+the seed of its self-mask. All keys are made by HKDF-SHA256 with a label of their use and round, pads are ChaCha20's
+stream under such a key, shares are sealed by AES-256-GCM. Everything is of the library ``cryptography``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.secure.numbers import WORDS, Words
-from edge_sdk.protocol.secure.shamir import SECRET_BYTES
+from edge_sdk.protocol.secure.shamir import PRIME, SECRET_BYTES
 
 NONCE_BYTES = 12
+LOW_ORDER = {
+    *(0, 1, PRIME - 1),
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+}
+"""Public keys of X25519 with which whatever secret gives 0: points of order 1, 2, 4 and 8."""
 
 
 class BadSecret(ProtocolError):
@@ -58,6 +64,12 @@ def agree(own: X25519PrivateKey, other: bytes, context: str, use: str) -> bytes:
     return derive(common, context, use, *both)
 
 
+def check_public(public: bytes, name: str) -> None:
+    """Raise BadSecret for a public key with which no device can agree on a key: a point of low order."""
+    if int.from_bytes(public, "little") % 2**255 % PRIME in LOW_ORDER:
+        raise BadSecret(f"{name}: a public key is not one of X25519")
+
+
 def stream(key: bytes, count: int, bits: int) -> Words:
     """Return the pad that follows from a key: ``count`` uniform whole numbers of ``bits``, ChaCha20's stream."""
     width = bits // 8
@@ -67,17 +79,17 @@ def stream(key: bytes, count: int, bits: int) -> Words:
 
 
 def seal(key: bytes, message: bytes, about: str) -> bytes:
-    """Return a message that who has the key alone can read, and nobody can change. about: who writes to whom."""
+    """Return a message that who has the key alone can read, and nobody can change. about: what its reader must know."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return nonce + AESGCM(key).encrypt(nonce, message, about.encode())
 
 
-def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
-    """Return the message. Raises BadSecret where it was written by somebody else, or changed."""
+def unseal(key: bytes, sealed: bytes, about: str, writer: str) -> bytes:
+    """Return the message. Raises BadSecret where it was written by somebody else, about something else, or changed."""
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], about.encode())
     except (InvalidTag, ValueError):
-        raise BadSecret(f"the shares from {about.partition(' ')[0]} were changed on the way") from None
+        raise BadSecret(f"the shares from {writer} were changed on the way") from None
 
 
 def new_identity() -> bytes:

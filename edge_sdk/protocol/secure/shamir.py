@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 PRIME = 2**255 - 19
 SECRET_BYTES = 31
@@ -43,14 +45,17 @@ def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
 
 def at(point: int, shares: Mapping[int, int], *, prime: int = PRIME) -> int:
     """Return the value at ``point`` of the polynomial through these shares."""
-    value = 0
-    for x, share in shares.items():
-        above = below = 1
-        for other in shares:
-            if other != x:
-                above, below = above * (other - point) % prime, below * (other - x) % prime
-        value += share * above * pow(below, -1, prime)
-    return value % prime
+    if point in shares:
+        return shares[point] % prime
+    whole = math.prod(point - x for x in shares)
+    parts = zip(shares.items(), _divisors(tuple(shares), prime), strict=True)
+    return sum(share * (whole // (point - x)) * divisor for (x, share), divisor in parts) % prime
+
+
+@lru_cache(maxsize=256)
+def _divisors(points: tuple[int, ...], prime: int) -> tuple[int, ...]:
+    """Return, for each point, one divided by the product of its distances from the others."""
+    return tuple(pow(math.prod(x - other for other in points if other != x), -1, prime) for x in points)
 
 
 def _value(coefficients: Sequence[int], x: int, prime: int) -> int:
