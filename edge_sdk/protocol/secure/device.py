@@ -1,4 +1,4 @@
-"""What a device does in a round of secure aggregation: four answers, each from what it keeps and what it is told.
+"""A device's four answers in a round of secure aggregation, each from what it keeps and what it is told.
 
     begin     makes secrets, and signs the public keys
     share     shares the secrets among neighbours
@@ -31,7 +31,7 @@ PADS, SHARES, SEEDS, COMMITMENT = "pads", "shares", "seeds", "commitment"
 
 @dataclass(frozen=True)
 class RoundSecrets:
-    """What a device keeps of a round, and tells nobody.
+    """All that a device keeps of a round, and tells nobody.
 
     Three secrets: of its pads' keys, of those that seal shares, and of its self-mask. work: the peers and neighbours of
     whom it was told. present, masked: with whom of its cell its update is hidden, and the SHA-256 of what it sent: no
@@ -130,12 +130,12 @@ def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, s
     for other in work.neighbours:
         message = b"".join(split_of[kind][points[other]].to_bytes(SHARE_BYTES, "big") for kind in (PADS, SEEDS))
         key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
-        sealed[other] = pads.seal(key, message, _about(name, other, work.cell, work.colluders)).hex()
+        sealed[other] = pads.seal(key, message, about_shares(name, other, work.cell, work.colluders)).hex()
     shared = Shares(sealed=sealed)
     return replace(kept, work=work, shared=shared), shared
 
 
-def _about(writer: str, reader: str, cell: Sequence[str], colluders: int) -> str:
+def about_shares(writer: str, reader: str, cell: Sequence[str], colluders: int) -> str:
     """Return what the reader of shares must know as their writer does, or cannot read them."""
     return json.dumps([writer, reader, sorted(cell), colluders])
 
@@ -262,7 +262,7 @@ def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecret
             continue
         key = pads.agree(own, bytes.fromhex(peers[other].keys.shares), kept.context, SHARES)
         try:
-            about = _about(other, name, sorted(cell_of[other]), kept.work.colluders)
+            about = about_shares(other, name, sorted(cell_of[other]), kept.work.colluders)
             message = pads.unseal(key, bytes.fromhex(sealed), about, other)
         except BadSecret:
             continue  # one device that seals nonsense does not end the round of others

@@ -2,8 +2,8 @@
 
 A secret of a device is shared among k neighbours, and t of their shares give it. Two things can go wrong: fewer than t
 neighbours answer, so that the round has no sum; or a coordinator that lies about who has vanished is given both kinds
-of shares of one device, which takes 2t answers of k neighbours, of whom the c colluders may answer twice: t > (k + c) / 2
-rules that out (Bell et al., section 3; Bonawitz et al., section 6.2).
+of shares of one device, which takes 2t answers of k neighbours, of whom the c colluders may answer twice:
+t > (k + c) / 2 rules that out (Bell et al., section 3; Bonawitz et al., section 6.2).
 """
 
 from __future__ import annotations

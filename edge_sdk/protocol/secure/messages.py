@@ -1,4 +1,4 @@
-"""What devices and coordinator say to each other in a round of secure aggregation. Bytes are hexadecimal.
+"""Messages of devices and coordinator in a round of secure aggregation. Bytes are hexadecimal.
 
 keys      the device answers with its public keys of this round           Keys
 shares    it is told its peers, and answers with shares sealed for each   Shares
@@ -68,7 +68,7 @@ class Peer(_Told):
 
 
 class SecureWork(_Told):
-    """What a device is told of a round, as far as it concerns it.
+    """All that a device is told of a round, as far as it concerns it.
 
     context: of this round alone. neighbours keep its shares, threshold of which suffice; with each device of its cell
     it has a pad in common; cells: those of the whole round. bits, value_range, largest_weight: what the numbers of its

@@ -24,7 +24,7 @@ WORDS: dict[int, type[np.unsignedinteger[Any]]] = {16: np.uint16, 32: np.uint32}
 
 @dataclass(frozen=True)
 class Scale:
-    """What all devices of a cell scale by. bits: b; devices: n; value_range: R; largest_weight: W."""
+    """The scale of a cell's numbers. bits: b; devices: n; value_range: R; largest_weight: W."""
 
     bits: int
     devices: int
@@ -38,7 +38,7 @@ class Scale:
 
     @property
     def step(self) -> float:
-        """What one step of the sum stands for: R·W / L."""
+        """The value of one step of the sum: R·W / L."""
         return self.value_range * self.largest_weight / self.steps
 
     def deviation(self, devices: int) -> float:

@@ -75,17 +75,24 @@ def _is_pads_secret(keys: Keys, context: str, secret: bytes) -> bool:
 
 
 def secret_of(shares: Kept, threshold: int, check: Callable[[bytes], bool]) -> tuple[bytes | None, set[int]]:
-    """Return the secret that ``check`` knows, and the points of wrong shares; None where no shares give it."""
+    """Return the secret that ``check`` knows, and the points of wrong shares; None where no shares give it.
+
+    Nobody is named where so many are wrong that others could be: more than half of those that are not needed. Wrong
+    shares that were made for it can give the right secret, and then look right themselves.
+    """
     if len(shares) < threshold:
         return None, set()
-    points = sorted(shares)
+    points, found = sorted(shares), None
+    most_wrong = (len(points) + 1 - threshold) // 2  # Reed-Solomon's bound, the secret counted as one share more
     for some in _chosen(points, threshold):
         chosen = {point: shares[point] for point in some}
         value = join(chosen)
         if value.bit_length() <= 8 * SECRET_BYTES and check(secret := value.to_bytes(SECRET_BYTES, "big")):
             bad = {point for point in points if point not in chosen and at(point, chosen) != shares[point]}
-            return secret, bad
-    return None, set()
+            if len(bad) <= most_wrong:
+                return secret, bad
+            found = secret
+    return found, set()
 
 
 def _chosen(points: list[int], threshold: int) -> Iterator[list[int]]:
