@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
@@ -95,7 +95,13 @@ def page_row(browser: Any, address: str, task: str, budget: float, threads: int)
     """Return what a page reports of one round: milliseconds a step, seconds to the first one, memory."""
     manifest = load_builtin(task).manifest
     name = f"{task.replace(':', '-')}-{threads}-{int(100 * budget)}"
-    settings = {"rounds": 1, "cohort": 1, "min_devices": 1, "local_steps": STEPS, "batch_size": BATCH}
+    settings: dict[str, object] = {
+        "rounds": 1,
+        "cohort": 1,
+        "min_devices": 1,
+        "local_steps": STEPS,
+        "batch_size": BATCH,
+    }
     settings |= {"method": "fedspu", "early_stopping": "off", "learning_rate": 0.01}
     httpx.post(f"{address}/v1/federations", json={"name": name, "task": task, "settings": settings}).raise_for_status()
     before = {process.pid for process in _renderers()}
@@ -161,7 +167,7 @@ def write_page(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 ratios = [row["ms"] / row["sdk_ms"] for row in some]
 
                 def middle(name: str, some: Sequence[dict[str, Any]] = some) -> float:
-                    return statistics.median(row[name] for row in some)
+                    return float(statistics.median(row[name] for row in some))
 
                 table.append(
                     [
@@ -186,7 +192,7 @@ Ratios are medians over turns, with their range.
 
 - *First step* is from the opening of the page's worker to the end of its first training step: the runtime of 3.7 MB
   (compressed) is downloaded and compiled, the device enrols, and the model is downloaded, over the loopback.
-- *page, MB* is the proportional memory (PSS) of the page's process after the last step, the browser's own code included.
+- *page, MB* is the proportional memory (PSS) of the page's process after the last step, with the browser's own code.
 - Two threads need a page that is isolated from other origins, as it is over HTTPS and on the loopback; one thread was
   measured under a host name without either.
 - At 25 % of the neurons only the errors of active weights are computed ([budget.md](../budget.md)).

@@ -81,8 +81,7 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
     parser = Parser(
         prog="sparrow",
         usage="sparrow [--version] COMMAND [options]",
-        description="Sparse personalised federated learning on real devices. "
-        "sparrow COMMAND --help says more; docs/cli.md has the exit codes.",
+        description="Federated learning on real devices; sparrow COMMAND --help says more.",
         traceable=False,
         add_help=False,
     )

@@ -297,7 +297,7 @@ def get_fast_step(
 ) -> Response:
     """Return the training step as browsers run it: rearranged to be fast, its errors those of active neurons alone.
 
-    The ``ETag`` is its SHA-256. Which neurons are active are inputs of the graph, int64: ``rows:NAME``, ``columns:NAME``.
+    The ``ETag`` is its SHA-256. Which neurons are active the graph reads, int64: ``rows:NAME``, ``columns:NAME``.
     """
     manifest, step = coordinator.federations.manifest(name), coordinator.federations.graph(name, "step")
     return ranged(request, coordinator.page_steps.make(step, manifest, ratio), "application/octet-stream")

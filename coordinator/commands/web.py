@@ -4,8 +4,8 @@
     sparrow web --file onnxruntime-web-1.30.0.tgz
 
 The package comes from the npm registry that NPM_CONFIG_REGISTRY names, or the public one, or is given as a file, as
-``npm pack`` saves it. It is kept beside the installation (``coordinator/web/runtime.py``); a coordinator that runs finds
-it. Exit codes: docs/cli.md.
+``npm pack`` saves it. It is kept beside the installation (``coordinator/web/runtime.py``); a coordinator that runs
+finds it. Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _download() -> bytes:
 
 
 COMMAND = Command(
-    name="sparrow.coordinator.commands.web",
+    name="sparrow web",
     description="Download what pages in browsers need to train, once.",
     options=_options,
     run=_run,

@@ -6,11 +6,15 @@ where there is no Chromium.
 
 from __future__ import annotations
 
+import io
 import re
 import time
+from urllib.parse import unquote
 
 import pytest
+import segno
 
+from edge_sdk.protocol.addresses import in_network
 from edge_sdk.protocol.messages import RoundRecord
 from sparrow.coordinator.fleet.federations import find
 
@@ -237,6 +241,89 @@ def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions
     chief.get_by_role("button", name="Pause").click()
     playwright.expect(chief.locator("#status")).to_have_text("paused")
     playwright.expect(page.locator("#status")).to_have_text("paused")
+
+
+def drawn_for(link):
+    """The QR code of this link as an SVG document."""
+    found = io.BytesIO()
+    segno.make_qr(link).save(found, kind="svg", xmldecl=False, omitsize=True, light="#fff", nl=False)
+    return found.getvalue().decode()
+
+
+def test_a_phone_is_invited_by_a_link_that_has_the_enrolment_token(new_coordinator, open_page, pictures):
+    observer, secret = "an-observer-s-secret", "an-enrolment-token+/of-this-lab"
+    server = new_coordinator(COORDINATOR_OBSERVER_TOKEN=observer, COORDINATOR_ENROLMENT_TOKEN=secret)
+    server.start()
+    server.create("lab", method="fedavg")
+    address = f"http://pi.test:{server.port}"  # which is no address of its own to a phone, or to the browser
+    page = open_page(f"{address}/?federation=lab", http_credentials={"username": "me", "password": observer})
+    expect, dialog = playwright.expect, page.get_by_role("dialog", name="Invite a phone")
+    page.get_by_role("button", name="Invite a phone").press("Enter")
+    field, link = dialog.get_by_label("Enrolment token"), dialog.get_by_label("Link")
+    expect(field).to_be_focused()
+    expect(link).to_be_hidden()
+    page.keyboard.type("another-token")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("not valid for lab")
+    expect(link).to_be_hidden()
+
+    field.fill(secret)
+    page.keyboard.press("Tab")
+    expect(dialog.get_by_role("button", name="Make the link")).to_be_focused()
+    page.keyboard.press("Enter")
+    text = f"{address}/join/lab#token=an-enrolment-token%2B%2Fof-this-lab"
+    expect(link).to_have_value(text)
+    expect(link).to_be_focused()
+    assert page.evaluate("getSelection().toString()") == text
+    expect(dialog.get_by_role("alert")).to_be_hidden()
+    code = dialog.get_by_role("img", name="QR code of the link")
+    assert unquote(code.get_attribute("src")) == f"data:image/svg+xml,{drawn_for(text)}"
+    assert code.evaluate("image => image.decode().then(() => image.naturalWidth > 0)")
+    expect(dialog.get_by_role("list")).to_contain_text("need HTTPS (docs/phone.md)")
+    expect(dialog.get_by_role("list")).not_to_contain_text("localhost")
+    expect(dialog.get_by_role("button", name="Copy")).to_be_hidden()  # which browsers forbid over plain http
+    page.screenshot(path=pictures / "invitation.png")
+    page.set_viewport_size(NARROW)
+    assert page.evaluate("document.querySelector('dialog[open]').scrollWidth") <= NARROW["width"]
+    page.screenshot(path=pictures / "invitation-narrow.png")
+
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_role("button", name="Invite a phone")).to_be_focused()
+    assert "an-enrolment-token" not in page.content()
+    assert page.locator("#invitation input, #invitation textarea").evaluate_all("all => all.map(one => one.value)") == [
+        "",
+        "",
+    ]
+    log = server.log.read_text()
+    assert "POST /v1/federations/lab/join-link" in log
+    assert "an-enrolment-token" not in log
+    page.troubles.clear()  # Chromium notes a 403 as an error
+
+
+def test_a_page_of_this_machine_invites_phones_to_its_address_in_the_network(coordinator, open_page):
+    coordinator.create("lab", method="fedavg")
+    coordinator.create("alone", method="ditto")
+    page, expect = open_page(f"{coordinator.url}/admin?federation=lab"), playwright.expect
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Invite a phone").click()
+    dialog = page.get_by_role("dialog", name="Invite a phone")
+    expect(dialog.get_by_label("Enrolment token")).to_be_hidden()
+    if in_network() is None:
+        expect(dialog.get_by_role("alert")).to_contain_text("this machine is in no network")
+        page.troubles.clear()  # Chromium notes a 422 as an error
+    else:
+        text = coordinator.url.replace("127.0.0.1", in_network()) + "/join/lab"
+        expect(dialog.get_by_label("Link")).to_have_value(text)
+        expect(dialog.get_by_role("list")).to_contain_text(f"The link has {in_network()}, this machine's address")
+        dialog.get_by_role("button", name="Copy").click()
+        expect(dialog.get_by_role("status")).to_have_text("Copied.")
+        assert page.evaluate("navigator.clipboard.readText()") == text
+    dialog.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+    other = open_page(f"{coordinator.url}/?federation=alone")
+    expect(other.locator("#name")).to_have_text("alone")
+    expect(other.get_by_role("button", name="Invite a phone")).to_be_hidden()
 
 
 def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordinator, open_page):

@@ -119,13 +119,13 @@ function readMetadata({ __metadata__: metadata }) {
 function readEntry(header, name) {
   const entry = header[name];
   const sound = isRecord(entry) && Object.keys(entry).sort().join() === "data_offsets,dtype,shape"
-    && entry.shape?.length === 1 && entry.data_offsets?.length === 2;
+    && typeof entry.dtype === "string" && entry.shape?.length === 1 && entry.data_offsets?.length === 2;
   const [count, low, high] = sound ? [entry.shape[0], ...entry.data_offsets] : [];
   if (!sound || ![count, low, high].every((each) => Number.isSafeInteger(each) && each >= 0)) {
     throw new BundleError(`${name}: the header must give a dtype, a shape of one number and two offsets`);
   }
   const allowed = name === "values" ? ["F32", "F16", "BF16"] : ["mask", "signs"].includes(name) ? ["U8"] : ["F32"];
-  if (!allowed.includes(entry.dtype)) throw new BundleError(`${name}: dtype ${String(entry.dtype).slice(0, 20)} is not accepted`);
+  if (!allowed.includes(entry.dtype)) throw new BundleError(`${name}: dtype ${entry.dtype.slice(0, 20)} is not accepted`);
   if (high - low !== count * WIDTHS[entry.dtype]) throw new BundleError(`${name}: ${count} values do not take ${high - low} bytes`);
   return { dtype: entry.dtype, count, low, high };
 }

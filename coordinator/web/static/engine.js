@@ -2,7 +2,7 @@
  * Trains and judges a model with onnxruntime-web: `edge_sdk/engines`, whose training step is an ONNX graph that the
  * federation publishes. Tensors are Maps of a name to a typed array.
  */
-import { TrainingDiverged } from "./errors.js";
+import { ProtocolError, TrainingDiverged } from "./errors.js";
 import { product, zeros } from "./manifest.js";
 import { activeAxes, placesOf } from "./masks.js";
 import { Optimiser } from "./optimiser.js";
@@ -128,7 +128,10 @@ export class Engine {
       if (key !== "evaluation") await this.forget((other) => other !== "evaluation");
       const options = { executionProviders: ["wasm"], enableMemPattern: false };
       const { InferenceSession } = await runtime();
-      this.sessions.set(key, await InferenceSession.create(await graph(), options));
+      const made = InferenceSession.create(await graph(), options);
+      this.sessions.set(key, await made.catch((error) => {
+        throw new ProtocolError(`the graph of ${key} cannot be run in this browser: ${String(error.message).slice(0, 300)}`);
+      }));
     }
     return this.sessions.get(key);
   }

@@ -6,7 +6,8 @@ import { hex, sha256, utf8 } from "./sha256.js";
 /** Bytes of the largest manifest, and of the largest ONNX graph, that are accepted. */
 export const MAX_MANIFEST = 16 * 1024 * 1024;
 export const MAX_GRAPH = 16 * 1024 * 1024;
-const MAX_TENSOR_VALUES = 2 ** 33;
+const MAX_TENSOR_VALUES = 2 ** 33, MAX_SIZE = 2 ** 31;
+const FILES = ["skeleton", "step", "evaluation", "frozen", "first"];
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, int32: Int32Array, uint8: Uint8Array, bool: Uint8Array };
 const POLICIES = ["shared", "personal", "dropped", "frozen"];
 const MULTIPLYING = new Set(["linear", "conv1d", "conv2d", "conv3d"]);
@@ -22,7 +23,7 @@ export const COUNTED = new Set([
  */
 export class Manifest {
   constructor(text) {
-    const said = parsed(text);
+    const said = checked(text);
     this.digest = hex(sha256(utf8(text)));
     this.task = said.task;
     this.inputShape = said.input_shape;
@@ -32,16 +33,13 @@ export class Manifest {
     this.tensors = said.tensors.map((tensor) => ({ ...tensor, size: product(tensor.shape) }));
     this.frozenPrecision = said.frozen_precision;
     this.files = new Map();
-    for (const name of ["skeleton", "step", "evaluation", "frozen", "first"]) {
-      if (said[`${name}_sha256`] != null) this.files.set(name, said[`${name}_sha256`]);
-    }
+    for (const name of FILES) if (said[`${name}_sha256`] != null) this.files.set(name, said[`${name}_sha256`]);
     this.shared = this.of("shared");
     this.kept = this.tensors.filter((spec) => spec.policy === "shared" || spec.policy === "personal");
     this.frozen = this.of("frozen");
     this.first = this.of("personal").filter((spec) => spec.init.kind === "data");
     this.sharedValues = sum(this.shared.map((spec) => spec.size));
     this.valuesDigest = valuesDigest(said);
-    check(this);
   }
 
   /** Return the tensors of a policy, in their order. */
@@ -121,33 +119,71 @@ export function fromHalf(bits) {
   return values;
 }
 
-function parsed(text) {
+/** Return a manifest's JSON. Throws ProtocolError where it does not describe a model. */
+function checked(text) {
+  let said = null;
   try {
-    const said = JSON.parse(text);
-    if (said.version === 1 && Array.isArray(said.tensors) && said.tensors.length) return said;
-  } catch { /* said below */ }
-  throw new ProtocolError("the manifest cannot be read; reload this page, which may be older than the coordinator");
+    said = JSON.parse(text);
+    pythonJson(said); // no deeper than it can be written again
+  } catch {
+    said = null;
+  }
+  if (said?.version !== 1) throw unreadable();
+  const groups = new Map(records(said.groups).map(({ name, size }) => [name, size]));
+  const sound = groups.size === said.groups.length && [...groups].every(([name, size]) => isText(name) && isSize(size))
+    && isText(said.task) && isShape(said.input_shape) && isShape(said.output_shape)
+    && ["float32", "float16"].includes(said.frozen_precision)
+    && FILES.map((name) => said[`${name}_sha256`]).every((each) => each == null || (isText(each) && /^[0-9a-f]{64}$/.test(each)));
+  if (!sound) throw unreadable();
+  const names = new Set();
+  for (const spec of records(said.tensors)) {
+    if (names.has(spec.name) || !isUsable(spec, groups)) {
+      throw new ProtocolError(`the manifest's tensor ${JSON.stringify(spec.name)?.slice(0, 80)} cannot be used`);
+    }
+    names.add(spec.name);
+  }
+  if (!names.size || sum([...groups.values()]) > sum(said.tensors.map(({ shape }) => sum(shape)))) throw unreadable();
+  for (const { kind, positions, tensors } of records(said.layers)) {
+    const known = isText(kind) && isSize(positions) && Array.isArray(tensors) && tensors.every((name) => names.has(name));
+    if (!known) throw unreadable();
+  }
+  return said;
 }
 
-function check(manifest) {
-  const names = new Set();
-  for (const spec of manifest.tensors) {
-    const { name, shape, axes } = spec;
-    const sound = typeof name === "string" && ARRAYS[spec.dtype] && POLICIES.includes(spec.policy) && !names.has(name)
-      && shape.every((length) => Number.isInteger(length) && length > 0) && spec.size <= MAX_TENSOR_VALUES
-      && (spec.policy !== "shared" || spec.dtype === "float32") && (!axes.length || axes.length === shape.length);
-    if (!sound) throw new ProtocolError(`the manifest's tensor ${String(name).slice(0, 80)} cannot be used`);
-    names.add(name);
-    axes.forEach((segments, axis) => {
-      const lengths = segments.map((each) => manifest.groups.get(each.group) * each.repeat);
-      if (segments.length && (axis > 1 || sum(lengths) !== shape[axis])) {
-        throw new ProtocolError(`${name}: axis ${axis} is not as long as its neurons`);
-      }
-    });
-  }
-  for (const [name, size] of manifest.groups) {
-    if (!Number.isInteger(size) || size < 1) throw new ProtocolError(`the manifest's group ${name} has no neurons`);
-  }
+const unreadable = () =>
+  new ProtocolError("the manifest cannot be read; reload this page, which may be older than the coordinator");
+
+const isText = (value) => typeof value === "string";
+const isSize = (value) => Number.isInteger(value) && value >= 1 && value <= MAX_SIZE;
+const isShape = (value) => Array.isArray(value) && value.every(isSize);
+
+function records(list) {
+  if (Array.isArray(list) && list.every((each) => each !== null && typeof each === "object")) return list;
+  throw unreadable();
+}
+
+function isUsable({ name, shape, dtype, policy, trainable, axes, init }, groups) {
+  return isText(name) && isText(dtype) && Object.hasOwn(ARRAYS, dtype) && POLICIES.includes(policy)
+    && typeof trainable === "boolean" && isShape(shape) && product(shape) <= MAX_TENSOR_VALUES
+    && (policy !== "shared" || dtype === "float32") && isRecipe(init, dtype) && areAxes(axes, shape, groups)
+    && (policy !== "frozen" || (!trainable && axes.every((segments) => !segments.length)));
+}
+
+function isRecipe(init, dtype) {
+  const given = init?.kind === "uniform" ? init.bound : init?.value;
+  const number = typeof given === "number" && Number.isFinite(Math.fround(given));
+  if (init?.kind === "uniform") return number && given >= 0 && dtype === "float32";
+  return init?.kind === "data" || (init?.kind === "constant" && number && (dtype !== "int64" || Number.isInteger(given)));
+}
+
+/** Return whether each axis that belongs to neurons is as long as they say. */
+function areAxes(axes, shape, groups) {
+  if (!Array.isArray(axes) || (axes.length && axes.length !== shape.length)) return false;
+  return axes.every((segments, axis) => {
+    if (!Array.isArray(segments)) return false;
+    const lengths = segments.map((each) => (isSize(each?.repeat) ? groups.get(each.group) * each.repeat : NaN));
+    return !segments.length || (axis < 2 && sum(lengths) === shape[axis]);
+  });
 }
 
 /** SHA-256 of what gives the values their names, shapes and neurons, as Python's json.dumps(sort_keys=True) writes it. */

@@ -15,7 +15,8 @@ export function activeCount(size, ratio) {
  * those with the smallest SHA-256 of `fedspu|key|group|i`.
  */
 export function drawNeurons(manifest, { key, ratio }) {
-  if (!(ratio > 0 && ratio <= 1) || typeof key !== "string" || key.includes("|")) {
+  const sound = typeof key === "string" && !/[|\p{Surrogate}]/u.test(key) && typeof ratio === "number";
+  if (!(sound && ratio > 0 && ratio <= 1)) {
     throw new ProtocolError("the assignment's draw has no key, or no ratio between 0 and 1");
   }
   return new Map([...manifest.groups].map(([group, size]) => [group, drawGroup(key, ratio, group, size)]));

@@ -15,7 +15,7 @@ export function fillSkeleton(skeleton, tensors) {
 
 function filled(tensor, tensors) {
   const fields = [...fieldsOf(tensor)];
-  const name = fields.find(({ number }) => number === TENSOR_NAME);
+  const name = fields.find(({ number, body }) => number === TENSOR_NAME && body);
   const has = fields.some(({ number }) => number !== TENSOR_NAME && number > 2); // values of its own: a constant
   const values = name && tensors.get(new TextDecoder().decode(name.body));
   if (!values) {
@@ -30,11 +30,14 @@ function filled(tensor, tensors) {
 function mapped(message, wanted, change) {
   const parts = [];
   for (const { number, whole, body } of fieldsOf(message)) {
-    if (number === wanted) parts.push(...lengthDelimited(number, change(body)));
-    else parts.push(whole);
+    if (number !== wanted) parts.push(whole);
+    else if (body) parts.push(...lengthDelimited(number, change(body)));
+    else throw unreadable();
   }
   return joined(parts);
 }
+
+const unreadable = () => new ProtocolError("the skeleton cannot be read");
 
 /** Yield the fields of a message: { number, whole, body }. */
 function* fieldsOf(message) {
@@ -42,7 +45,7 @@ function* fieldsOf(message) {
   const varint = () => {
     let value = 0, factor = 1;
     for (;;) {
-      if (place >= message.length || factor > 2 ** 49) throw new ProtocolError("the skeleton cannot be read");
+      if (place >= message.length || factor > 2 ** 49) throw unreadable();
       const byte = message[place++];
       value += (byte & 127) * factor;
       if (byte < 128) return value;
@@ -59,8 +62,8 @@ function* fieldsOf(message) {
       const length = varint();
       body = message.subarray(place, place + length);
       place += length;
-    } else throw new ProtocolError("the skeleton cannot be read");
-    if (place > message.length) throw new ProtocolError("the skeleton cannot be read");
+    } else throw unreadable();
+    if (place > message.length) throw unreadable();
     yield { number, whole: message.subarray(begin, place), body };
   }
 

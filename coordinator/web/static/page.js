@@ -39,7 +39,10 @@ function ask({ question, consequence, no, yes }) {
   $("ask").showModal();
   $("no").focus();
   return new Promise((resolve) => {
-    $("ask").addEventListener("close", () => resolve($("ask").returnValue === "yes"), { once: true });
+    $("ask").onclose = () => {
+      if ($("ask").open) return; // that an earlier question was closed is said late
+      resolve($("ask").returnValue === "yes");
+    };
   });
 }
 
@@ -51,7 +54,9 @@ function draw(state) {
   phase = state.phase;
   const lost = phase === "failed" && state.federation === null;
   show($("problem"), lost ? state.detail : "");
+  show($("opening"), phase === "opening" ? state.detail : "");
   $("retry").hidden = !lost;
+  $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
   giving.draw(state);
   taking.draw(state);
@@ -85,6 +90,7 @@ addEventListener("hashchange", () => {
   if (["opening", "ready", "left", "failed"].includes(phase)) open();
 });
 $("retry").addEventListener("click", open);
+$("start-anew").addEventListener("click", () => taking.forget());
 put($("title"), `Train ${federation} with this device`);
 document.title = `${federation} - Sparrow`;
 open();

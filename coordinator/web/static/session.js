@@ -9,8 +9,8 @@
 import { decode, encode, largestPayload } from "./bundle.js";
 import { Engine, threads } from "./engine.js";
 import { BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
-import { nonzeroFlops, forwardFlops } from "./flops.js";
-import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, unpackValues, valuesSize } from "./manifest.js";
+import { nonzeroFlops } from "./flops.js";
+import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
 import { mergeInPlace, pack } from "./masks.js";
 import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
 import { roundUpdate } from "./rounding.js";
@@ -44,20 +44,33 @@ export class Session {
     this.faults = 0;
   }
 
-  /** Read what is kept here and what the coordinator says of the federation. Throws Refused, ProtocolError, Error. */
+  /** Read what is kept here and what the coordinator says of the federation. Throws Refused, Error. */
   async open() {
     this.identity = (await this.store.get("identity")) ?? null;
     this.progress = { ...AT_FIRST, ...((await this.store.get("progress")) ?? {}) };
     this.movedBefore = this.progress.everything;
     if (this.identity?.token) this.transport.token = this.identity.token;
+    while (!(await this.opened())) await this.transport.rest(this.nextRest);
+    this.faults = 0;
+    await this.loadState();
+    if (this.identity?.previous) await this.settleToken();
+  }
+
+  /** Ask about the federation and load its model. Returns false where a file is not the one that its digest names. */
+  async opened() {
     this.info = await this.askForFederation();
     if (this.identity && this.identity.uid !== this.info.uid) {
       throw new Error(`this browser took part in another federation that was called ${this.federation}; choose "Forget me" first`);
     }
     if (!this.info.device_kinds.includes("page")) throw new Error(`no page can take part here: ${this.info.no_pages_because}`);
-    await this.loadModel(this.info.manifest_digest);
-    await this.loadState();
-    if (this.identity?.previous) await this.settleToken();
+    try {
+      await this.loadModel(this.info.manifest_digest);
+    } catch (error) {
+      if (!(error instanceof ProtocolError)) throw error;
+      this.tell({ failure: this.again(error.message) });
+      return false;
+    }
+    return true;
   }
 
   async askForFederation() {
@@ -73,14 +86,18 @@ export class Session {
   /** Load manifest, files of values and the engine; each is downloaded once, and has the digest that names it. */
   async loadModel(digest) {
     const text = await this.cached("manifest.json", digest, "manifest", MAX_MANIFEST);
-    this.manifest = new Manifest(new TextDecoder("utf-8", { fatal: true }).decode(text));
-    if (!this.manifest.files.has("step")) throw new Error("the model was published without a training step");
-    const [frozen, first] = [await this.values("frozen"), await this.values("first")];
-    const own = ownInitialValues(this.manifest, this.info.settings.seed, first);
-    const graph = (name) => this.cached(`${name}.onnx`, this.manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
+    const manifest = new Manifest(decoded(text));
+    if (!manifest.files.has("step")) throw new Error("the model was published without a training step");
+    if (this.manifest && this.manifest.valuesDigest !== manifest.valuesDigest) {
+      throw new ProtocolError('the federation\'s model has other values than before; choose "Forget me" and take part anew');
+    }
+    const [frozen, first] = [await this.values(manifest, "frozen"), await this.values(manifest, "first")];
+    const own = ownInitialValues(manifest, this.info.settings.seed, first);
+    const graph = (name) => this.cached(`${name}.onnx`, manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
     await this.engine?.forget();
     const graphs = { step: (ratio) => this.trainingStep(ratio), evaluation: () => graph("evaluation") };
-    this.engine = new Engine(this.manifest, graphs, frozen, own);
+    this.manifest = manifest;
+    this.engine = new Engine(manifest, graphs, frozen, own);
     this.skeleton = () => graph("skeleton");
     this.method = METHODS[this.info.method];
   }
@@ -106,12 +123,12 @@ export class Session {
     return step.bytes;
   }
 
-  async values(which) {
-    if (!this.manifest.files.has(which)) return new Map();
+  async values(manifest, which) {
+    if (!manifest.files.has(which)) return new Map();
     const kept = await this.store.get(which);
-    if (kept && hex(sha256(kept)) === this.manifest.files.get(which)) return unpackValues(this.manifest, which, kept);
-    const file = await this.transport.values(this.federation, which, valuesSize(this.manifest, which));
-    const tensors = unpackValues(this.manifest, which, file);
+    if (kept && hex(sha256(kept)) === manifest.files.get(which)) return unpackValues(manifest, which, kept);
+    const file = await this.transport.values(this.federation, which, valuesSize(manifest, which));
+    const tensors = unpackValues(manifest, which, file);
     await this.store.put({ [which]: file });
     return tensors;
   }
@@ -138,7 +155,7 @@ export class Session {
   /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
   async join(name, budget) {
     this.budget = budget;
-    if (!this.identity) {
+    if (!this.identity?.token && this.identity?.name !== name) { // another name where the first was taken
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
       this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
       await this.keepIdentity({});
@@ -225,14 +242,19 @@ export class Session {
     }
   }
 
-  async rest(fault) {
-    const seconds = Math.min(FIRST_REST * 2 ** this.faults, LONGEST_REST);
+  /** Return what to say of a fault of the coordinator, after which the device rests for `nextRest` seconds. */
+  again(fault) {
+    this.nextRest = Math.min(FIRST_REST * 2 ** this.faults, LONGEST_REST);
     this.faults = Math.min(this.faults + 1, 30);
-    this.tell({ phase: "waiting", detail: `${fault}; this page tries again in ${Math.round(seconds)} s` });
+    return `${fault}; this page tries again in ${Math.round(this.nextRest)} s`;
+  }
+
+  async rest(fault) {
+    this.tell({ phase: "waiting", detail: this.again(fault) });
     const working = this.working;
     this.working = null;
     if (working) await this.giveUp(working, fault).catch((error) => { if (error.final) throw error; });
-    await this.transport.rest(seconds);
+    await this.transport.rest(this.nextRest);
   }
 
   async once() {
@@ -297,12 +319,9 @@ export class Session {
 
   async takeNewVersion(digest) {
     if (!digest || digest === this.manifest.digest) return;
-    const { valuesDigest } = this.manifest, tensors = this.engine.read();
+    const tensors = this.engine.read();
     this.info = await this.transport.federation(this.federation);
     await this.loadModel(digest);
-    if (this.manifest.valuesDigest !== valuesDigest) {
-      throw new ProtocolError('the federation\'s model has other values than before; choose "Forget me" and take part anew');
-    }
     this.engine.load(tensors);
   }
 
@@ -540,6 +559,14 @@ export class Session {
   }
 }
 
+function decoded(bytes) {
+  try {
+    return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
+  } catch {
+    throw new ProtocolError("the manifest is not text");
+  }
+}
+
 function sealed(tensors) {
   return { tensors, sha256: digestOf(tensors) };
 }
@@ -557,8 +584,7 @@ function digestOf(tensors) {
 
 /** Return a seed below 2^63, BigInt, that follows from `parts`, the same as the SDK's. */
 export function deriveSeed(...parts) {
-  const text = `[${parts.map((part) => JSON.stringify(String(part))).join(", ")}]`;
-  return BigInt(`0x${hex(sha256(utf8(text)).subarray(0, 8))}`) >> 1n;
+  return BigInt(`0x${hex(sha256(utf8(pythonJson(parts.map(String)))).subarray(0, 8))}`) >> 1n;
 }
 
 const bounded = (loss) => Math.max(-LARGEST_SCORE, Math.min(LARGEST_SCORE, loss));

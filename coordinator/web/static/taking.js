@@ -38,7 +38,7 @@ export class Taking {
     for (const id of CONDITIONS) $(id).addEventListener("change", () => this.#conditionsChanged());
     $("pause").addEventListener("click", () => this.#pause());
     $("leave").addEventListener("click", () => this.#stop("leave"));
-    $("forget").addEventListener("click", () => this.#forget());
+    $("forget").addEventListener("click", () => this.forget());
   }
 
   /** Draw a state of the worker. */
@@ -133,7 +133,8 @@ export class Taking {
     this.send({ do: how });
   }
 
-  async #forget() {
+  /** Ask whether this device is to be forgotten, and have it forgotten then. */
+  async forget() {
     const sure = await this.ask({
       question: "Forget this device?",
       consequence: "This deletes your samples, the personal model and this device's place in the federation from " +

@@ -14,6 +14,7 @@ const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
 const BUNDLE_TYPE = "application/vnd.sparrow.bundle";
 const JSON_TYPE = "application/json";
 const PREFIX = "urn:sparrow:problem:";
+const LONG_SEED = /"seed":\s*(\d{16,19})(?![\d.eE])/g; // above 2^53: kept as text, which loses nothing
 const PASSING = ["Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError", "DiskFull", "TooManyRequests"];
 
 /** An answer that is none of a coordinator's, or did not come whole. */
@@ -38,7 +39,7 @@ export class Transport {
 
   /** Return a federation's state. */
   federation(name) {
-    return this.ask("GET", `/v1/federations/${name}`);
+    return this.ask("GET", `/v1/federations/${name}`, { check: checkFederation });
   }
 
   /** Return a file of a federation, such as its manifest, Uint8Array. */
@@ -62,7 +63,7 @@ export class Transport {
 
   /** Enrol: { device_id, token, notice }. */
   enrol(name, request) {
-    return this.ask("POST", `/v1/federations/${name}/devices`, json(request));
+    return this.ask("POST", `/v1/federations/${name}/devices`, { ...json(request), check: checkEnrolled });
   }
 
   /** Tell the coordinator of a change of the device. */
@@ -72,7 +73,8 @@ export class Transport {
 
   /** Return a new token. */
   async newToken(id, key) {
-    return (await this.ask("POST", `/v1/devices/${id}/token`, json({ enrolment_key: key }))).token;
+    const path = `/v1/devices/${id}/token`;
+    return (await this.ask("POST", path, { ...json({ enrolment_key: key }), check: checkToken })).token;
   }
 
   /** Ask for work for up to `wait` seconds: { assignment, pause }, one of them null or 0. */
@@ -145,8 +147,9 @@ export class Transport {
 
   // --- how -----------------------------------------------------------------------------------------------------------
 
-  ask(method, path, options = {}) {
-    return this.call(method, path, { ...options, read: (answer) => jsonOf(answer.bytes) });
+  /** Return the message that answers a call; check(message) throws NoAnswer for one that is none. */
+  ask(method, path, { check, ...options }) {
+    return this.call(method, path, { ...options, read: (answer) => check(jsonOf(answer.bytes)) });
   }
 
   call(method, path, { read = (answer) => answer, ...options } = {}) {
@@ -221,6 +224,7 @@ export class Transport {
       const bytes = await this.read(response, most, take(response.status, response), pace);
       return { status: response.status, headers: response.headers, bytes };
     } catch (error) {
+      ended(); // of a body that is no use, no more is to come
       if (stop.aborted) throw new Stopped();
       throw error instanceof NoAnswer ? error : new NoAnswer("the coordinator does not answer");
     } finally {
@@ -293,7 +297,8 @@ const json = (message) => ({ body: new TextEncoder().encode(JSON.stringify(messa
 
 function jsonOf(bytes) {
   try {
-    const message = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    const message = JSON.parse(text.replace(LONG_SEED, '"seed":"$1"'));
     if (message !== null && typeof message === "object") return message;
   } catch { /* said below */ }
   throw new NoAnswer("the answer is not one of a Sparrow coordinator");
@@ -321,15 +326,42 @@ function pauseOf({ headers }, usual) {
 
 const KINDS = ["train", "evaluate", "personalise", "prepare", "adapt"];
 const natural = (value, most) => Number.isInteger(value) && value >= 0 && value <= most;
-const digest = (value) => typeof value === "string" && /^[0-9a-f]{64}$/.test(value);
+const matches = (value, pattern) => typeof value === "string" && pattern.test(value);
+const digest = (value) => matches(value, /^[0-9a-f]{64}$/);
+const isRecord = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const identifier = /^[A-Za-z0-9_-]{1,64}$/, secret = /^[!-~]{1,200}$/, digits = /^\d{16,19}$/;
+
+/** Return a federation's state, of which the page uses this. */
+function checkFederation(said) {
+  const { name, uid, task, method, device_kinds: kinds, manifest_digest: manifest, settings } = said;
+  const sound = [name, uid, task, method].every((each) => typeof each === "string") && Array.isArray(kinds) && digest(manifest)
+    && isRecord(settings) && natural(settings.batch_size, 1e6) && settings.batch_size > 0 && isSeed(settings.seed);
+  if (!sound) throw new NoAnswer("what it says of the federation cannot be read; reload this page, which may be older");
+  return said;
+}
+
+function checkEnrolled(said) {
+  if (!matches(said.device_id, identifier)) throw new NoAnswer("its answer to the enrolment cannot be read");
+  return checkToken(said);
+}
+
+function checkToken(said) {
+  if (!matches(said.token, secret)) throw new NoAnswer("the token that it gives cannot be read");
+  return said;
+}
+
+/** Whether this is a seed: a whole number, as text where JavaScript's numbers do not reach it. */
+const isSeed = (value) => natural(value, 2 ** 53 - 1) || matches(value, digits);
 
 /** Return an assignment that is as the contract has it. */
 function checkAssignment(said) {
-  const { assignment_id: id, kind, round, deadline_seconds: deadline, settings, payload, work } = said;
-  const sound = typeof id === "string" && /^[A-Za-z0-9_-]{1,64}$/.test(id) && KINDS.includes(kind)
-    && natural(round, 1e6) && deadline >= 0 && deadline <= 8 * 86400 && settings && typeof settings === "object"
-    && (!payload || (natural(payload.bytes, 2 ** 53 - 1) && digest(payload.sha256)))
-    && (!work || (/^[0-9a-f]{32}$/.test(work.key) && work.ratio > 0 && work.ratio <= 1));
+  const { assignment_id: id, kind, round, deadline_seconds: deadline, settings, payload, work, plan } = said;
+  const manifest = said.manifest_digest;
+  const sound = matches(id, identifier) && KINDS.includes(kind) && natural(round, 1e6)
+    && typeof deadline === "number" && deadline >= 0 && deadline <= 8 * 86400 && isRecord(settings)
+    && (payload == null || (natural(payload.bytes, 2 ** 53 - 1) && digest(payload.sha256)))
+    && (work == null || (matches(work.key, /^[0-9a-f]{32}$/) && typeof work.ratio === "number" && work.ratio > 0 && work.ratio <= 1))
+    && (plan == null || isRecord(plan)) && (manifest == null || digest(manifest));
   if (!sound) throw new NoAnswer("its assignment cannot be read; reload this page, which may be older");
   checkSettings(settings);
   return said;
@@ -338,17 +370,22 @@ function checkAssignment(said) {
 function checkSettings(settings) {
   const within = (name, least, most, none = false) => (none && settings[name] == null)
     || (typeof settings[name] === "number" && settings[name] >= least && settings[name] <= most);
-  const sound = within("learning_rate", 0, 100) && within("learning_rate_decay", 0, 1) && within("batch_size", 1, 1e6)
-    && within("local_epochs", 1, 1e4) && within("local_steps", 1, 1e7, true) && within("momentum", 0, 1)
+  const count = (name, least, most, none = false) => within(name, least, most, none)
+    && (settings[name] == null || Number.isInteger(settings[name]));
+  const oneOf = (name, ...values) => values.includes(settings[name]);
+  const sound = within("learning_rate", 0, 100) && within("learning_rate_decay", 0, 1) && count("batch_size", 1, 1e6)
+    && count("local_epochs", 1, 1e4) && count("local_steps", 1, 1e7, true) && within("momentum", 0, 1)
     && within("weight_decay", 0, 10) && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
-    && ["sgd", "adam", "adamw"].includes(settings.optimizer) && ["fp32", "fp16", "bf16", "int8"].includes(settings.precision)
-    && natural(settings.finetune_epochs ?? 0, 1e4) && typeof (settings.method_settings ?? {}) === "object"
-    && ["validation", "paper", "off"].includes(settings.early_stopping);
+    && oneOf("optimizer", "sgd", "adam", "adamw") && oneOf("precision", "fp32", "fp16", "bf16", "int8")
+    && count("finetune_epochs", 0, 1e4) && within("finetune_learning_rate", 0, 100, true)
+    && oneOf("early_stopping", "validation", "paper", "off") && count("patience", 1, 1e4, true)
+    && count("min_participations", 1, 1e6) && within("min_improvement", 0, 1) && within("stop_weight", 0, 1)
+    && oneOf("personal_model", "best", "last") && isSeed(settings.seed) && isRecord(settings.method_settings);
   if (!sound) throw new NoAnswer("its settings cannot be read; reload this page, which may be older");
 }
 
 function checkAccepted(said) {
-  if (typeof said.new !== "boolean") throw new NoAnswer("its answer to the update cannot be read");
+  if (typeof said.new !== "boolean" || !(said.next == null || isRecord(said.next))) throw new NoAnswer("its answer to the update cannot be read");
   if (said.next) checkAssignment(said.next);
   return said;
 }

@@ -11,6 +11,7 @@ import { Store } from "./store.js";
 import { Transport } from "./transport.js";
 
 const REPORT_MILLISECONDS = 100, YIELD_MILLISECONDS = 40, LOOK_SECONDS = 0.25;
+const GOODBYE_SECONDS = 5;
 const LEAST_SAMPLES = 10;
 /** Use of the samples, or groups of them, of one class, in turn; each class begins three places later. */
 const TURNS = ["train", "test", "train", "validation", "train", "train", "test", "train", "train", "test"];
@@ -19,6 +20,7 @@ let store, transport, session, samples = null;
 let pausedFor = null; // why the page wants no work now
 let leaving = false;
 let running = null; // the loop of rounds
+let given = null; // the enrolment token of the page
 let reportDue = null, yielded = 0, lastStep = null;
 const stepTimes = [];
 
@@ -27,8 +29,9 @@ const state = {
   samples: { train: 0, validation: 0, test: 0, perClass: [], source: "none", enough: false, lacks: "" },
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
-  secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [],
+  secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
 };
+const NO_SAMPLES = { ...state.samples };
 
 const COMMANDS = {
   open, add, files, clear, join, leave, forget,
@@ -70,9 +73,24 @@ function counts() {
   };
 }
 
+/** Refusals that the coordinator words for users of the SDK -> words for those of a page. */
+const IN_WORDS = {
+  NameTaken: "another device of this federation has this name; choose another one",
+  NotFound: "there is no federation of this name here; ask whoever gave you the link",
+  FederationDeleted: "this federation was deleted by its operator; samples and model stay in this browser until you " +
+    'choose "Forget me"',
+};
+
+function inWords({ type, message }) {
+  if (type !== "NotAuthenticated") return IN_WORDS[type] ?? message;
+  if (transport.token !== given) return 'the operator has removed this device; choose "Forget me" to take part anew';
+  return "an enrolment token is needed to take part, and this link has none that is valid: open the whole link that " +
+    "you were given, or ask for a new one";
+}
+
 function failed(error) {
   if (error instanceof Stopped) return;
-  report({ phase: "failed", detail: error.message, work: null });
+  report({ phase: "failed", detail: inWords(error), work: null });
 }
 
 // --- opening, and the samples ------------------------------------------------------------------------------------------
@@ -80,6 +98,9 @@ function failed(error) {
 async function open({ federation, token }) {
   await alone(federation);
   store ??= await Store.open(federation);
+  given = token;
+  samples = (await store.get("samples")) ?? null;
+  report({ kept: samples !== null || (await store.get("identity")) !== undefined });
   transport = new Transport((reason, seconds) =>
     report({ detail: `${reason}; tries again in ${Math.max(1, Math.round(seconds))} s` }));
   transport.token = token;
@@ -88,7 +109,6 @@ async function open({ federation, token }) {
   await opening.open();
   session = opening;
   const { info, manifest } = session;
-  samples = (await store.get("samples")) ?? null;
   report({
     phase: "ready", detail: "",
     federation: {
@@ -128,14 +148,17 @@ function lock(name) {
 function ask(name) {
   const channel = new BroadcastChannel(name);
   return new Promise((resolve, reject) => {
-    channel.onmessage = ({ data }) => {
-      if (data === "here") reject(new Error(IN_ANOTHER_TAB));
-    };
-    channel.postMessage("is anybody here?");
-    setTimeout(() => {
+    const alone = setTimeout(() => {
       channel.onmessage = ({ data }) => data !== "here" && channel.postMessage("here");
       resolve();
     }, 200);
+    channel.onmessage = ({ data }) => {
+      if (data !== "here") return;
+      clearTimeout(alone);
+      channel.close();
+      reject(new Error(IN_ANOTHER_TAB));
+    };
+    channel.postMessage("is anybody here?");
   });
 }
 
@@ -240,13 +263,19 @@ async function rounds() {
 /** End for a reason that no repetition mends: what is open goes back, so that nobody waits for it. */
 async function breakOff(error) {
   failed(error);
+  await goodbye(error.message);
+}
+
+/** Hand open work back and say that the device is away, if that can be said within some seconds. */
+async function goodbye(reason) {
   const { working } = session;
   session.working = null;
-  const goodbye = async () => {
-    if (working) await session.giveUp(working, error.message);
-    await session.away(error.message);
+  const say = async () => {
+    if (working) await session.giveUp(working, reason);
+    await session.away(reason);
   };
-  await Promise.race([goodbye().catch(() => {}), sleep(5)]);
+  await Promise.race([say().catch(() => {}), sleep(GOODBYE_SECONDS)]);
+  transport.interrupt();
 }
 
 function tell(changes) {
@@ -309,23 +338,24 @@ function resume() {
 
 async function leave() {
   leaving = true;
+  report({ detail: "leaves", work: null });
   transport.interrupt();
   await running;
-  const { working } = session;
-  session.working = null;
-  if (working) await session.giveUp(working, "its user has left").catch(ignoreStop);
-  await session.away("its user has left");
+  await goodbye("its user has left");
   await session.keepIdentity({ left: true });
   report({ phase: "left", detail: "has left; what it has learnt stays here", work: null });
 }
 
 async function forget() {
-  if (session?.identity?.token) await Promise.race([leave().catch(() => {}), sleep(5)]);
-  const token = session?.enrolmentToken ?? transport?.token ?? null, { federation } = store;
+  if (session?.identity?.token && !session.identity.left) await leave();
+  const { federation } = store;
   await store.delete();
   store = session = samples = null;
-  report({ device: null, canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [] });
-  await open({ federation, token });
+  report({
+    phase: "opening", detail: "has forgotten everything", work: null, samples: NO_SAMPLES, device: null, kept: false,
+    canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [],
+  });
+  await open({ federation, token: given });
 }
 
 // --- using the model ---------------------------------------------------------------------------------------------------
