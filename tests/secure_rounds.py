@@ -21,14 +21,14 @@ import numpy as np
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.groups import Cell, Sharing, choose_sharing, least_cell, make_cells, neighbourhoods
-from edge_sdk.protocol.secure.messages import Keys, Peer, SecureWork, Shares, Unmask
+from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from edge_sdk.protocol.secure.numbers import Scale, Words
 from edge_sdk.protocol.secure.opening import CannotOpen, open_sum
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.protocol.secure.shamir import split
 from sparrow.coordinator.rounds.secure import cell_size
 
-PHASES = ("keys", "shares", "train", "unmask")
+PHASES = ("keys", "shares", "train", "agree", "unmask")
 Bend = Callable[[str, str, SecureWork], SecureWork]
 """Phase, name, what an honest coordinator would tell this device -> what it is told."""
 
@@ -46,16 +46,18 @@ class View:
     neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares: dict[str, Shares] = field(default_factory=dict)
     masked: dict[str, Words] = field(default_factory=dict)
+    statements: dict[str, Statement] = field(default_factory=dict)
+    agreed: dict[str, Agree] = field(default_factory=dict)
     answers: dict[str, Unmask] = field(default_factory=dict)
     told: dict[tuple[str, str], SecureWork] = field(default_factory=dict)
 
     def after(self, phase: str) -> View:
         """What it had seen when this phase was over."""
         later = PHASES[PHASES.index(phase) + 1 :]
-        empty: dict[str, Any] = {"shares": {}, "train": {}, "unmask": {}}
-        fields = {"shares": "shares", "train": "masked", "unmask": "answers"}
+        fields = {"shares": ["shares"], "train": ["masked", "statements"], "agree": ["agreed"], "unmask": ["answers"]}
         told = {key: work for key, work in self.told.items() if key[0] not in later}
-        return replace(self, told=told, **{fields[each]: empty[each] for each in later})
+        empty: dict[str, Any] = {which: {} for each in later for which in fields[each]}
+        return replace(self, told=told, **empty)
 
     @property
     def points(self) -> dict[str, int]:
@@ -119,6 +121,7 @@ class Memory:
     def __init__(self) -> None:
         self._agreed: dict[Any, bytes] = {}
         self._agree, self._check_keys, self._pair_of = pads.agree, device.check_keys, pads.pair_of
+        self._check_signature = pads.check_signature
         self._public: dict[Any, bytes] = {}
         self._checked: set[Any] = set()
         self.pair_of = cache(self._pair_of)
@@ -138,18 +141,27 @@ class Memory:
             self._check_keys(keys, identity, context, name)
             self._checked.add(key)
 
+    def check_signature(self, public: bytes, signature: bytes, context: str, said: Mapping[str, str], name: str) -> None:
+        key = (public, signature, context, *said.items())
+        if key not in self._checked:
+            self._check_signature(public, signature, context, said, name)
+            self._checked.add(key)
+
     @contextmanager
     def used(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(pads, "agree", self.agree))
             stack.enter_context(mock.patch.object(pads, "pair_of", self.pair_of))
             stack.enter_context(mock.patch.object(device, "check_keys", self.check_keys))
+            stack.enter_context(mock.patch.object(pads, "check_signature", self.check_signature))
             yield
 
 
 class SecureRound:
     """A round. vanish: phase -> who does not answer in it, nor later. words: what devices add, by name; else it follows
-    from ``values`` and weights. sharing, cells: instead of those that the coordinator would choose."""
+    from ``values`` and weights. sharing, cells: instead of those that the coordinator would choose. bases: SHA-256 of
+    the model that a device was sent, where it is not that of all others. only_agreed: shares are asked of those alone
+    who have signed."""
 
     def __init__(
         self,
@@ -168,6 +180,8 @@ class SecureRound:
         sharing: Sharing | None = None,
         cells: Sequence[Cell] | None = None,
         bend: Bend = lambda phase, name, work: work,
+        bases: Mapping[str, str] | None = None,
+        only_agreed: bool = True,
         remember: bool = True,
     ) -> None:
         self.names = names_of(devices) if isinstance(devices, int) else list(devices)
@@ -187,6 +201,8 @@ class SecureRound:
         }
         self.words = dict(words or {})
         self.view = View(f"federation|{seed}|n", colluders)
+        self.bases = dict(bases or {})
+        self.only_agreed = only_agreed
         self.kept: dict[str, RoundSecrets] = {}
         self.refused: dict[tuple[str, str], str] = {}
         self.why_over: str | None = None
@@ -264,7 +280,8 @@ class SecureRound:
         with self.drawing():
             for name in self._asked("shares", view.keys):
                 others = sorted({*view.neighbours[name], *view.cell_of(name)} - {name})
-                work = self._work(name, peers=tuple(peers[other] for other in others))
+                around = tuple(peers[other] for other in others)
+                work = self._work(name, peers=around, cohort=dict(view.identities))
                 act = partial(device.share, self.kept[name], name, known={})
                 answer = self._ask("shares", name, work, lambda work, act=act: act(work=work))
                 if answer is not None:
@@ -289,18 +306,40 @@ class SecureRound:
                 act = partial(self._mask, name)
                 answer = self._ask("train", name, work, act)
                 if answer is not None:
-                    view.masked[name] = answer
+                    view.masked[name], view.statements[name] = answer
 
-    def _mask(self, name: str, work: SecureWork) -> tuple[RoundSecrets, Words]:
-        return device.mask(self.kept[name], name, work, self.words_of(name, work))
+    def _mask(self, name: str, work: SecureWork) -> tuple[RoundSecrets, tuple[Words, Statement]]:
+        base = self.bases.get(name, "the same model")
+        kept, masked = device.mask(self.kept[name], name, work, self.words_of(name, work), base)
+        return kept, (masked, device.state(kept, identity_of(name)))
+
+    def _story(self, **told: Any) -> SecureWork:
+        view = self.view
+        return SecureWork(
+            context=view.context,
+            colluders=view.colluders,
+            left=tuple(sorted(view.masked)),
+            gone=tuple(sorted(set(view.shares) - set(view.masked))),
+            cells=tuple(cell.names for cell in view.cells),
+            **told,
+        )
+
+    def agree(self) -> None:
+        view, work = self.view, self._story(statements=dict(self.view.statements))
+        with self.drawing():
+            for name in self._asked("agree", view.masked):
+                answer = self._ask("agree", name, work, partial(self._agree, name))
+                if answer is not None:
+                    view.agreed[name] = answer
+
+    def _agree(self, name: str, work: SecureWork) -> tuple[RoundSecrets, Agree]:
+        return device.agree(self.kept[name], name, work, identity_of(name))
 
     def unmask(self) -> None:
         view = self.view
-        left, gone = tuple(sorted(view.masked)), tuple(sorted(set(view.shares) - set(view.masked)))
-        cells = tuple(cell.names for cell in view.cells)
+        work = self._story(signatures={name: agreed.signature for name, agreed in view.agreed.items()})
         with self.drawing():
-            for name in self._asked("unmask", left):
-                work = SecureWork(context=view.context, colluders=view.colluders, left=left, gone=gone, cells=cells)
+            for name in self._asked("unmask", view.agreed if self.only_agreed else view.masked):
                 act = partial(self._unmask, name)
                 answer = self._ask("unmask", name, work, act)
                 if answer is not None:

@@ -43,7 +43,7 @@ from sparrow.coordinator.rounds.assignments import (
 from sparrow.coordinator.rounds.buffered import number_arrival
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
 from sparrow.coordinator.rounds.intake import DecodedUpdates, fault_of_update
-from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, masked_fault
+from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_statement_of, masked_fault
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
@@ -319,6 +319,9 @@ class Acceptance:
             wanted = "with" if method.wants_gradients(plan) else "without"
             raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
         if secure:  # nobody can look at its values
+            if assignment.status == "open":
+                with self._store.reading() as db:
+                    check_statement_of(db, federation, assignment, device, report.secure)
             return report, decoded, None
         fault = fault_of_update(manifest, decoded, model.tensors)
         if fault is not None:

@@ -309,7 +309,8 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. notes: counts for the record. parts: bytes of the updates' bundles by part. progress: called with each update.
+    models old each was. notes: counts for the record. parts: bytes of the updates' bundles by part. progress: called
+    with each update.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Rounds of secure aggregation: the coordinator learns the sums of cells, and no update by itself.
 
-A round goes through four phases, each an assignment of its own for each device:
+A round goes through five phases, each an assignment of its own for each device:
 
     keys     public keys of this round, signed              -> cells, neighbours and draws are chosen, at random
     shares   secrets, shared and sealed for neighbours      -> who shared is told; cells with too few are given up
     train    a masked update                                -> who is left is told
+    agree    a signature of that, by most of the round      -> it is shown to all
     unmask   shares of who is left, and of who has vanished -> the sum of each cell that has enough
 
 A phase ends when all have answered or handed back, or at its deadline. Whoever vanishes in a phase is out of those
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -31,8 +33,8 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, neighbourhoods
-from edge_sdk.protocol.secure.messages import Keys, Peer, SecureWork, Shares, Unmask
+from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
+from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
@@ -43,10 +45,15 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, R
 
 log = logging.getLogger(__name__)
 
-ANSWERS: Mapping[str, type[BaseModel]] = {Kind.keys.value: Keys, Kind.shares.value: Shares, Kind.unmask.value: Unmask}
+ANSWERS: Mapping[str, type[BaseModel]] = {
+    Kind.keys.value: Keys,
+    Kind.shares.value: Shares,
+    Kind.agree.value: Agree,
+    Kind.unmask.value: Unmask,
+}
 """The phases that are answered in JSON, and their answers."""
 
-PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.unmask.value)
+PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
 
 
 def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> None:
@@ -82,8 +89,8 @@ def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> Non
         )
     if choose_sharing(settings.cohort, settings.secure_colluders, settings.secure_dropouts) is None:
         raise BadContent(
-            f"secure_dropouts: of a cohort of {settings.cohort} no shares bear that {settings.secure_dropouts:.0%} vanish "
-            f"and {settings.secure_colluders} collude; lower one of them, or raise the cohort"
+            f"secure_dropouts: of a cohort of {settings.cohort} no shares bear that {settings.secure_dropouts:.0%} "
+            f"vanish and {settings.secure_colluders} collude; lower one of them, or raise the cohort"
         )
 
 
@@ -169,6 +176,8 @@ class SecureRounds:
             case Kind.shares.value:
                 return self._to_training(federation, current, said, done)
             case Kind.train.value:
+                return self._to_agreement(federation, current, said, done)
+            case Kind.agree.value:
                 return self._to_unmasking(federation, current, said, done)
         return self._open(federation, current, said, done)
 
@@ -192,7 +201,7 @@ class SecureRounds:
         seed = secrets.token_hex(16)
         ratios = {member.name: member.ratio for member in done}
         cells = make_cells(ratios, least, f"cells {seed}".encode())
-        weights = {member.name: self._weight(member) for member in done}
+        weights = self._weights(done)
         said |= {
             "phase": Kind.shares.value,
             "seed": seed,
@@ -204,10 +213,15 @@ class SecureRounds:
         }
         return self._next(federation, current, said, Kind.shares, done)
 
-    def _weight(self, member: _Member) -> int:
+    def _weights(self, members: Sequence[_Member]) -> dict[str, int]:
+        """Return how much each device counts: the samples that it told, up to the most that any counts with."""
         with self._store.reading() as db:
-            told = db.get_one(Device, member.device_id).num_examples or 1
-        return told if member.most_examples is None else max(1, min(told, member.most_examples))
+            told = {member.name: db.get_one(Device, member.device_id).num_examples or 1 for member in members}
+        most = max(
+            told[member.name] if member.most_examples is None else min(told[member.name], member.most_examples)
+            for member in members
+        )
+        return {name: min(count, most) for name, count in told.items()}
 
     def _to_training(
         self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
@@ -224,12 +238,22 @@ class SecureRounds:
     def _to_unmasking(
         self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
     ) -> bool | Ended:
+        wanted = most_of(len(said["names"]), settings_of(federation).secure_colluders)
+        if len(done) < wanted:
+            return self._over(federation, current, f"{len(done)} devices agree on who is left, {wanted} must")
+        said |= {"phase": Kind.unmask.value}
+        return self._next(federation, current, said, Kind.unmask, done)
+
+    def _to_agreement(
+        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+    ) -> bool | Ended:
         least = least_cell(settings_of(federation).secure_colluders)
-        left = {member.name for member in done}
+        alike = _alike(said["cells"], done)
+        left = {member.name for member in alike}
         if not any(len(left & set(cell["names"])) >= least for cell in said["cells"]):
             return self._over(federation, current, f"no cell has {least} updates: none is unmasked")
-        said |= {"phase": Kind.unmask.value, "left": sorted(left)}
-        return self._next(federation, current, said, Kind.unmask, done)
+        said |= {"phase": Kind.agree.value, "left": sorted(left)}
+        return self._next(federation, current, said, Kind.agree, alike)
 
     def _next(
         self, federation: Federation, current: Round, said: dict[str, Any], kind: Kind, members: Sequence[_Member]
@@ -295,9 +319,11 @@ class SecureRounds:
         seeds, pad_secrets = _collected(done, said["names"])
         wrong, unopened = 0, 0
         for cell in said["cells"]:
-            left = [name for name in cell["names"] if name in trained]
-            gone = [name for name in cell["names"] if name in said["shared"] and name not in trained]
+            left = [name for name in cell["names"] if name in said["left"]]
+            gone = [name for name in cell["names"] if name in said["shared"] and name not in said["left"]]
             ids = [trained[name].id for name in left]
+            odd = [trained[name].id for name in gone if name in trained]
+            ended.lost |= dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
             if len(left) < least:
                 ended.lost |= dict.fromkeys(
                     ids, f"its cell has {len(left)} devices left, at least {least} hide one another"
@@ -369,6 +395,18 @@ class SecureRounds:
         return notes
 
 
+def _alike(cells: Sequence[Mapping[str, Any]], done: Sequence[_Member]) -> list[_Member]:
+    """Return those who state the scale and model that most of their cell do: with another beside them nobody signs."""
+    stated = {member.name: (member.report or {})["secure"]["scale"] for member in done}
+    most = {
+        name: Counter(stated[other] for other in cell["names"] if other in stated).most_common(1)[0][0]
+        for cell in cells
+        for name in cell["names"]
+        if name in stated
+    }
+    return [member for member in done if stated[member.name] == most[member.name]]
+
+
 def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mapping[str, int]) -> Scale:
     """Return what a cell's numbers are scaled by."""
     return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))
@@ -427,7 +465,9 @@ def secure_work(db: Session, federation: Federation, assignment: Assignment, nam
     }
     if assignment.kind == Kind.shares.value:
         wanted = {*around, *cell["names"]} - {name}
-        work["peers"] = _peers(db, federation, assignment.round, said["names"], wanted)
+        everybody = _peers(db, federation, assignment.round, said["names"])
+        work["peers"] = [peer for peer in everybody if peer.name in wanted]
+        work["cohort"] = {peer.name: peer.identity for peer in everybody}
     elif assignment.kind == Kind.train.value:
         shared = {
             member.name: Shares.model_validate(member.report).sealed
@@ -439,10 +479,18 @@ def secure_work(db: Session, federation: Federation, assignment: Assignment, nam
     else:
         work["left"], work["gone"] = said["left"], sorted(set(said["shared"]) - set(said["left"]))
         work["cells"] = [each["names"] for each in said["cells"]]
+        if assignment.kind == Kind.agree.value:
+            trained = _members(db, federation.id, assignment.round, Kind.train.value)
+            done = {member.name: member for member in trained if member.status == "done"}
+            work["statements"] = {name: (done[name].report or {})["secure"] for name in said["left"]}
+        else:
+            agreed = _members(db, federation.id, assignment.round, Kind.agree.value)
+            signed = {member.name: member.report or {} for member in agreed if member.status == "done"}
+            work["signatures"] = {name: report["signature"] for name, report in signed.items()}
     return SecureWork.model_validate(work)
 
 
-def _peers(db: Session, federation: Federation, number: int, names: Sequence[str], wanted: set[str]) -> list[Peer]:
+def _peers(db: Session, federation: Federation, number: int, names: Sequence[str]) -> list[Peer]:
     rows = db.execute(
         select(Device.name, Device.identity_key, Assignment.report)
         .join(Device, Device.id == Assignment.device_id)
@@ -457,7 +505,7 @@ def _peers(db: Session, federation: Federation, number: int, names: Sequence[str
     return [
         Peer(name=name, identity=identity, keys=Keys.model_validate(report), point=point[name])
         for name, identity, report in rows
-        if name in wanted
+        if name in point
     ]
 
 
@@ -465,7 +513,7 @@ def check_answer(
     db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
 ) -> None:
     """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
-    from edge_sdk.protocol.secure.device import check_keys  # cryptography, an extra
+    from edge_sdk.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
     from edge_sdk.protocol.secure.pads import BadSecret
 
     work = secure_work(db, federation, assignment, device.name)
@@ -478,6 +526,13 @@ def check_answer(
             check_keys(answer, device.identity_key, work.context, device.name)
         except BadSecret as error:
             raise BadContent(str(error)) from None
+    elif isinstance(answer, Agree):
+        whole = whole_of(_cohort(db, federation, assignment), work.colluders)
+        signed = story(work.context, whole, work)
+        try:
+            check_agreement(answer, device.identity_key or "", work.context, signed, device.name)
+        except BadSecret as error:
+            raise BadContent(str(error)) from None
     elif isinstance(answer, Shares) and answer.sealed.keys() != set(work.neighbours):
         raise BadContent("shares: sealed for others than the neighbours of this device; fetch the assignment again")
     elif isinstance(answer, Unmask):
@@ -486,6 +541,31 @@ def check_answer(
             raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
         if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
             raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
+
+
+def _cohort(db: Session, federation: Federation, assignment: Assignment) -> dict[str, str]:
+    """Return the devices of a round that sent keys, with their identity keys."""
+    current = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == assignment.round))
+    names = ((current.secure if current else None) or {}).get("names", [])
+    return {peer.name: peer.identity for peer in _peers(db, federation, assignment.round, names)}
+
+
+def check_statement_of(
+    db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
+) -> None:
+    """Raise BadContent unless an update says, signed, what its device was told."""
+    from edge_sdk.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
+    from edge_sdk.protocol.secure.pads import BadSecret
+
+    work = secure_work(db, federation, assignment, device.name)
+    if stated is None or work is None:
+        raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
+    try:
+        check_statement(stated, device.identity_key or "", work.context, device.name)
+    except BadSecret as error:
+        raise BadContent(str(error)) from None
+    if stated.present != present_of(work.left, whole_of(_cohort(db, federation, assignment), work.colluders)):
+        raise BadContent("report: secure states other devices than this one was told of; no other would sign it")
 
 
 def masked_fault(settings: FederationSettings, decoded: bundle.Bundle) -> str | None:

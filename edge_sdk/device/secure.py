@@ -8,6 +8,7 @@ Both are written before an answer is sent, so that a device that is killed gives
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -19,9 +20,10 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.protocol.secure import device
 from edge_sdk.protocol.secure.device import RoundSecrets
-from edge_sdk.protocol.secure.messages import SecureWork
+from edge_sdk.protocol.secure.messages import SecureWork, Statement
 from edge_sdk.protocol.secure.numbers import Scale, Words
 from edge_sdk.protocol.secure.pads import BadSecret
+from edge_sdk.tasks import count_examples
 
 SECRETS, PEERS = "secure.json", "peers.json"
 
@@ -40,29 +42,38 @@ class SecureRound:
                 return self._keys(work)
             case Kind.shares:
                 return self._shares(work)
+            case Kind.agree:
+                kept, agreed = device.agree(self._kept(work), self._name, work, self._identity)
+                self._keep(kept)
+                return agreed.model_dump_json().encode()
             case Kind.unmask:
                 kept, said = device.unmask(self._kept(work), self._name, work)
                 self._keep(kept)
                 return said.model_dump_json().encode()
         raise ProtocolError(f"a secure round has no phase {assignment.kind.value}; update this SDK")
 
-    def mask(self, job: Job, update: Update) -> tuple[Words, int]:
-        """Return an update as its difference from what was received, rounded and hidden, and how many values were
-        clipped. Raises BadSecret."""
+    def mask(self, job: Job, update: Update) -> tuple[Words, Statement, int]:
+        """Return an update as its difference from what was received, rounded and hidden, what this device was told,
+        signed, and how many values were clipped. Raises BadSecret."""
         work, settings = told(job.assignment), job.assignment.settings
         kept = self._kept(work)
         if kept.work is None:
             raise BadSecret("the coordinator asks for an update before shares were told")
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
-        change = np.asarray(update.values, np.float32) - sent_values(job.manifest, job.received, update.mask)
+        own = min(float(count_examples(job.task.train)), work.largest_weight)
+        if work.weight != own:
+            raise BadSecret(f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}")
+        base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
+        change = np.asarray(update.values, np.float32) - base
         if settings.update_clip is not None:
             norm = float(np.linalg.norm(change))
             change *= np.float32(min(1.0, settings.update_clip / max(norm, 1e-30)))
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
         words, clipped = scale.round(change, work.weight, chance)
-        kept, masked = device.mask(kept, self._name, work, words)
+        received = hashlib.sha256(base.tobytes()).hexdigest()
+        kept, masked = device.mask(kept, self._name, work, words, received)
         self._keep(kept)
-        return masked, clipped
+        return masked, device.state(kept, self._identity), clipped
 
     def _keys(self, work: SecureWork) -> bytes:
         kept = self._read()
@@ -76,7 +87,7 @@ class SecureRound:
         known = json.loads(self._folder.cached(PEERS) or b"{}")
         kept, shares = device.share(self._kept(work), self._name, work, known)
         self._keep(kept)
-        met = known | {peer.name: peer.identity for peer in work.peers}
+        met = known | work.cohort
         if met != known:
             self._folder.cache(PEERS, json.dumps(met).encode())
         return shares.model_dump_json().encode()

@@ -86,6 +86,7 @@ from edge_sdk.protocol.messages import (
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
+from edge_sdk.protocol.secure.messages import Statement
 from edge_sdk.tasks import Task, count_examples
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
@@ -638,7 +639,7 @@ class Session:
                 self._evaluate(job, download.cost)
             case Kind.adapt:
                 self._adapt(job, download.cost)
-            case Kind.keys | Kind.shares | Kind.unmask:
+            case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
                 self._keep_and_send(assignment, self._secure.answer(assignment), job.state)
             case other:
                 self._hand_back(
@@ -672,12 +673,13 @@ class Session:
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
         update = trained.update
+        statement: Statement | None = None
         if job.assignment.settings.secure and job.assignment.kind is Kind.train:
-            masked, clipped = self._secure.mask(job, update)
+            masked, statement, clipped = self._secure.mask(job, update)
             update = replace(update, values=masked)
             trained = replace(trained, counts={**trained.counts, "clipped_values": clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
-        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost))
+        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost, statement))
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:
@@ -1001,7 +1003,7 @@ def _elements(mask: Mask | None) -> ElementMask | None:
     return mask if isinstance(mask, ElementMask) else None
 
 
-def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
+def _report(job: Job, trained: Trained, download: Phase, train: Phase, statement: Statement | None = None) -> str:
     """Return the report of a round's training, as JSON."""
     report = UpdateReport(
         num_examples=trained.num_examples,
@@ -1013,6 +1015,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
         stop_loss=None if trained.stop_loss is None else bounded(trained.stop_loss),
         counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
         received=dict(job.received.parts) if job.received else {},
+        secure=statement,
         telemetry=Telemetry(download=download, train=train),
     )
     return report.model_dump_json(exclude_defaults=True)

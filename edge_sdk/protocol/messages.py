@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.bundle import Precision
 from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
-from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork
+from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork, Statement
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -649,7 +649,7 @@ class DeviceInfo(Answer):
 
 
 class Kind(str, Enum):
-    """The kinds of work; see docs/architecture.md, "A round". Keys, shares and unmask are phases of a secure round."""
+    """The kinds of work; see docs/architecture.md, "A round". Keys, shares, agree and unmask are of secure rounds."""
 
     train = "train"
     evaluate = "evaluate"
@@ -658,6 +658,7 @@ class Kind(str, Enum):
     adapt = "adapt"
     keys = "keys"
     shares = "shares"
+    agree = "agree"
     unmask = "unmask"
 
 
@@ -794,6 +795,7 @@ class UpdateReport(_Request):
     received: dict[Annotated[str, Field(max_length=64)], Count] = Field(
         default_factory=dict, max_length=16, description="Bytes of the payload's parts"
     )
+    secure: Statement | None = Field(default=None, description="What the device was told in a secure round, signed")
     telemetry: Telemetry = Telemetry()
 
 

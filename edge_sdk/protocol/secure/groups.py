@@ -31,6 +31,11 @@ def least_cell(colluders: int) -> int:
     return colluders + 2
 
 
+def most_of(devices: int, colluders: int) -> int:
+    """Return the fewest signatures of n devices that no second story can have, too: more than (n + c) / 2."""
+    return (devices + colluders) // 2 + 1
+
+
 @lru_cache(maxsize=256)
 def choose_sharing(devices: int, colluders: int, dropouts: float) -> Sharing | None:
     """Return the smallest k, and its t, at which a round of ``devices`` fails with a chance below ``LARGEST_FAILURE``.

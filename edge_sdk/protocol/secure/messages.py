@@ -2,8 +2,9 @@
 
 keys      the device answers with its public keys of this round           Keys
 shares    it is told its peers, and answers with shares sealed for each   Shares
-train     it is given the shares sealed for it, and sends a masked update (a bundle)
-unmask    it is told who is left, and answers with shares of them         Unmask
+train     it is given the shares sealed for it, and sends a masked update (a bundle) with a Statement
+agree     it is told who is left, and signs that                          Agree
+unmask    it is shown that most have signed the same, and answers with shares   Unmask
 """
 
 from __future__ import annotations
@@ -47,6 +48,26 @@ class Shares(_Said):
     sealed: dict[Name, Sealed] = Field(max_length=MOST_PEERS)
 
 
+class Statement(_Said):
+    """What a device was told when it hid its update, signed: SHA-256 of the devices of its cell that shared, the cohort
+    and the colluders; and of what the numbers of the cell are scaled by and the model that they are a difference from.
+    """
+
+    present: Key32
+    scale: Key32
+    signature: Signature
+
+    def said(self) -> dict[str, str]:
+        """Return what the signature is of."""
+        return self.model_dump(exclude={"signature"})
+
+
+class Agree(_Said):
+    """A device's signature of who is left and who has vanished."""
+
+    signature: Signature
+
+
 class Unmask(_Said):
     """Shares that a device keeps: of the self-mask of who is left, and of the pads of who has vanished, by name."""
 
@@ -74,7 +95,8 @@ class SecureWork(_Told):
     it has a pad in common; cells: those of the whole round. bits, value_range, largest_weight: what the numbers of its
     cell are scaled by (``numbers.Scale``), weight: its own. sealed: by sender, the shares for this device, of those who
     sent any. left: in training who of its cell has shared, in unmasking who of the round sent a masked update; gone:
-    who shared and did not.
+    who shared and did not. cohort: all devices that sent keys, with their identity keys. statements: of those who are
+    left; signatures: of those who agree.
     """
 
     context: str = Field(max_length=200)
@@ -83,6 +105,9 @@ class SecureWork(_Told):
     neighbours: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
     cell: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
     cells: tuple[tuple[Name, ...], ...] = Field(default=(), max_length=MOST_PEERS)
+    cohort: dict[Name, Key32] = Field(default_factory=dict, max_length=MOST_PEERS)
+    statements: dict[Name, Statement] = Field(default_factory=dict, max_length=MOST_PEERS)
+    signatures: dict[Name, Signature] = Field(default_factory=dict, max_length=MOST_PEERS)
     peers: tuple[Peer, ...] = Field(default=(), max_length=MOST_PEERS)
     bits: Literal[16, 32] = 16
     value_range: float = Field(default=1.0, gt=0, le=LARGEST_RANGE)
