@@ -141,7 +141,9 @@ class Memory:
             self._check_keys(keys, identity, context, name)
             self._checked.add(key)
 
-    def check_signature(self, public: bytes, signature: bytes, context: str, said: Mapping[str, str], name: str) -> None:
+    def check_signature(
+        self, public: bytes, signature: bytes, context: str, said: Mapping[str, str], name: str
+    ) -> None:
         key = (public, signature, context, *said.items())
         if key not in self._checked:
             self._check_signature(public, signature, context, said, name)
@@ -155,6 +157,16 @@ class Memory:
             stack.enter_context(mock.patch.object(device, "check_keys", self.check_keys))
             stack.enter_context(mock.patch.object(pads, "check_signature", self.check_signature))
             yield
+
+
+def _story_of(work: SecureWork) -> Any:
+    return sorted(work.left), sorted(work.gone), sorted(sorted(cell) for cell in work.cells)
+
+
+def signed_by(names: Collection[str], work: SecureWork, whole: str) -> dict[str, str]:
+    """Signatures of the story that ``work`` tells."""
+    said = {device.STORY: device.story(work.context, whole, work)}
+    return {name: pads.sign(identity_of(name), work.context, said).hex() for name in names}
 
 
 class SecureRound:
@@ -219,7 +231,7 @@ class SecureRound:
         return [name for name in sorted(names) if name not in self._gone]
 
     def _ask(self, phase: str, name: str, work: SecureWork, act: Callable[[SecureWork], Any]) -> Any:
-        work = self.bend(phase, name, work)
+        work = self._at_best(phase, self.bend(phase, name, work))
         self.view.told[phase, name] = work
         try:
             self.kept[name], answer = act(work)
@@ -227,6 +239,20 @@ class SecureRound:
             self.refused[phase, name] = str(error)
             return None
         return answer
+
+    def _at_best(self, phase: str, work: SecureWork) -> SecureWork:
+        """What a coordinator that bends a story says with it: no statements of others than are left, and no signatures
+        that it knows to be of another story."""
+        if phase == "agree":
+            return work.model_copy(update={"statements": {n: s for n, s in work.statements.items() if n in work.left}})
+        if phase == "unmask":
+            agreed, own = self.view.agreed, _story_of(work)
+            fits = {name for name in agreed if _story_of(self.view.told["agree", name]) == own}
+            signatures = {
+                n: s for n, s in work.signatures.items() if n in fits or n not in agreed or s != agreed[n].signature
+            }
+            return work.model_copy(update={"signatures": signatures})
+        return work
 
     def scale_of(self, cell: Collection[str]) -> Scale:
         return Scale(self.bits, len(cell), self.value_range, max(self.weights[name] for name in cell))

@@ -30,7 +30,7 @@ SETTINGS = {
     "secure_phase_seconds": 50,
     "silence_seconds": 3600,
 }
-PHASES = ("keys", "shares", "train", "unmask")
+PHASES = ("keys", "shares", "train", "agree", "unmask")
 
 
 @dataclass
@@ -43,6 +43,7 @@ class SecureDevice:
     examples: int = 10
     identity: bytes = field(default_factory=pads.new_identity)
     kept: secure.RoundSecrets | None = None
+    base: str = "the same model"
     answered: list[str] = field(default_factory=list)
 
     def enrol(self):
@@ -71,6 +72,8 @@ class SecureDevice:
                 self.kept, said = secure.begin(work.context, self.identity)
             case "shares":
                 self.kept, said = secure.share(self.kept, self.name, work, {})
+            case "agree":
+                self.kept, said = secure.agree(self.kept, self.name, work, self.identity)
             case "unmask":
                 self.kept, said = secure.unmask(self.kept, self.name, work)
             case "train":
@@ -85,9 +88,13 @@ class SecureDevice:
         mask = draw and draw_neurons(DIGITS, draw)
         scale = Scale(work.bits, len(work.cell), work.value_range, work.largest_weight)
         words, _ = scale.round(self.change(count_values(DIGITS, mask)), work.weight, np.random.default_rng(0))
-        self.kept, masked = secure.mask(self.kept, self.name, work, words)
-        report = UpdateReport(num_examples=self.examples, steps=1, train_loss=1.0).model_dump_json()
-        return bundle.encode(DIGITS, masked, mask, draw=draw, report=report)
+        self.kept, masked = secure.mask(self.kept, self.name, work, words, self.base)
+        return bundle.encode(DIGITS, masked, mask, draw=draw, report=self.report())
+
+    def report(self, **changes):
+        stated = {"secure": secure.state(self.kept, self.identity), **changes}
+        told = {"num_examples": self.examples, "steps": 1, "train_loss": 1.0, **stated}
+        return UpdateReport(**told).model_dump_json(exclude_defaults=True)
 
     def answer(self):
         assignment = self.ask()
@@ -158,12 +165,12 @@ def test_the_model_moves_by_the_weighted_mean_of_what_nobody_sees_apart(begin):
     coordinator, devices = begin(examples=(10, 20, 40))
     play(coordinator, devices)
     assert coordinator.info().status == "finished"
-    assert all(device.answered[:4] == list(PHASES) for device in devices)
+    assert all(device.answered[:5] == list(PHASES) for device in devices)
     np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
     record = coordinator.record(1)
     assert record.updates == 8
     assert (record.notes["secure_cells"], record.notes["secure_cells_without_sum"]) == (1, 0)
-    assert [record.notes[f"secure_{phase}_vanished"] for phase in PHASES] == [0, 0, 0, 0]
+    assert [record.notes[f"secure_{phase}_vanished"] for phase in PHASES] == [0, 0, 0, 0, 0]
 
 
 def test_a_single_masked_update_says_nothing(begin):
@@ -189,7 +196,7 @@ def test_who_vanishes_costs_the_round_its_own_update_and_no_more(begin, phase):
     coordinator, devices = begin()
     play(coordinator, devices, {"d01", "d04"}, phase)
     record = coordinator.record(1)
-    there = devices if phase == "unmask" else [each for each in devices if each.name not in ("d01", "d04")]
+    there = devices if phase in ("agree", "unmask") else [each for each in devices if each.name not in ("d01", "d04")]
     np.testing.assert_allclose(moved(coordinator), mean_of(there), atol=rounding(there, 8))
     assert record.updates == len(there)
     assert record.notes[f"secure_{phase}_vanished"] == 2
@@ -282,6 +289,86 @@ def test_an_update_that_is_not_masked_is_refused(begin):
         devices[0].send(assignment, bundle.encode(DIGITS, wide, None, report=report))
 
 
+def reach(coordinator, devices, phase):
+    """Play the phases before this one."""
+    coordinator.rounds.advance()
+    for _ in PHASES[: PHASES.index(phase)]:
+        for device in devices:
+            device.answer()
+        coordinator.rounds.advance()
+
+
+def test_an_update_without_a_true_statement_is_refused(begin):
+    coordinator, devices = begin()
+    reach(coordinator, devices, "train")
+    one, other = devices[:2]
+    assignment = one.ask()
+    body = one.body(assignment)
+    other.body(other.ask())
+    values = bundle.decode(body, DIGITS).masked
+    own, others = (secure.state(each.kept, each.identity) for each in (one, other))
+    said = own.said() | {"present": 64 * "1"}
+    signature = pads.sign(one.identity, one.kept.context, said).hex()
+    before = pads.sign(one.identity, "another round", own.said()).hex()
+    for stated, match in [
+        (None, "secure is missing"),
+        (others, r"d00: .* not signed"),
+        (own.model_copy(update={"scale": 64 * "1"}), r"d00: .* not signed"),
+        (own.model_copy(update={"signature": before}), r"d00: .* not signed"),
+        (secure.Statement(**said, signature=signature), "states other devices"),
+    ]:
+        with pytest.raises(BadContent, match=match):
+            one.send(assignment, bundle.encode(DIGITS, values, None, report=one.report(secure=stated)))
+    assert one.send(assignment, body)
+
+
+def test_a_signature_of_something_else_is_refused(begin):
+    coordinator, devices = begin()
+    reach(coordinator, devices, "agree")
+    one, other = devices[:2]
+    assignment = one.ask()
+    body = one.body(assignment)
+    stated = secure.Agree(signature=secure.state(one.kept, one.identity).signature).model_dump_json().encode()
+    for wrong in (other.body(other.ask()), stated):
+        with pytest.raises(BadContent, match=r"d00: .* not signed"):
+            one.send(assignment, wrong)
+    assert one.send(assignment, body)
+    play(coordinator, devices)
+    np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
+
+
+def test_who_states_another_model_costs_the_round_its_own_update_and_no_more(begin):
+    coordinator, devices = begin()
+    devices[3].base = "another model"
+    play(coordinator, devices)
+    there = [each for each in devices if each.name != "d03"]
+    np.testing.assert_allclose(moved(coordinator), mean_of(there), atol=rounding(there, 8))
+    record = coordinator.record(1)
+    assert "another scale or model" in record.left_out["d03"]
+    assert devices[3].answered[:3] == ["keys", "shares", "train"]
+    assert "unmask" not in devices[3].answered
+
+
+def test_a_round_on_which_too_few_agree_has_no_sum(begin):
+    coordinator, devices = begin()
+    play(coordinator, devices, {each.name for each in devices[4:]}, "agree")
+    record = coordinator.record(1)
+    assert record.notes["secure_without_sum"] == 1
+    assert record.model_version == record.base_version == 0
+    assert all("4 devices agree on who is left, 5 must" in why for why in record.left_out.values())
+    assert all("unmask" not in device.answered for device in devices)
+
+
+def test_all_of_a_round_count_by_their_samples_up_to_the_most_of_any(begin):
+    coordinator, devices = begin(examples=(10, 20, 40))
+    reach(coordinator, devices, "train")
+    works = {device.name: device.ask().secure for device in devices}
+    most = {work.largest_weight for work in works.values()}
+    assert len(most) == 1
+    for device in devices:
+        assert works[device.name].weight == min(device.examples, *most)
+
+
 def test_keys_of_another_device_or_round_are_refused(begin):
     coordinator, devices = begin()
     coordinator.rounds.advance()
@@ -305,7 +392,7 @@ def test_shares_of_others_than_was_asked_for_are_refused(begin):
 
 
 def test_an_identity_key_never_changes(begin):
-    coordinator, devices = begin()
+    _, devices = begin()
     devices[0].identity = pads.new_identity()
     with pytest.raises(NameTaken, match="enrolled with another identity key"):
         devices[0].enrol()

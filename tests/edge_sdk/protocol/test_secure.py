@@ -9,11 +9,14 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from edge_sdk.device.secure import SecureRound as OneDevice
+from edge_sdk.protocol.messages import Kind
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.groups import (
@@ -22,6 +25,7 @@ from edge_sdk.protocol.secure.groups import (
     chance_of_failure,
     choose_sharing,
     make_cells,
+    most_of,
     neighbourhoods,
 )
 from edge_sdk.protocol.secure.messages import Peer
@@ -30,7 +34,7 @@ from edge_sdk.protocol.secure.opening import CannotOpen, open_sum, secret_of
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.protocol.secure.shamir import PRIME, SHARE_BYTES, at, join, split
 
-from ...secure_rounds import PHASES, SecureRound, names_of, total_of
+from ...secure_rounds import PHASES, SecureRound, identity_of, names_of, public_identity_of, signed_by, total_of
 
 # Shamir's shares.
 
@@ -494,14 +498,31 @@ def test_an_identity_that_is_not_that_of_rounds_before_is_refused(keyed):
 def test_a_device_under_two_names_is_refused(keyed):
     work = shares_work(keyed)
     twin = Peer.model_validate(work.peers[2].model_dump() | {"name": "twin", "point": 77})
-    with pytest.raises(BadSecret, match="two names"):
-        ask_shares(keyed, work.model_copy(update={"peers": (*work.peers, twin), "cell": (*work.cell, "twin")}))
     itself = Peer.model_validate(keyed.peer("d000").model_dump() | {"name": "mirror", "point": 77})
-    with pytest.raises(BadSecret, match="same key"):
-        ask_shares(keyed, work.model_copy(update={"peers": (*work.peers, itself), "cell": (*work.cell, "mirror")}))
+    for other in (twin, itself):
+        told = {"peers": (*work.peers, other), "cell": (*work.cell, other.name)}
+        with pytest.raises(BadSecret, match="two names"):
+            ask_shares(keyed, work.model_copy(update=told | {"cohort": work.cohort | {other.name: other.identity}}))
+        with pytest.raises(BadSecret, match="not of the whole cohort"):
+            ask_shares(keyed, work.model_copy(update=told))
     own = keyed.peer("d000")
     with pytest.raises(BadSecret, match="two names"):
         ask_shares(keyed, work.model_copy(update={"peers": (*work.peers, own)}))
+
+
+def test_a_cohort_that_is_not_that_of_the_peers_is_refused(keyed):
+    work, name = shares_work(keyed), "d003"
+    for missing in (name, "d000"):
+        cohort = {other: identity for other, identity in work.cohort.items() if other != missing}
+        with pytest.raises(BadSecret, match="not of the whole cohort"):
+            ask_shares(keyed, work.model_copy(update={"cohort": cohort}))
+    for identity, match in ((64 * "1", "two identity keys"), (work.cohort["d004"], "two names")):
+        with pytest.raises(BadSecret, match=match):
+            ask_shares(keyed, work.model_copy(update={"cohort": work.cohort | {name: identity}}))
+    far = work.model_copy(update={"cohort": work.cohort | {"far": 64 * "1"}})  # no peer, and not met before
+    assert ask_shares(keyed, far)
+    with pytest.raises(BadSecret, match="far: its identity key is not the one"):
+        ask_shares(keyed, far, {"far": 64 * "2"})
 
 
 def test_a_key_of_low_order_is_refused(keyed):
@@ -513,6 +534,7 @@ def test_a_key_of_low_order_is_refused(keyed):
     work = shares_work(keyed)
     place = next(place for place, peer in enumerate(work.peers) if peer.name == "d004")
     changes = {"identity": pads.public_identity(identity).hex(), "keys": keys | {"signature": signature}}
+    work = work.model_copy(update={"cohort": work.cohort | {"d004": changes["identity"]}})
     with pytest.raises(BadSecret, match="d004: a public key"):
         ask_shares(keyed, with_peer(work, place, **changes))
 
@@ -599,7 +621,7 @@ def test_a_second_update_of_a_round_is_refused_and_the_first_sent_again(opened):
         device.mask(kept, "d000", work.model_copy(update=fewer), words)
 
 
-def unmask_lies(work):
+def story_lies(work):
     cell = work.cells[0]
     return [
         ({"gone": (*work.gone, "d005")}, "both kinds"),
@@ -617,13 +639,151 @@ def unmask_lies(work):
     ]
 
 
+def ask_agreement(played: SecureRound, work, name: str = "d000", **kept):
+    fresh = replace(played.kept[name], **{"told": None, "story": "", **kept})
+    return device.agree(fresh, name, work, identity_of(name))
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_stories_that_would_give_an_update_away_are_not_signed(opened, place):
+    work = opened.view.told["agree", "d000"]
+    assert ask_agreement(opened, work)[1] == opened.view.agreed["d000"]
+    changes, match = story_lies(work)[place]
+    with pytest.raises(BadSecret, match=match):
+        ask_agreement(opened, work.model_copy(update=changes))
+
+
 @pytest.mark.parametrize("place", range(12))
 def test_questions_that_would_give_an_update_away_are_refused(opened, place):
     work, kept = opened.view.told["unmask", "d000"], replace(opened.kept["d000"], told=None)
     assert device.unmask(kept, "d000", work)[1] == opened.view.answers["d000"]
-    changes, match = unmask_lies(work)[place]
-    with pytest.raises(BadSecret, match=match):
-        device.unmask(kept, "d000", work.model_copy(update=changes))
+    changes, _ = story_lies(work)[place]
+    lie = work.model_copy(update=changes)
+    lie = lie.model_copy(update={"signatures": signed_by(opened.view.keys, lie, whole_of(opened))})
+    with pytest.raises(BadSecret, match=r"another story|another round"):
+        device.unmask(kept, "d000", lie)
+
+
+def whole_of(played: SecureRound) -> str:
+    return device.whole_of(played.view.identities, played.view.colluders)
+
+
+def test_a_second_story_is_not_signed_and_the_first_is_signed_again(opened):
+    work, kept = opened.view.told["agree", "d000"], opened.kept["d000"]
+    assert device.agree(kept, "d000", work, identity_of("d000")) == (kept, opened.view.agreed["d000"])
+    again = work.model_copy(update={"left": work.left[::-1], "cells": (work.cells[0][::-1],)})
+    assert device.agree(kept, "d000", again, identity_of("d000"))[1] == opened.view.agreed["d000"]
+    left, gone = tuple(name for name in work.left if name != "d005"), ("d003", "d005")
+    other = {name: stated for name, stated in work.statements.items() if name != "d005"}
+    second = work.model_copy(update={"left": left, "gone": gone, "statements": other})
+    assert ask_agreement(opened, second)  # as good as the first one, had it been told alone
+    with pytest.raises(BadSecret, match="two stories"):
+        device.agree(kept, "d000", second, identity_of("d000"))
+
+
+def test_who_is_in_the_cohort_by_another_identity_key_signs_nothing(opened):
+    work = opened.view.told["agree", "d000"]
+    with pytest.raises(BadSecret, match="another identity key of this device"):
+        device.agree(replace(opened.kept["d000"], story=""), "d000", work, identity_of("another"))
+
+
+def test_a_story_is_not_signed_before_an_update_was_sent(opened):
+    with pytest.raises(BadSecret, match="before an update"):
+        ask_agreement(opened, opened.view.told["agree", "d000"], sealed={})
+    with pytest.raises(BadSecret, match="no update"):
+        device.state(replace(opened.kept["d000"], masked=""), identity_of("d000"))
+
+
+def test_a_device_states_once_what_it_was_told(opened):
+    work, kept = opened.view.told["train", "d000"], opened.kept["d000"]
+    assert device.state(kept, identity_of("d000")) == opened.view.statements["d000"]
+    other = work.model_copy(update={"value_range": 1.0})  # the same words, asked for again as of another scale
+    again, _ = device.mask(kept, "d000", other, opened.words["d000"], "another model")
+    assert device.state(again, identity_of("d000")) == opened.view.statements["d000"]
+
+
+def statement_of(played: SecureRound, name: str, context: str | None = None, **changes: object):
+    """What a device would state of other things, signed."""
+    said = {**played.view.statements[name].said(), **changes}
+    signature = pads.sign(identity_of(name), context or played.view.context, said).hex()
+    return device.Statement(**said, signature=signature)
+
+
+@pytest.mark.parametrize("who", ["d000", "d001", "d009"])
+def test_statements_that_are_forged_or_missing_or_of_other_things_are_refused(opened, who):
+    work, view = opened.view.told["agree", "d000"], opened.view
+    true = view.statements[who]
+    less = device.present_of(["d000", "d001", "d002"], whole_of(opened))
+    smaller = dict(itertools.islice(view.identities.items(), 9))
+    other_cohort = device.present_of(opened.kept[who].present, device.whole_of(smaller, 1))
+    other_colluders = device.present_of(opened.kept[who].present, device.whole_of(view.identities, 0))
+    flipped = f"{int(true.signature[0], 16) ^ 1:x}" + true.signature[1:]
+    lies = [
+        (true.model_copy(update={"signature": flipped}), "not signed"),
+        (true.model_copy(update={"scale": 64 * "1"}), "not signed"),
+        (true.model_copy(update={"present": less}), "not signed"),
+        (view.statements["d004"], "not signed"),
+        (statement_of(opened, who, context="federation|4|n"), "not signed"),
+        (statement_of(opened, who, scale=64 * "1"), "different numbers or models"),
+        (statement_of(opened, who, present=less), "other devices"),
+        (statement_of(opened, who, present=other_cohort), "other devices"),
+        (statement_of(opened, who, present=other_colluders), "other devices"),
+    ]
+    for statement, match in lies:
+        with pytest.raises(BadSecret, match=match):
+            ask_agreement(opened, work.model_copy(update={"statements": {**work.statements, who: statement}}))
+    fewer = {name: stated for name, stated in work.statements.items() if name != who}
+    gone = {"d003": statement_of(opened, "d000")}
+    for statements in (fewer, {**work.statements, **gone}, {}):
+        with pytest.raises(BadSecret, match="does not show what everybody"):
+            ask_agreement(opened, work.model_copy(update={"statements": statements}))
+
+
+def test_what_a_device_has_stated_itself_is_not_changed_for_it(opened):
+    work = opened.view.told["agree", "d000"]
+    with pytest.raises(BadSecret, match="has changed what this device has stated"):
+        ask_agreement(opened, work, scale=64 * "1")
+
+
+def test_shares_are_told_only_where_most_have_signed(opened):
+    work, kept, view = opened.view.told["unmask", "d000"], replace(opened.kept["d000"], told=None), opened.view
+    least = most_of(10, 1)
+    assert (least, len(work.signatures)) == (6, 9)
+
+    def ask(signatures, **changes):
+        return device.unmask(replace(kept, **changes), "d000", work.model_copy(update={"signatures": signatures}))
+
+    def some(count):
+        return dict(itertools.islice(work.signatures.items(), count))
+
+    assert ask(some(least))[1] == view.answers["d000"]
+    for few in ({}, some(least - 1)):
+        with pytest.raises(BadSecret, match=f"{len(few)} of 10 devices have signed"):
+            ask(few)
+    strangers = signed_by(["e000", "e001"], work, whole_of(opened))
+    with pytest.raises(BadSecret, match="5 of 10 devices have signed"):
+        ask({**some(least - 1), **strangers})
+    wrong = [
+        work.signatures["d001"],  # another's
+        view.statements["d005"].signature,  # of something else
+        view.keys["d005"].signature,
+        signed_by(["d005"], work.model_copy(update={"context": "federation|4|n"}), whole_of(opened))["d005"],
+        signed_by(["d005"], work.model_copy(update={"gone": ()}), whole_of(opened))["d005"],
+        signed_by(["d005"], work, device.whole_of({"d005": view.identities["d005"]}, 1))["d005"],
+        signed_by(["d005"], work, device.whole_of(view.identities, 2))["d005"],
+        64 * "00",
+    ]
+    for signature in wrong:
+        with pytest.raises(BadSecret, match="d005"):
+            ask({**some(least - 1), "d005": signature})
+    with pytest.raises(BadSecret, match="another story"):
+        ask(work.signatures, story="")
+
+
+def test_no_two_stories_have_enough_signatures():
+    """Of the others each signs one; colluders sign both."""
+    for devices, colluders in itertools.product(range(3, 30), range(4)):
+        assert 2 * most_of(devices, colluders) > devices + colluders >= 2 * (most_of(devices, colluders) - 1)
 
 
 def test_shares_before_an_update_was_sent_are_refused(opened):
@@ -647,25 +807,40 @@ def test_shares_that_somebody_else_sealed_are_told_to_nobody(opened):
         assert {*told.seeds, *told.pads} == set(kept.sealed) - {one}
 
 
+def as_signed(played: SecureRound, name: str, work):
+    """What a device keeps that has signed a story, whatever it is, and the work with the signatures of all."""
+    whole = whole_of(played)
+    kept = replace(played.kept[name], told=None, story=device.story(work.context, whole, work))
+    return kept, name, work.model_copy(update={"signatures": signed_by(played.view.keys, work, whole)})
+
+
 def test_shares_of_a_device_are_told_for_the_cell_that_it_knows_of_alone():
     """A coordinator that tells some devices that others are in one cell with the victim is told nothing of it."""
     ratios = {name: 0.5 if name < "d006" else 1.0 if name < "d012" else 0.25 for name in names_of(18)}
-    played = SecureRound(18, ratios=ratios, size=50).until("train")
+    played = SecureRound(18, ratios=ratios, size=50).until("agree")
     first, second, third = (played.view.cell_of(name) for name in ("d000", "d006", "d012"))
-    view = played.view
-    honest = {"context": view.context, "colluders": 1}
-    lie = honest | {"left": ("d000", *second, *third), "gone": first[1:], "cells": (first + third, second)}
+    lie = {"left": ("d000", *second, *third), "gone": first[1:], "cells": (first + third, second)}
     for name in second:
-        _, told = device.unmask(played.kept[name], name, view.told["train", name].model_copy(update=lie))
+        honest = played.view.told["agree", name]
+        _, told = device.unmask(*as_signed(played, name, honest.model_copy(update=lie)))
         assert {*told.seeds, *told.pads} <= set(second)
-        _, told = device.unmask(
-            played.kept[name],
-            name,
-            view.told["train", name].model_copy(
-                update=honest | {"left": tuple(view.masked), "gone": (), "cells": (first, second, third)}
-            ),
-        )
+        _, told = device.unmask(*as_signed(played, name, honest))
         assert {*told.seeds} == set(played.kept[name].sealed)
+        statements = {other: stated for other, stated in honest.statements.items() if other in lie["left"]}
+        with pytest.raises(BadSecret, match="other devices"):
+            ask_agreement(played, honest.model_copy(update=lie | {"statements": statements}), name)
+
+
+def test_shares_of_a_device_that_was_told_of_another_cohort_are_told_to_nobody(opened):
+    work, kept = opened.view.told["unmask", "d000"], replace(opened.kept["d000"], told=None)
+    for changes in ({"cohort": {**kept.work.cohort, "far": 64 * "1"}}, {"colluders": 0}):
+        other = replace(kept, work=kept.work.model_copy(update=changes))
+        whole = device.whole_of(other.work.cohort, other.work.colluders)
+        other = replace(other, story=device.story(kept.context, whole, work))
+        signed = work.model_copy(update={"signatures": signed_by(opened.view.keys, work, whole)})
+        told = device.unmask(other, "d000", signed)[1]
+        assert not told.seeds
+        assert not told.pads
 
 
 @pytest.mark.parametrize("wrong_ones", [{"d001"}, {"d001", "d007"}])
@@ -717,6 +892,7 @@ def test_one_device_that_seals_nonsense_costs_its_own_cell_alone():
     shares = played.view.shares["d000"]
     played.view.shares["d000"] = shares.model_copy(update={"sealed": dict.fromkeys(shares.sealed, "00" * 92)})
     played.train()
+    played.agree()
     played.unmask()
     outcome = played.open()
     assert not played.refused
@@ -730,4 +906,106 @@ def test_secrets_are_read_back_as_they_were_kept(opened, keyed):
     kept = opened.kept["d000"]
     back = RoundSecrets.from_json(kept.to_json())
     assert (back.work, back.shared, back.told) == (kept.work, kept.shared, kept.told)
+    assert (back.story, back.scale) == (kept.story, kept.scale)
     assert (back.masked, list(back.present), dict(back.sealed)) == (kept.masked, list(kept.present), dict(kept.sealed))
+
+
+# The device's half, with what it keeps on disk.
+
+
+class Folder:
+    """A state folder in memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def cached(self, name: str) -> bytes | None:
+        return self.files.get(name)
+
+    def cache(self, name: str, data: bytes) -> None:
+        self.files[name] = data
+
+
+def job_of(work, examples: int, count: int = 50, **settings: object):
+    settings = {"update_clip": None, **settings}
+    return SimpleNamespace(
+        assignment=SimpleNamespace(kind=Kind.train, secure=work, settings=SimpleNamespace(**settings)),
+        task=SimpleNamespace(train=SimpleNamespace(num_examples=examples)),
+        manifest=None,
+        received=SimpleNamespace(values=np.full(count, 0.25, "<f4"), mask=None),
+        seed=lambda purpose: 7,
+    )
+
+
+@pytest.fixture(scope="module")
+def weighed() -> SecureRound:
+    """A round of devices that count by 7 samples, d001 by 20, before d000 sends its update."""
+    return SecureRound(10, weights=dict.fromkeys(names_of(10), 7.0) | {"d001": 20.0}, size=50, seed=4).until("train")
+
+
+def device_of(played: SecureRound, name: str = "d000") -> tuple[Folder, OneDevice]:
+    folder = Folder()
+    fresh = replace(played.kept[name], masked="", present=(), sealed={}, scale="")
+    folder.cache("secure.json", fresh.to_json().encode())
+    return folder, OneDevice(folder, name, identity_of(name))
+
+
+UPDATE = SimpleNamespace(values=np.full(50, 0.5, np.float32), mask=None)
+
+
+def test_a_device_counts_by_its_own_samples_alone(weighed):
+    work = weighed.view.told["train", "d000"]
+    assert (work.weight, work.largest_weight) == (7.0, 20.0)
+    for weight, largest, examples in (
+        (6.0, 20.0, 7),
+        (20.0, 20.0, 7),
+        (7.0, 20.0, 8),
+        (20.0, 2.0**40, 7),
+        (7.0, 5.0, 7),
+    ):
+        folder, one = device_of(weighed)
+        before = dict(folder.files)
+        lie = work.model_copy(update={"weight": weight, "largest_weight": largest})
+        with pytest.raises(BadSecret, match=f"a weight of {weight:g}"):
+            one.mask(job_of(lie, examples), UPDATE)
+        assert folder.files == before  # nothing was hidden, nor stated
+    for weight, largest, examples in ((7.0, 20.0, 7), (20.0, 20.0, 21), (5.0, 5.0, 7)):
+        told = work.model_copy(update={"weight": weight, "largest_weight": largest})
+        assert device_of(weighed)[1].mask(job_of(told, examples), UPDATE)
+
+
+def test_a_device_states_the_scale_and_model_that_it_was_told(weighed):
+    work = weighed.view.told["train", "d000"]
+    _, true, _ = device_of(weighed)[1].mask(job_of(work, 7), UPDATE)
+    device.check_statement(true, public_identity_of("d000"), work.context, "d000")
+    assert device_of(weighed)[1].mask(job_of(work, 7), UPDATE)[1] == true
+    others = [
+        job_of(work.model_copy(update=changes), 7) for changes in ({"value_range": 1.0}, {"largest_weight": 21.0})
+    ]
+    others.append(job_of(work, 7))
+    others[-1].received.values[3] = 0.75
+    for job in others:
+        _, stated, _ = device_of(weighed)[1].mask(job, UPDATE)
+        assert stated.scale != true.scale
+        assert stated.present == true.present
+
+
+def test_a_device_that_is_killed_signs_no_second_story(weighed):
+    if "unmask" not in {phase for phase, _ in weighed.view.told}:
+        weighed.agree()
+        weighed.unmask()
+    folder = Folder()
+    folder.cache("secure.json", replace(weighed.kept["d000"], told=None, story="").to_json().encode())
+    work = weighed.view.told["agree", "d000"]
+
+    def answer(kind, work):
+        again = OneDevice(folder, "d000", identity_of("d000"))
+        return again.answer(SimpleNamespace(kind=kind, secure=work))
+
+    signed = answer(Kind.agree, work)
+    assert answer(Kind.agree, work) == signed == weighed.view.agreed["d000"].model_dump_json().encode()
+    left, other = work.left[:-1], {name: work.statements[name] for name in work.left[:-1]}
+    with pytest.raises(BadSecret, match="two stories"):
+        answer(Kind.agree, work.model_copy(update={"left": left, "gone": work.left[-1:], "statements": other}))
+    told = answer(Kind.unmask, weighed.view.told["unmask", "d000"])
+    assert told == weighed.view.answers["d000"].model_dump_json().encode()
