@@ -12,13 +12,16 @@ import hashlib
 import json
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.device.state import StateFolder
 from edge_sdk.methods import Job, Update
 from edge_sdk.methods.merging import sent_values
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Assignment, Kind
-from edge_sdk.protocol.secure import device
+from edge_sdk.protocol.neurons import mask_digest
+from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.messages import SecureWork, Statement
 from edge_sdk.protocol.secure.numbers import Scale, Words
@@ -70,7 +73,7 @@ class SecureRound:
             change *= np.float32(min(1.0, settings.update_clip / max(norm, 1e-30)))
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
         words, clipped = scale.round(change, work.weight, chance)
-        received = hashlib.sha256(base.tobytes()).hexdigest()
+        received = told_to_train(job, update, base)
         kept, masked = device.mask(kept, self._name, work, words, received)
         self._keep(kept)
         return masked, device.state(kept, self._identity), clipped
@@ -84,7 +87,8 @@ class SecureRound:
         return keys.model_dump_json().encode()
 
     def _shares(self, work: SecureWork) -> bytes:
-        known = json.loads(self._folder.cached(PEERS) or b"{}")
+        own = {self._name: pads.public_identity(self._identity).hex()}
+        known = json.loads(self._folder.cached(PEERS) or b"{}") | own
         kept, shares = device.share(self._kept(work), self._name, work, known)
         self._keep(kept)
         met = known | work.cohort
@@ -104,6 +108,17 @@ class SecureRound:
 
     def _keep(self, kept: RoundSecrets) -> None:
         self._folder.cache(SECRETS, kept.to_json().encode())
+
+
+def told_to_train(job: Job, update: Update, base: NDArray[np.float32]) -> str:
+    """Return the SHA-256 of what decides an update but for the data: the values received, mask, settings and round. It
+    is the same for all of a cell, or devices could be told to send next to nothing beside one."""
+    hasher = hashlib.sha256(base.tobytes())
+    hasher.update(job.assignment.settings.model_dump_json().encode())
+    hasher.update(json.dumps([job.assignment.round, dict(job.assignment.plan)], sort_keys=True).encode())
+    if isinstance(update.mask, NeuronMask):
+        hasher.update(mask_digest(job.manifest, update.mask).encode())
+    return hasher.hexdigest()
 
 
 def told(assignment: Assignment) -> SecureWork:

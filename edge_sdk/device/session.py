@@ -384,7 +384,7 @@ class Session:
         self._transport.token = enrolled.token
 
     def _public_identity(self) -> str | None:
-        """Return the key by which others know this device's in secure rounds. Raises CannotTrain without its library."""
+        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library."""
         if not self.info.settings.secure:
             return None
         if find_spec("cryptography") is None:

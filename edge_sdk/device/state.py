@@ -67,8 +67,10 @@ class Reference:
 
 
 class Identity(BaseModel):
-    """The identity of this device at its coordinator. ``identity_key`` is the private one of secure rounds. ``device_id`` and ``token`` come with enrolment; ``previous`` is
-    the token of before, as long as it is not known whether the coordinator takes the new one."""
+    """The identity of this device at its coordinator. ``identity_key`` is the private one of secure rounds.
+    ``device_id`` and ``token`` come with enrolment; ``previous`` is the token of before, as long as it is not known
+    whether the coordinator takes the new one.
+    """
 
     model_config = ConfigDict(frozen=True)
 

@@ -102,7 +102,8 @@ class Bundle:
 
     values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
     everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
-    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values. signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
+    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values.
+    signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
     """
 
     values: NDArray[np.float32]
