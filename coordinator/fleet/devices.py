@@ -102,6 +102,11 @@ class Devices:
                     f"it is this device and its state was lost, have an admin revoke it first (its id is in "
                     f"GET /v1/federations/{federation_name}/devices)"
                 )
+            if device is not None and request.identity_key not in (None, device.identity_key):
+                raise NameTaken(
+                    f"{request.name} is enrolled with another identity key: its state was lost or is a copy; have an "
+                    f"admin revoke it, or choose another --name"
+                )
             if device is None:
                 if token_id is not None:
                     spend(db, token_id, now)
@@ -111,6 +116,7 @@ class Devices:
                     federation_id=federation.id,
                     name=request.name,
                     enrolment_key_sha256=key,
+                    identity_key=request.identity_key,
                     token_sha256=digest_of(token),
                     token_issued_at=now,
                     status="active",

@@ -66,6 +66,7 @@ from sparrow.coordinator.rounds.draws import new_secret, why_predictable
 from sparrow.coordinator.rounds.intake import fault_of_model
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
+from sparrow.coordinator.rounds.secure import check_secure
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import (
     Assignment,
@@ -385,7 +386,7 @@ class Federations:
         )
         counts = {row[0]: row[1] for row in statuses}
         settings = settings_of(federation)
-        no_pages = why_no_pages(federation.method, load_method(federation.method), manifest)
+        no_pages = why_no_pages(settings, load_method(federation.method), manifest)
         return FederationInfo(
             uid=federation.uid,
             name=federation.name,
@@ -591,6 +592,7 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
 def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
     """Raise BadContent for settings that together cannot keep what they promise: at creation and at every change."""
+    check_secure(method, settings)
     check_robust(method, settings)
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)

@@ -10,5 +10,5 @@ from __future__ import annotations
 
 from sparrow.coordinator.methods import CoordinatorMethod, whole_model
 
-FEDAVG = CoordinatorMethod(smallest_budget=whole_model, pages=True)
+FEDAVG = CoordinatorMethod(smallest_budget=whole_model, pages=True, why_not_secure=None)
 """w <- sum of n_k w_k / sum of n_k, over the cohort."""

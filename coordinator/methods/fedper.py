@@ -18,4 +18,5 @@ FEDPER = CoordinatorMethod(
     personal_models=True,
     manifest=private_part,
     pages=True,
+    why_not_secure=None,
 )

@@ -23,4 +23,4 @@ class FedProxSettings(MethodSettings):
     )
 
 
-FEDPROX = CoordinatorMethod(smallest_budget=whole_model, settings_type=FedProxSettings, pages=True)
+FEDPROX = CoordinatorMethod(smallest_budget=whole_model, settings_type=FedProxSettings, pages=True, why_not_secure=None)

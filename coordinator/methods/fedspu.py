@@ -19,5 +19,6 @@ FEDSPU = CoordinatorMethod(
     personal_models=True,
     mixes_global=True,
     pages=True,
+    why_not_secure=None,
 )
 """A masked weighted mean; a weight that nobody held keeps its value."""

@@ -37,7 +37,7 @@ from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_dige
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
-from sparrow.coordinator.rounds.draws import neuron_key
+from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
 
@@ -323,7 +323,7 @@ class Models:
         neurons = method.neurons(manifest, assignment.ratio)
         if neurons is not None:
             return neurons, None
-        draw = NeuronDraw(neuron_key(federation.secret, assignment.round, device.name), assignment.ratio)
+        draw = NeuronDraw(neurons_of(federation.secret, assignment, device.name), assignment.ratio)
         return draw_neurons(manifest, draw), draw
 
     def _scored(self, federation: Federation, version: int, pruning: ServerPruning, situation: Situation) -> Scores:

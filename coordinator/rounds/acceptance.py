@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from pydantic import BaseModel
 from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
@@ -42,6 +43,7 @@ from sparrow.coordinator.rounds.assignments import (
 from sparrow.coordinator.rounds.buffered import number_arrival
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
 from sparrow.coordinator.rounds.intake import DecodedUpdates, fault_of_update
+from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_statement_of, masked_fault
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
@@ -200,7 +202,9 @@ class Acceptance:
                 changed["mask"] = held
             keys = [update_key(federation.id, assignment.id, digest)]
             self._store.blobs.write(keys[0], body, sent.file)
-            if decoded is not None and self._store.shared is None:  # else another process may make the sums
+            if (
+                decoded is not None and decoded.masked is None and self._store.shared is None
+            ):  # else another process may make the sums
                 self._decoded.put(keys[0], decoded)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
@@ -269,12 +273,14 @@ class Acceptance:
         assignment: Assignment,
         mask: Mask | None,
         sent: Sent,
-    ) -> tuple[wire.UpdateReport | wire.Receipt, bundle.Bundle | None, NeuronMask | None]:
+    ) -> tuple[BaseModel, bundle.Bundle | None, NeuronMask | None]:
         """Return the report, the decoded bundle if it is one, and the neurons that the device has chosen, if it does.
 
         mask: the assignment's. Raises BadContent.
         """
         if assignment.kind not in BUNDLE_KINDS:
+            if assignment.kind in ANSWERS:
+                return self._check_answer(federation, device, assignment, sent), None, None
             kind = wire.UpdateReport if assignment.kind == wire.Kind.personalise else wire.Receipt
             with callers_data():
                 return kind.model_validate_json(bytes(sent.body)), None, None
@@ -284,8 +290,14 @@ class Acceptance:
             decoded = bundle.decode(sent.body, manifest, model.mask, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
         settings = settings_of(federation)
+        secure = settings.secure and assignment.kind == wire.Kind.train
+        fault = masked_fault(settings, decoded) if secure else None
+        if fault is None and not secure and decoded.masked is not None:
+            fault = "masked values belong to secure federations"
+        if fault is not None:
+            raise BadContent(f"values: {fault}")
         precision = settings.precision_of("up", wire.Kind(assignment.kind))
-        if decoded.precision != precision:
+        if decoded.precision != precision and not secure:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         method, plan = load_method(federation.method), assignment.plan or {}
         situation = Situation(manifest, settings, assignment.round, plan)
@@ -306,6 +318,11 @@ class Acceptance:
         if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
             wanted = "with" if method.wants_gradients(plan) else "without"
             raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
+        if secure:  # nobody can look at its values
+            if assignment.status == "open":
+                with self._store.reading() as db:
+                    check_statement_of(db, federation, assignment, device, report.secure)
+            return report, decoded, None
         fault = fault_of_update(manifest, decoded, model.tensors)
         if fault is not None:
             raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
@@ -324,9 +341,18 @@ class Acceptance:
         chosen = decoded.mask if choice is not None and isinstance(decoded.mask, NeuronMask) else None
         return report, decoded, chosen
 
+    def _check_answer(self, federation: Federation, device: Device, assignment: Assignment, sent: Sent) -> BaseModel:
+        """Return a device's answer to a phase of a secure round. Raises BadContent."""
+        with callers_data():
+            answer = ANSWERS[assignment.kind].model_validate_json(bytes(sent.body))
+        if assignment.status == "open":
+            with self._store.reading() as db:
+                check_answer(db, federation, assignment, device, answer)
+        return answer
+
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
     """Return whether a device that answered this assignment holds a personal model from then on."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
-    return assignment.kind != wire.Kind.evaluate
+    return assignment.kind not in (wire.Kind.evaluate.value, *ANSWERS)

@@ -10,13 +10,15 @@ from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
+from edge_sdk.protocol.secure.messages import SecureWork
 from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.rounds.assignments import assign, missed_work, oldest_open, owned, touch
 from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
-from sparrow.coordinator.rounds.draws import neuron_key
+from sparrow.coordinator.rounds.draws import neurons_of
+from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
@@ -246,7 +248,7 @@ class Dispatch:
             payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
         work = None
         if assignment.ratio is not None:
-            key = neuron_key(federation.secret, assignment.round, device.name)
+            key = neurons_of(federation.secret, assignment, device.name)
             work = wire.Work(key=key, ratio=assignment.ratio)
         described = wire.Assignment(
             assignment_id=assignment.id,
@@ -259,12 +261,21 @@ class Dispatch:
             plan=assignment.plan or {},
             model_sha256=self._models.digest(federation, assignment.model_version),
             manifest_digest=self._models.manifest(federation).digest,
+            secure=self._secure_work(federation, assignment, device.name),
         )
         return described, packed
+
+    def _secure_work(self, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
+        if not settings_of(federation).secure:
+            return None
+        with self._store.reading() as db:
+            return secure_work(db, federation, assignment, name)
 
     @staticmethod
     def _has_payload(federation: Federation, assignment: Assignment) -> bool:
         kind = wire.Kind(assignment.kind)
+        if assignment.kind in ANSWERS:
+            return False
         if kind is wire.Kind.evaluate and not assignment.full:
             return False
         return load_method(federation.method).sends_values(kind, not assignment.full)

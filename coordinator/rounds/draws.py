@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.storage.tables import Assignment
 
 CohortPolicy = Literal["uniform", "least_recently", "budget"]
 
@@ -45,6 +46,11 @@ def why_predictable(settings: FederationSettings) -> str | None:
         f"so that more of a round may be malicious than {settings.robust} bears; outside of simulations leave draws at "
         f"secret"
     )
+
+
+def neurons_of(secret: bytes, assignment: Assignment, device: str) -> str:
+    """Return the key of the neurons that an assignment is to train: its own, or that of its device in this round."""
+    return assignment.draw_key or neuron_key(secret, assignment.round, device)
 
 
 def neuron_key(secret: bytes, round_number: int, device: str) -> str:

@@ -40,7 +40,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -76,6 +76,7 @@ from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
 from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
+from sparrow.coordinator.rounds.secure import PHASES, SecureRounds
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -169,6 +170,7 @@ class Rounds:
         self._longest_pause = longest_pause
         self._on_closed = on_closed
         self._progress = progress
+        self._secure = SecureRounds(store, models, clock)
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._closing: dict[int, _Closing] = {}
@@ -331,7 +333,11 @@ class Rounds:
             db.add(current)
             busy = 0 if settings.buffer is None else len(working(db, federation))
             drawn = math.ceil(size * (1 + more) - ACCIDENT) - busy
-            count = self._hand_out(db, federation, current, work, drawn, there)
+            secure = settings.secure and work.kind is wire.Kind.train
+            asked = replace(work, kind=wire.Kind.keys) if secure else work
+            count = self._hand_out(db, federation, current, asked, drawn, there)
+            if secure:
+                self._secure.begin(db, federation, current)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
@@ -393,7 +399,20 @@ class Rounds:
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 
+    def _step_secure(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
+        """Move a secure round on by a phase; close it with the sums that came out."""
+        ended = self._secure.advance(federation, current)
+        if isinstance(ended, bool):
+            return ended or self._expire_late(federation.id)
+        folding = self._fold(federation, current)
+        folding.take_sums(ended)
+        folding.position = len(cohort)
+        self._close(federation, current.number, folding)
+        return True
+
     def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
+        if current.secure is not None:
+            return self._step_secure(federation, current, cohort)
         done = [member.id for member in cohort if member.status == "done"]
         waiting = [member.id for member in cohort if member.status == "open"]
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
@@ -536,7 +555,7 @@ class Rounds:
             return False
         awaited = [Assignment.kind == wire.Kind.evaluate.value]
         if current is not None:
-            awaited.append(and_(Assignment.kind.in_(COHORT_KINDS), Assignment.round == current.number))
+            awaited.append(and_(Assignment.kind.in_((*COHORT_KINDS, *PHASES)), Assignment.round == current.number))
         if settings.buffer is not None:
             awaited.append(Assignment.kind == wire.Kind.train.value)
         with self._store.reading() as db:
@@ -603,7 +622,7 @@ class Rounds:
         version = federation.model_version
         method, warning = load_method(federation.method), federation.warning
         folding.finish()
-        sums, notes = folding.intake.sums, folding.intake.notes()
+        sums, notes = folding.intake.sums, folding.intake.notes() | folding.notes
         if settings_of(federation).buffer is not None:
             notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
         model: GlobalModel | None = None

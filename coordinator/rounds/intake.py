@@ -46,6 +46,7 @@ from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_
 from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, staleness_weight
 from sparrow.coordinator.rounds.privacy import PrivateSums
 from sparrow.coordinator.rounds.robust import RobustSums
+from sparrow.coordinator.rounds.secure import Ended
 from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Federation
@@ -308,7 +309,8 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. parts: bytes of the updates' bundles by part. progress: called with each update.
+    models old each was. notes: counts for the record. parts: bytes of the updates' bundles by part. progress: called
+    with each update.
     """
 
     def __init__(
@@ -342,6 +344,7 @@ class Folding:
         self.taken: list[str] = []
         self.behind: list[int] = []
         self.parts: Counter[str] = Counter()
+        self.notes: dict[str, int] = {}
         self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
         self._limits: dict[str, int | None] = {}
 
@@ -357,6 +360,15 @@ class Folding:
                 key = update_key(self._federation.id, member.id, member.update_sha256 or "")
                 self._take(member.id, key, member.most_examples)
             self.position += 1
+
+    def take_sums(self, ended: Ended) -> None:
+        """Fold the sums of a secure round, each as one update, and note whose updates are in none."""
+        for each in ended.sums:
+            self.intake.take(each.assignment_ids[0], "", Update(each.values, each.mask, each.num_examples))
+            self.taken.extend(each.assignment_ids)
+        for assignment_id, why in ended.lost.items():
+            self.intake.leave_out(assignment_id, why)
+        self.notes = ended.notes
 
     def take_arrivals(self, arrived: Sequence[Arrival]) -> None:
         """Fold updates in the order in which they came, each brought forward to today's model."""

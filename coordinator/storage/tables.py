@@ -90,7 +90,7 @@ class Device(Base):
     ``bytes_down`` and ``bytes_up`` what it moved in all.
     ``paused`` is the word of its policy that keeps it away, ``limited_by`` what keeps its budget from being larger.
     ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
-    the place of ``token_sha256``.
+    the place of ``token_sha256``. ``identity_key``: its public key in secure rounds, which never changes.
     """
 
     __tablename__ = "devices"
@@ -112,6 +112,7 @@ class Device(Base):
     token_issued_at: Mapped[float] = mapped_column(server_default="0")
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
+    identity_key: Mapped[str | None] = mapped_column(String(64))
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it
     budget: Mapped[float]
     limited_by: Mapped[str | None] = mapped_column(String(16))
@@ -140,6 +141,7 @@ class Round(Base):
     ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
     operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, with
     ``left_out``, assignment id -> why its update is not in the model, among them; and bytes of its updates by part.
+    ``secure`` is what a secure round's phases go by (``rounds.secure``).
     """
 
     __tablename__ = "rounds"
@@ -160,6 +162,7 @@ class Round(Base):
     undone: Mapped[bool] = mapped_column(default=False, server_default=false())
     notes: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     parts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    secure: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     stale: Mapped[bool] = mapped_column(default=True)
     facts: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -199,7 +202,8 @@ class Assignment(Base):
 
     ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
     whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings;
-    ``most_examples`` the largest weight that its update may have, whatever it reports, and None for any.
+    ``most_examples`` the largest weight that its update may have, whatever it reports, and None for any. ``draw_key``
+    is what its neurons are drawn from, where they are not its own alone.
     In buffered rounds ``arrival`` orders a federation's updates, and ``counted_round`` is the round that one counts in.
     """
 
@@ -235,6 +239,7 @@ class Assignment(Base):
     model_version: Mapped[int]
     full: Mapped[bool]
     ratio: Mapped[float | None]
+    draw_key: Mapped[str | None] = mapped_column(String(32))
     plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     most_examples: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[float]

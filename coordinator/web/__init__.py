@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.methods import CoordinatorMethod
 
@@ -65,12 +66,13 @@ def load(name: str) -> File:
     return File(gzip.compress(path.read_bytes(), mtime=0), MEDIA_TYPES[path.suffix])
 
 
-def why_no_pages(name: str, method: CoordinatorMethod, manifest: Manifest) -> str | None:
-    """Return why no page can take part in a federation of this method and model; None where pages can."""
+def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manifest: Manifest) -> str | None:
+    """Return why no page can take part in a federation of these settings and this model; None where pages can."""
+    if settings.secure:
+        return "it has secure aggregation, for which a device needs the SDK"
     if not method.pages:
-        return (
-            f"{name} runs on devices with the SDK alone; pages take part in fedavg, fedper, fedprox, fedspu and local"
-        )
+        can = "pages take part in fedavg, fedper, fedprox, fedspu and local"
+        return f"{settings.method} runs on devices with the SDK alone; {can}"
     if "step" not in manifest.graphs:
         return "the model was published without a training step, which pages train with"
     if len(manifest.output_shape) != 1:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -32,6 +33,7 @@ from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
+from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.device.values import load_values
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
@@ -84,10 +86,14 @@ from edge_sdk.protocol.messages import (
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
+from edge_sdk.protocol.secure.messages import Statement
 from edge_sdk.tasks import Task, count_examples
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
+
+if TYPE_CHECKING:
+    from edge_sdk.device.secure import SecureRound
 
 log = logging.getLogger(__name__)
 
@@ -363,6 +369,7 @@ class Session:
         request = Enrol(
             name=self._identity.name,
             enrolment_key=self._identity.enrolment_key,
+            identity_key=self._public_identity(),
             budget=self.budget,
             limited_by=self._prepared.limited_by,
             num_examples=count_examples(self.task.train) or None,
@@ -375,6 +382,22 @@ class Session:
         if enrolled.notice:
             log.warning("%s", printable(enrolled.notice))
         self._transport.token = enrolled.token
+
+    def _public_identity(self) -> str | None:
+        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library."""
+        if not self.info.settings.secure:
+            return None
+        if find_spec("cryptography") is None:
+            raise CannotTrain("a secure federation needs cryptography: pip install 'sparrow-fl[secure]'")
+        from edge_sdk.protocol.secure.pads import public_identity
+
+        return public_identity(bytes.fromhex(self._identity.identity_key)).hex()
+
+    @cached_property
+    def _secure(self) -> SecureRound:
+        from edge_sdk.device.secure import SecureRound  # cryptography, an extra
+
+        return SecureRound(self._folder, self._identity.name, bytes.fromhex(self._identity.identity_key))
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
         """Return the answer of ``call``; a device whose token has expired enrols again first.
@@ -616,6 +639,8 @@ class Session:
                 self._evaluate(job, download.cost)
             case Kind.adapt:
                 self._adapt(job, download.cost)
+            case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
+                self._keep_and_send(assignment, self._secure.answer(assignment), job.state)
             case other:
                 self._hand_back(
                     assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
@@ -648,8 +673,13 @@ class Session:
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
         update = trained.update
+        statement: Statement | None = None
+        if job.assignment.settings.secure and job.assignment.kind is Kind.train:
+            masked, statement, clipped = self._secure.mask(job, update)
+            update = replace(update, values=masked)
+            trained = replace(trained, counts={**trained.counts, "clipped_values": clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
-        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost))
+        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost, statement))
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:
@@ -699,7 +729,8 @@ class Session:
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
         """Return how many values of an update bring along what rounding took from earlier ones; nothing unrounded."""
         owed = self._folder.feedback
-        if job.assignment.settings.precision_of("up", job.assignment.kind) != "int8":
+        settings = job.assignment.settings
+        if settings.precision_of("up", job.assignment.kind) != "int8" or settings.secure:
             return {}
         return {"carried_values": int(np.count_nonzero(pack(self.manifest, owed, update.mask))) if owed else 0}
 
@@ -709,7 +740,7 @@ class Session:
         precision = assignment.settings.precision_of("up", assignment.kind)
         values: Array | Quantised = update.values
         feedback = None
-        if precision == "int8":
+        if precision == "int8" and not assignment.settings.secure:
             values, feedback = round_update(job, update, self._folder.feedback)
         try:
             body = bundle.encode(
@@ -972,7 +1003,7 @@ def _elements(mask: Mask | None) -> ElementMask | None:
     return mask if isinstance(mask, ElementMask) else None
 
 
-def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
+def _report(job: Job, trained: Trained, download: Phase, train: Phase, statement: Statement | None = None) -> str:
     """Return the report of a round's training, as JSON."""
     report = UpdateReport(
         num_examples=trained.num_examples,
@@ -984,6 +1015,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
         stop_loss=None if trained.stop_loss is None else bounded(trained.stop_loss),
         counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
         received=dict(job.received.parts) if job.received else {},
+        secure=statement,
         telemetry=Telemetry(download=download, train=train),
     )
     return report.model_dump_json(exclude_defaults=True)

@@ -67,8 +67,10 @@ class Reference:
 
 
 class Identity(BaseModel):
-    """The identity of this device at its coordinator. ``device_id`` and ``token`` come with enrolment; ``previous`` is
-    the token of before, as long as it is not known whether the coordinator takes the new one."""
+    """The identity of this device at its coordinator. ``identity_key`` is the private one of secure rounds.
+    ``device_id`` and ``token`` come with enrolment; ``previous`` is the token of before, as long as it is not known
+    whether the coordinator takes the new one.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -76,6 +78,7 @@ class Identity(BaseModel):
     federation_uid: str
     name: str
     enrolment_key: str
+    identity_key: str
     device_id: str | None = None
     token: str | None = None
     previous: str | None = None
@@ -264,6 +267,7 @@ class StateFolder:
                 federation_uid=federation_uid,
                 name=name,
                 enrolment_key=secrets.token_urlsafe(32),
+                identity_key=secrets.token_hex(32),
             )
             self.save_identity(identity)
             return identity

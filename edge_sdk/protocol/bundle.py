@@ -64,6 +64,7 @@ from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
 from edge_sdk.protocol.neurons import neuron_bits, neurons_from_bits
 from edge_sdk.protocol.quantization import LARGEST, Quantised, row_lengths
+from edge_sdk.protocol.secure.numbers import Words
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
@@ -87,6 +88,8 @@ LARGEST_VALUE: dict[Precision, float] = {
 }
 """The largest magnitude of a value that each precision carries; int8 is for differences of float32 models."""
 _PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
+_MASKED = {"U16": 2, "U32": 4}
+"""Types of values that secure aggregation has masked -> their bytes."""
 _PARTS = ("values", "scales", "mask", "signs", "gradients")
 """What a bundle's data consist of, in this order."""
 
@@ -99,6 +102,7 @@ class Bundle:
 
     values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
     everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
+    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values.
     signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
     """
 
@@ -110,11 +114,12 @@ class Bundle:
     signs: Signs | None = None
     gradients: NDArray[np.float32] | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
+    masked: Words | None = None
 
 
 def encode(
     manifest: Manifest,
-    values: Array | Quantised,
+    values: Array | Quantised | Words,
     mask: Mask | None,
     *,
     draw: NeuronDraw | None = None,
@@ -126,23 +131,27 @@ def encode(
 ) -> bytes:
     """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. known: the
-    mask of elements that the reader holds. Quantised values have precision int8, whatever is given. Raises BundleError
-    when a value is not finite, or becomes infinite in the chosen precision.
+    Values of type uint16 or uint32 are those of secure aggregation, and travel as they are. ``draw``, where given, must
+    be what ``mask`` was drawn from; it is used where it is the shortest form. known: the mask of elements that the
+    reader holds. Quantised values have precision int8, whatever is given. Raises BundleError when a value is not
+    finite, or becomes infinite in the chosen precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
     vector: Array = values.numbers if isinstance(values, Quantised) else values
+    hidden = vector.dtype.kind == "u"
     if vector.shape != (wanted,):
         raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
-    if precision == "int8" and not quantised:
+    if precision == "int8" and not quantised and not hidden:
         raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
-    dtype, _ = _DTYPES["int8" if quantised else precision]
+    dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]
     description, mask_bytes = _encode_mask(manifest, mask, draw, known)
     parts: dict[str, tuple[str, int, bytes | memoryview]] = {}
     if isinstance(values, Quantised):
         parts["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
         parts["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
+    elif hidden:
+        parts["values"] = (dtype, wanted, vector.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
     else:
         parts["values"] = (dtype, wanted, _to_bytes(values, precision))
     if mask_bytes:
@@ -195,6 +204,8 @@ def decode(
     wanted = count_values(manifest, mask)
     if count != wanted:
         raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
+    if dtype in _MASKED:
+        return _masked(data, dtype, mask, draw, metadata["report"], start)
     precision = _PRECISIONS[dtype]
     if precision == "int8":
         values = _decode_quantised(manifest, mask, data)
@@ -216,6 +227,17 @@ def decode(
         gradients=_decode_gradients(manifest, data["gradients"]) if "gradients" in data else None,
         parts={"header": start, **{name: len(part) for name, part in data.items()}},
     )
+
+
+def _masked(
+    data: Mapping[str, memoryview], dtype: str, mask: Mask | None, draw: NeuronDraw | None, report: str, start: int
+) -> Bundle:
+    """Return a bundle of masked values, which brings nothing else but its mask."""
+    if not data.keys() <= {"values", "mask"}:
+        raise BundleError("masked values come without scales, signs and gradients; encode with protocol.bundle")
+    words: Words = np.frombuffer(data["values"], np.dtype(f"<u{_MASKED[dtype]}"))
+    parts = {"header": start, **{name: len(part) for name, part in data.items()}}
+    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, parts=parts, masked=words)
 
 
 def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, memoryview]) -> NDArray[np.float32]:
@@ -396,7 +418,13 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
             raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
     if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
         raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
-    allowed = {"U8": 1} if name in ("mask", "signs") else dict(_DTYPES.values()) if name == "values" else {"F32": 4}
+    allowed = (
+        {"U8": 1}
+        if name in ("mask", "signs")
+        else {**dict(_DTYPES.values()), **_MASKED}
+        if name == "values"
+        else {"F32": 4}
+    )
     if dtype not in allowed:
         raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
     if high - low != count * allowed[dtype]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.bundle import Precision
 from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
+from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork, Statement
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -219,6 +220,26 @@ class FederationSettings(_Request):
     privacy_adjacency: Literal["replacement", "zero_out"] = Field(
         default="replacement",
         description="What epsilon tells apart: a device's updates or any others; or (half the distance) or zeros",
+    )
+    secure: bool = Field(
+        default=False,
+        description="Secure aggregation: sums of updates come out, never one of them (docs/privacy.md)",
+    )
+    secure_bits: Literal[16, 32] = Field(default=16, description="With secure: bits of a masked value on the wire")
+    secure_range: float = Field(
+        default=0.5,
+        gt=0,
+        le=LARGEST_RANGE,
+        description="With secure: largest magnitude by which training may move a value; beyond it is clipped",
+    )
+    secure_colluders: int = Field(
+        default=1, ge=0, le=1000, description="With secure: devices of a round that may collude with the coordinator"
+    )
+    secure_dropouts: float = Field(
+        default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may vanish in a phase"
+    )
+    secure_phase_seconds: float = Field(
+        default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase that trains nothing, s"
     )
     early_stopping: Literal["validation", "paper", "off"] = Field(
         default="validation",
@@ -508,6 +529,9 @@ class Enrol(_Request):
         le=2**40,
         description="Samples in the device's training data; its updates count with no more",
     )
+    identity_key: Key32 | None = Field(
+        default=None, description="Public Ed25519 key by which others know the device's keys in secure rounds"
+    )
     hosted: bool = Field(
         default=False,
         description="One of many that a process hosts in turn: until its turn it may be silent, so only deadlines hold",
@@ -625,13 +649,17 @@ class DeviceInfo(Answer):
 
 
 class Kind(str, Enum):
-    """The kinds of work; see docs/architecture.md, "A round"."""
+    """The kinds of work; see docs/architecture.md, "A round". Keys, shares, agree and unmask are of secure rounds."""
 
     train = "train"
     evaluate = "evaluate"
     personalise = "personalise"
     prepare = "prepare"
     adapt = "adapt"
+    keys = "keys"
+    shares = "shares"
+    agree = "agree"
+    unmask = "unmask"
 
 
 class Payload(Answer):
@@ -674,6 +702,7 @@ class Assignment(Answer):
         default=None,
         description="The federation's manifest as it is now; another one than the device's names new graphs",
     )
+    secure: SecureWork | None = Field(default=None, description="What a device is told of a secure round")
 
 
 class OpenAssignment(Answer):
@@ -766,6 +795,7 @@ class UpdateReport(_Request):
     received: dict[Annotated[str, Field(max_length=64)], Count] = Field(
         default_factory=dict, max_length=16, description="Bytes of the payload's parts"
     )
+    secure: Statement | None = Field(default=None, description="What the device was told in a secure round, signed")
     telemetry: Telemetry = Telemetry()
 
 

@@ -1,0 +1,577 @@
+"""Rounds of secure aggregation: the coordinator learns the sums of cells, and no update by itself.
+
+A round goes through five phases, each an assignment of its own for each device:
+
+    keys     public keys of this round, signed              -> cells, neighbours and draws are chosen, at random
+    shares   secrets, shared and sealed for neighbours      -> who shared is told; cells with too few are given up
+    train    a masked update                                -> who is left is told
+    agree    a signature of that, by most of the round      -> it is shown to all
+    unmask   shares of who is left, and of who has vanished -> the sum of each cell that has enough
+
+A phase ends when all have answered or handed back, or at its deadline. Whoever vanishes in a phase is out of those
+after it. All that the coordinator goes by is in the records: ``Round.secure``, and the answers in the assignments'
+reports, of which none is a device's secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.protocol.masks import Mask, pack
+from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
+from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.rounds.assignments import Drawable, assign, update_key
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+log = logging.getLogger(__name__)
+
+ANSWERS: Mapping[str, type[BaseModel]] = {
+    Kind.keys.value: Keys,
+    Kind.shares.value: Shares,
+    Kind.agree.value: Agree,
+    Kind.unmask.value: Unmask,
+}
+"""The phases that are answered in JSON, and their answers."""
+
+PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
+
+
+def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> None:
+    """Raise BadContent for a federation that cannot be secure."""
+    if not settings.secure:
+        return
+    if find_spec("cryptography") is None:
+        raise BadContent("secure: cryptography is not installed here: pip install 'sparrow-fl[secure]'")
+    reason = method.why_not_secure
+    if reason is not None:
+        raise BadContent(f"secure: {settings.method} cannot do with it: {reason}; leave secure out")
+    single = {
+        "robust": settings.robust,
+        "update_norm_limit": settings.update_norm_limit,
+        "outlier_mads": settings.outlier_mads,
+        "buffer": settings.buffer,
+        "noise_multiplier": settings.noise_multiplier,
+    }
+    asked = next((name for name, value in single.items() if value is not None), None)
+    if asked is not None:
+        why = {
+            "buffer": "a secure round is of one cohort, whose devices wait for one another",
+            "noise_multiplier": "the accountant does not count what rounding to whole numbers does",
+        }.get(asked, "it looks at single updates, which nobody sees")
+        raise BadContent(f"{asked}: not in a secure federation: {why}; leave {asked} or secure out")
+    if settings.over_selection or settings.extensions:
+        raise BadContent("secure: over_selection and extensions would bring devices in after the keys; leave them out")
+    least = least_cell(settings.secure_colluders)
+    if settings.cohort < least or choose_sharing(settings.cohort, settings.secure_colluders, 0.0) is None:
+        raise BadContent(
+            f"cohort: {settings.cohort} devices do not hide one another from a coordinator and "
+            f"{settings.secure_colluders} colluders; at least {least + 1} do"
+        )
+    if choose_sharing(settings.cohort, settings.secure_colluders, settings.secure_dropouts) is None:
+        raise BadContent(
+            f"secure_dropouts: of a cohort of {settings.cohort} no shares bear that {settings.secure_dropouts:.0%} "
+            f"vanish and {settings.secure_colluders} collude; lower one of them, or raise the cohort"
+        )
+
+
+def cell_size(settings: FederationSettings) -> int:
+    """Return the fewest devices of a cell, so that enough of them are left where the stated share vanishes."""
+    least = least_cell(settings.secure_colluders)
+    size = least
+    while size - math.floor(settings.secure_dropouts * size + 1e-9) < least:
+        size += 1
+    return size
+
+
+@dataclass(frozen=True)
+class CellSum:
+    """What a cell's devices have moved together: an update of their mean, float32 [values of the mask]."""
+
+    assignment_ids: Sequence[str]
+    values: Array
+    mask: Mask | None
+    num_examples: int
+
+
+@dataclass
+class Ended:
+    """A secure round that is over: the sums that came out, why others did not, by assignment, and counts."""
+
+    sums: list[CellSum] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Member:
+    id: str
+    name: str
+    device_id: str
+    status: str
+    report: dict[str, Any] | None
+    update_sha256: str | None
+    deadline_at: float
+    ratio: float | None
+    most_examples: int | None
+
+
+class SecureRounds:
+    """Moves secure rounds from phase to phase."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+        self._store, self._models, self._clock = store, models, clock
+
+    def begin(self, db: Session, federation: Federation, current: Round) -> None:
+        """Begin the first phase of a round, whose devices have just been asked for keys."""
+        # Of this round alone, and unforeseeable: keys and masks that follow from it are used once.
+        current.secure = {
+            "phase": Kind.keys.value,
+            "context": f"{federation.uid}|{current.number}|{secrets.token_hex(8)}",
+        }
+        for assignment in db.new:
+            if isinstance(assignment, Assignment) and assignment.kind == Kind.keys.value:
+                assignment.deadline_at = self._clock() + settings_of(federation).secure_phase_seconds
+
+    def advance(self, federation: Federation, current: Round) -> bool | Ended:
+        """Move on where a phase is over; return whether anything moved, or what came out of the round."""
+        said = dict(current.secure or {})
+        phase, settings = said["phase"], settings_of(federation)
+        with self._store.reading() as db:
+            members = _members(db, federation.id, current.number, phase)
+        waiting = [member for member in members if member.status == "open"]
+        done = [member for member in members if member.status == "done"]
+        stopped = federation.status == "stopped"
+        late = stopped or any(member.deadline_at <= self._clock() for member in waiting)
+        enough = phase == Kind.train.value and len(done) >= math.ceil(settings.quorum * len(members) - 1e-9)
+        if waiting and not late and not enough:
+            return False
+        if waiting:
+            self._expire([member.id for member in waiting], away=late and not stopped)
+            return True
+        if stopped and phase != Kind.unmask.value:
+            return self._over(federation, current, "the federation was stopped")
+        match phase:
+            case Kind.keys.value:
+                return self._to_shares(federation, current, said, done)
+            case Kind.shares.value:
+                return self._to_training(federation, current, said, done)
+            case Kind.train.value:
+                return self._to_agreement(federation, current, said, done)
+            case Kind.agree.value:
+                return self._to_unmasking(federation, current, said, done)
+        return self._open(federation, current, said, done)
+
+    def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
+        with self._store.moving() as db:
+            for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
+                if assignment.status == "open":
+                    assignment.status = "expired"
+                    if away:
+                        db.get_one(Device, assignment.device_id).present = False
+
+    def _to_shares(
+        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+    ) -> bool | Ended:
+        settings, names = settings_of(federation), sorted(member.name for member in done)
+        least = cell_size(settings)
+        sharing = choose_sharing(len(names), settings.secure_colluders, settings.secure_dropouts)
+        if sharing is None:
+            return self._over(federation, current, f"{len(names)} devices sent keys, too few to hide one another")
+        # Only now, so that no key was chosen by who would be beside whom.
+        seed = secrets.token_hex(16)
+        ratios = {member.name: member.ratio for member in done}
+        cells = make_cells(ratios, least, f"cells {seed}".encode())
+        weights = self._weights(done)
+        said |= {
+            "phase": Kind.shares.value,
+            "seed": seed,
+            "names": names,
+            "neighbours": sharing.neighbours,
+            "threshold": sharing.threshold,
+            "cells": [{"names": cell.names, "ratio": cell.ratio, "key": secrets.token_hex(16)} for cell in cells],
+            "weights": weights,
+        }
+        return self._next(federation, current, said, Kind.shares, done)
+
+    def _weights(self, members: Sequence[_Member]) -> dict[str, int]:
+        """Return how much each device counts: the samples that it told, up to the most that any counts with."""
+        with self._store.reading() as db:
+            told = {member.name: db.get_one(Device, member.device_id).num_examples or 1 for member in members}
+        most = max(
+            told[member.name] if member.most_examples is None else min(told[member.name], member.most_examples)
+            for member in members
+        )
+        return {name: min(count, most) for name, count in told.items()}
+
+    def _to_training(
+        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+    ) -> bool | Ended:
+        least = least_cell(settings_of(federation).secure_colluders)
+        shared = {member.name for member in done}
+        alive = [cell for cell in said["cells"] if len(shared & set(cell["names"])) >= least]
+        trains = [member for member in done if any(member.name in cell["names"] for cell in alive)]
+        if not trains:
+            return self._over(federation, current, f"no cell has {least} devices that shared their secrets")
+        said |= {"phase": Kind.train.value, "shared": sorted(shared)}
+        return self._next(federation, current, said, Kind.train, trains)
+
+    def _to_unmasking(
+        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+    ) -> bool | Ended:
+        wanted = most_of(len(said["names"]), settings_of(federation).secure_colluders)
+        if len(done) < wanted:
+            return self._over(federation, current, f"{len(done)} devices agree on who is left, {wanted} must")
+        said |= {"phase": Kind.unmask.value}
+        return self._next(federation, current, said, Kind.unmask, done)
+
+    def _to_agreement(
+        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+    ) -> bool | Ended:
+        least = least_cell(settings_of(federation).secure_colluders)
+        alike = _alike(said["cells"], done)
+        left = {member.name for member in alike}
+        if not any(len(left & set(cell["names"])) >= least for cell in said["cells"]):
+            return self._over(federation, current, f"no cell has {least} updates: none is unmasked")
+        said |= {"phase": Kind.agree.value, "left": sorted(left)}
+        return self._next(federation, current, said, Kind.agree, alike)
+
+    def _next(
+        self, federation: Federation, current: Round, said: dict[str, Any], kind: Kind, members: Sequence[_Member]
+    ) -> bool:
+        """Record a phase, and ask its devices."""
+        settings, now = settings_of(federation), self._clock()
+        cells = {name: cell for cell in said["cells"] for name in cell["names"]}
+        with self._store.moving() as db:
+            current = db.get_one(Round, current.id)
+            federation = db.get_one(Federation, federation.id)
+            if current.status != "open" or (current.secure or {}).get("phase") == kind.value:
+                return True  # another process has done it
+            devices = {
+                device.id: device
+                for device in db.scalars(select(Device).where(Device.id.in_([member.device_id for member in members])))
+            }
+            for position, member in enumerate(members):
+                device = devices[member.device_id]
+                drawn = Drawable(device.id, device.name, device.budget, device.holds_model, device.num_examples)
+                cell = cells[member.name]
+                assignment = assign(
+                    *(federation, drawn, kind, current.number, position, now),
+                    ratio=cell["ratio"],
+                    most_examples=member.most_examples,
+                )
+                assignment.draw_key = cell["key"] if cell["ratio"] is not None else None
+                if kind is Kind.train:
+                    current.deadline_at = assignment.deadline_at
+                else:
+                    assignment.deadline_at = now + settings.secure_phase_seconds
+                db.add(assignment)
+            current.secure, current.stale = dict(said), True
+        return True
+
+    def _over(self, federation: Federation, current: Round, why: str) -> Ended:
+        """Return the end of a round without a sum."""
+        log.warning(
+            "%s: round %s has no sum: %s", federation.name, current.number, why, extra={"round": current.number}
+        )
+        with self._store.reading() as db:
+            trained = _members(db, federation.id, current.number, Kind.train.value)
+            notes = self._notes(db, federation, current)
+        lost = {member.id: f"no sum: {why}" for member in trained if member.status == "done"}
+        return Ended(lost=lost, notes=notes | {"secure_without_sum": 1})
+
+    def _open(self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]) -> Ended:
+        """Return the sums of the cells of which enough are left."""
+        from edge_sdk.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
+
+        settings, ended = settings_of(federation), Ended()
+        least = least_cell(settings.secure_colluders)
+        with self._store.reading() as db:
+            keys = {
+                member.name: Keys.model_validate(member.report)
+                for member in _members(db, federation.id, current.number, Kind.keys.value)
+                if member.status == "done"
+            }
+            trained = {
+                member.name: member
+                for member in _members(db, federation.id, current.number, Kind.train.value)
+                if member.status == "done"
+            }
+        seeds, pad_secrets = _collected(done, said["names"])
+        wrong, unopened = 0, 0
+        for cell in said["cells"]:
+            left = [name for name in cell["names"] if name in said["left"]]
+            gone = [name for name in cell["names"] if name in said["shared"] and name not in said["left"]]
+            ids = [trained[name].id for name in left]
+            odd = [trained[name].id for name in gone if name in trained]
+            ended.lost |= dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
+            if len(left) < least:
+                ended.lost |= dict.fromkeys(
+                    ids, f"its cell has {len(left)} devices left, at least {least} hide one another"
+                )
+                unopened += bool(left)
+                continue
+            total, mask = self._total(federation, [trained[name] for name in left])
+            try:
+                opened, bad = open_sum(
+                    total,
+                    said["context"],
+                    left=left,
+                    gone=gone,
+                    keys=keys,
+                    seeds=seeds,
+                    pad_secrets=pad_secrets,
+                    threshold=said["threshold"],
+                )
+            except CannotOpen as error:
+                ended.lost |= dict.fromkeys(ids, f"no sum: {error}")
+                unopened += 1
+                continue
+            wrong += sum(map(len, bad.values()))
+            for name, points in bad.items():
+                keepers = ", ".join(said["names"][point - 1] for point in sorted(points))
+                log.warning("%s: wrong shares of %s came from %s", federation.name, name, keepers)
+            weight = sum(said["weights"][name] for name in left)
+            scale = scale_of(settings, cell["names"], said["weights"])
+            mean = scale.sum_of(opened) / weight
+            model = self._models.model(federation, federation.model_version)
+            manifest = self._models.manifest(federation)
+            values = (pack(manifest, model.tensors, mask) + mean).astype(np.float32)
+            ended.sums.append(CellSum(ids, values, mask, weight))
+        with self._store.reading() as db:
+            ended.notes = self._notes(db, federation, current)
+        ended.notes |= {
+            "secure_cells": len(ended.sums),
+            "secure_cells_without_sum": unopened,
+            "secure_wrong_shares": wrong,
+        }
+        return ended
+
+    def _total(self, federation: Federation, members: Sequence[_Member]) -> tuple[Words, Mask | None]:
+        """Return the sum modulo 2^b of masked updates, and their mask."""
+        total: Words | None = None
+        mask: Mask | None = None
+        manifest = self._models.manifest(federation)
+        for member in members:
+            key = update_key(federation.id, member.id, member.update_sha256 or "")
+            decoded = bundle.decode(self._store.blobs.load(key), manifest, None, intact=True)
+            assert decoded.masked is not None, "checked when it was accepted"
+            mask = decoded.mask
+            if total is None:
+                total = np.array(decoded.masked, WORDS[settings_of(federation).secure_bits])
+            else:
+                total += decoded.masked
+        assert total is not None, "a cell has members"
+        return total, mask
+
+    @staticmethod
+    def _notes(db: Session, federation: Federation, current: Round) -> dict[str, int]:
+        """Return how many devices each phase asked, and how many answered."""
+        notes = dict[str, int]()
+        for phase in PHASES:
+            members = _members(db, federation.id, current.number, phase)
+            if members:
+                answered = sum(member.status == "done" for member in members)
+                notes |= {f"secure_{phase}_asked": len(members), f"secure_{phase}_vanished": len(members) - answered}
+        return notes
+
+
+def _alike(cells: Sequence[Mapping[str, Any]], done: Sequence[_Member]) -> list[_Member]:
+    """Return those who state the scale and model that most of their cell do: with another beside them nobody signs."""
+    stated = {member.name: (member.report or {})["secure"]["scale"] for member in done}
+    most = {
+        name: Counter(stated[other] for other in cell["names"] if other in stated).most_common(1)[0][0]
+        for cell in cells
+        for name in cell["names"]
+        if name in stated
+    }
+    return [member for member in done if stated[member.name] == most[member.name]]
+
+
+def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mapping[str, int]) -> Scale:
+    """Return what a cell's numbers are scaled by."""
+    return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))
+
+
+def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_Member]:
+    rows = db.execute(
+        select(
+            *(Assignment.id, Device.name, Device.id, Assignment.status, Assignment.report, Assignment.update_sha256),
+            *(Assignment.deadline_at, Assignment.ratio, Assignment.most_examples),
+        )
+        .join(Device, Device.id == Assignment.device_id)
+        .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)
+        .order_by(Device.name)
+    )
+    return [_Member(*row) for row in rows]
+
+
+def _collected(
+    done: Sequence[_Member], names: Sequence[str]
+) -> tuple[dict[str, dict[int, int]], dict[str, dict[int, int]]]:
+    """Return the shares of self-masks and of pads that have come: whose -> point -> value."""
+    point = {name: place for place, name in enumerate(names, start=1)}
+    seeds, pad_secrets = dict[str, dict[int, int]](), dict[str, dict[int, int]]()
+    for member in done:
+        answer = Unmask.model_validate(member.report)
+        for kept, shares in ((seeds, answer.seeds), (pad_secrets, answer.pads)):
+            for name, share in shares.items():
+                kept.setdefault(name, {})[point[member.name]] = int(share, 16)
+    return seeds, pad_secrets
+
+
+def secure_work(db: Session, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
+    """Return what a device is told of its round with an assignment; None where its round is not secure."""
+    if not settings_of(federation).secure or assignment.kind not in PHASES:
+        return None
+    current = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == assignment.round))
+    said = current.secure if current is not None else None
+    if said is None:
+        return None
+    settings = settings_of(federation)
+    work: dict[str, Any] = {"context": said["context"], "colluders": settings.secure_colluders}
+    if assignment.kind == Kind.keys.value:
+        return SecureWork.model_validate(work)
+    cell = next(each for each in said["cells"] if name in each["names"])
+    around = neighbourhoods(said["names"], said["neighbours"], f"graph {said['seed']}".encode())[name]
+    scale = scale_of(settings, cell["names"], said["weights"])
+    work |= {
+        "threshold": said["threshold"],
+        "neighbours": around,
+        "cell": cell["names"],
+        "bits": scale.bits,
+        "value_range": scale.value_range,
+        "largest_weight": scale.largest_weight,
+        "weight": said["weights"][name],
+    }
+    if assignment.kind == Kind.shares.value:
+        wanted = {*around, *cell["names"]} - {name}
+        everybody = _peers(db, federation, assignment.round, said["names"])
+        work["peers"] = [peer for peer in everybody if peer.name in wanted]
+        work["cohort"] = {peer.name: peer.identity for peer in everybody}
+    elif assignment.kind == Kind.train.value:
+        shared = {
+            member.name: Shares.model_validate(member.report).sealed
+            for member in _members(db, federation.id, assignment.round, Kind.shares.value)
+            if member.status == "done"
+        }
+        work["sealed"] = {other: sealed[name] for other, sealed in shared.items() if name in sealed}
+        work["left"] = sorted(set(said["shared"]) & set(cell["names"]))
+    else:
+        work["left"], work["gone"] = said["left"], sorted(set(said["shared"]) - set(said["left"]))
+        work["cells"] = [each["names"] for each in said["cells"]]
+        if assignment.kind == Kind.agree.value:
+            trained = _members(db, federation.id, assignment.round, Kind.train.value)
+            done = {member.name: member for member in trained if member.status == "done"}
+            work["statements"] = {name: (done[name].report or {})["secure"] for name in said["left"]}
+        else:
+            agreed = _members(db, federation.id, assignment.round, Kind.agree.value)
+            signed = {member.name: member.report or {} for member in agreed if member.status == "done"}
+            work["signatures"] = {name: report["signature"] for name, report in signed.items()}
+    return SecureWork.model_validate(work)
+
+
+def _peers(db: Session, federation: Federation, number: int, names: Sequence[str]) -> list[Peer]:
+    rows = db.execute(
+        select(Device.name, Device.identity_key, Assignment.report)
+        .join(Device, Device.id == Assignment.device_id)
+        .where(
+            Assignment.federation_id == federation.id,
+            Assignment.round == number,
+            Assignment.kind == Kind.keys.value,
+            Assignment.status == "done",
+        )
+    )
+    point = {name: place for place, name in enumerate(names, start=1)}
+    return [
+        Peer(name=name, identity=identity, keys=Keys.model_validate(report), point=point[name])
+        for name, identity, report in rows
+        if name in point
+    ]
+
+
+def check_answer(
+    db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
+) -> None:
+    """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
+    from edge_sdk.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
+    from edge_sdk.protocol.secure.pads import BadSecret
+
+    work = secure_work(db, federation, assignment, device.name)
+    if work is None:
+        raise BadContent("the round is over, or is not secure; ask for the next assignment")
+    if isinstance(answer, Keys):
+        if device.identity_key is None:
+            raise BadContent("this device has told no identity key; enrol again with an SDK that has the extra secure")
+        try:
+            check_keys(answer, device.identity_key, work.context, device.name)
+        except BadSecret as error:
+            raise BadContent(str(error)) from None
+    elif isinstance(answer, Agree):
+        whole = whole_of(_cohort(db, federation, assignment), work.colluders)
+        signed = story(work.context, whole, work)
+        try:
+            check_agreement(answer, device.identity_key or "", work.context, signed, device.name)
+        except BadSecret as error:
+            raise BadContent(str(error)) from None
+    elif isinstance(answer, Shares) and answer.sealed.keys() != set(work.neighbours):
+        raise BadContent("shares: sealed for others than the neighbours of this device; fetch the assignment again")
+    elif isinstance(answer, Unmask):
+        told = {*answer.seeds, *answer.pads}
+        if not told <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
+            raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
+        if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
+            raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
+
+
+def _cohort(db: Session, federation: Federation, assignment: Assignment) -> dict[str, str]:
+    """Return the devices of a round that sent keys, with their identity keys."""
+    current = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == assignment.round))
+    names = ((current.secure if current else None) or {}).get("names", [])
+    return {peer.name: peer.identity for peer in _peers(db, federation, assignment.round, names)}
+
+
+def check_statement_of(
+    db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
+) -> None:
+    """Raise BadContent unless an update says, signed, what its device was told."""
+    from edge_sdk.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
+    from edge_sdk.protocol.secure.pads import BadSecret
+
+    work = secure_work(db, federation, assignment, device.name)
+    if stated is None or work is None:
+        raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
+    try:
+        check_statement(stated, device.identity_key or "", work.context, device.name)
+    except BadSecret as error:
+        raise BadContent(str(error)) from None
+    if stated.present != present_of(work.left, whole_of(_cohort(db, federation, assignment), work.colluders)):
+        raise BadContent("report: secure states other devices than this one was told of; no other would sign it")
+
+
+def masked_fault(settings: FederationSettings, decoded: bundle.Bundle) -> str | None:
+    """Return what is wrong with an update of a secure round."""
+    if decoded.masked is None:
+        return "an update of a secure round is sent masked, never as it is; update this SDK"
+    if decoded.masked.dtype != WORDS[settings.secure_bits]:
+        return f"masked values have {settings.secure_bits} bits here"
+    return None

@@ -1,0 +1,128 @@
+"""A device's part in secure rounds: what it keeps of them on disk, and its answers to their phases.
+
+    secure.json   the secrets of the round that is going on, readable by its owner alone
+    peers.json    the identity keys of devices that it has met, by name: one that changes is refused
+
+Both are written before an answer is sent, so that a device that is killed gives the same answer again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.device.state import StateFolder
+from edge_sdk.methods import Job, Update
+from edge_sdk.methods.merging import sent_values
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import Assignment, Kind
+from edge_sdk.protocol.neurons import mask_digest
+from edge_sdk.protocol.secure import device, pads
+from edge_sdk.protocol.secure.device import RoundSecrets
+from edge_sdk.protocol.secure.messages import SecureWork, Statement
+from edge_sdk.protocol.secure.numbers import Scale, Words
+from edge_sdk.protocol.secure.pads import BadSecret
+from edge_sdk.tasks import count_examples
+
+SECRETS, PEERS = "secure.json", "peers.json"
+
+
+class SecureRound:
+    """The secure rounds of one device. identity: its private identity key, 32 bytes."""
+
+    def __init__(self, folder: StateFolder, name: str, identity: bytes) -> None:
+        self._folder, self._name, self._identity = folder, name, identity
+
+    def answer(self, assignment: Assignment) -> bytes:
+        """Return the answer to a phase, JSON. Raises BadSecret for what would give this device's update away."""
+        work = told(assignment)
+        match assignment.kind:
+            case Kind.keys:
+                return self._keys(work)
+            case Kind.shares:
+                return self._shares(work)
+            case Kind.agree:
+                kept, agreed = device.agree(self._kept(work), self._name, work, self._identity)
+                self._keep(kept)
+                return agreed.model_dump_json().encode()
+            case Kind.unmask:
+                kept, said = device.unmask(self._kept(work), self._name, work)
+                self._keep(kept)
+                return said.model_dump_json().encode()
+        raise ProtocolError(f"a secure round has no phase {assignment.kind.value}; update this SDK")
+
+    def mask(self, job: Job, update: Update) -> tuple[Words, Statement, int]:
+        """Return an update as its difference from what was received, rounded and hidden, what this device was told,
+        signed, and how many values were clipped. Raises BadSecret."""
+        work, settings = told(job.assignment), job.assignment.settings
+        kept = self._kept(work)
+        if kept.work is None:
+            raise BadSecret("the coordinator asks for an update before shares were told")
+        scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
+        own = min(float(count_examples(job.task.train)), work.largest_weight)
+        if work.weight != own:
+            raise BadSecret(f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}")
+        base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
+        change = np.asarray(update.values, np.float32) - base
+        if settings.update_clip is not None:
+            norm = float(np.linalg.norm(change))
+            change *= np.float32(min(1.0, settings.update_clip / max(norm, 1e-30)))
+        chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
+        words, clipped = scale.round(change, work.weight, chance)
+        received = told_to_train(job, update, base)
+        kept, masked = device.mask(kept, self._name, work, words, received)
+        self._keep(kept)
+        return masked, device.state(kept, self._identity), clipped
+
+    def _keys(self, work: SecureWork) -> bytes:
+        kept = self._read()
+        if kept is not None and kept.context == work.context:  # killed before the answer was acknowledged
+            return device.public_keys(kept, self._identity).model_dump_json().encode()
+        kept, keys = device.begin(work.context, self._identity)
+        self._keep(kept)
+        return keys.model_dump_json().encode()
+
+    def _shares(self, work: SecureWork) -> bytes:
+        own = {self._name: pads.public_identity(self._identity).hex()}
+        known = json.loads(self._folder.cached(PEERS) or b"{}") | own
+        kept, shares = device.share(self._kept(work), self._name, work, known)
+        self._keep(kept)
+        met = known | work.cohort
+        if met != known:
+            self._folder.cache(PEERS, json.dumps(met).encode())
+        return shares.model_dump_json().encode()
+
+    def _kept(self, work: SecureWork) -> RoundSecrets:
+        kept = self._read()
+        if kept is None or kept.context != work.context:
+            raise BadSecret("this device has no keys of this round: it lost its state, or was not asked for any")
+        return kept
+
+    def _read(self) -> RoundSecrets | None:
+        data = self._folder.cached(SECRETS)
+        return RoundSecrets.from_json(data.decode()) if data else None
+
+    def _keep(self, kept: RoundSecrets) -> None:
+        self._folder.cache(SECRETS, kept.to_json().encode())
+
+
+def told_to_train(job: Job, update: Update, base: NDArray[np.float32]) -> str:
+    """Return the SHA-256 of what decides an update but for the data: the values received, mask, settings and round. It
+    is the same for all of a cell, or devices could be told to send next to nothing beside one."""
+    hasher = hashlib.sha256(base.tobytes())
+    hasher.update(job.assignment.settings.model_dump_json().encode())
+    hasher.update(json.dumps([job.assignment.round, dict(job.assignment.plan)], sort_keys=True).encode())
+    if isinstance(update.mask, NeuronMask):
+        hasher.update(mask_digest(job.manifest, update.mask).encode())
+    return hasher.hexdigest()
+
+
+def told(assignment: Assignment) -> SecureWork:
+    """Return what a device is told of a secure round. Raises ProtocolError where that is nothing."""
+    if assignment.secure is None:
+        raise ProtocolError("the assignment says nothing of its secure round; update the coordinator")
+    return assignment.secure

@@ -1,0 +1,61 @@
+"""Updates as whole numbers: what a device adds to a sum modulo 2^b, and what the sum says.
+
+A device's difference x from what it received is clipped to ±R, multiplied by its weight w / W in (0, 1] (W is the
+largest that counts), scaled to L steps, and rounded up or down at random, so that it is right on average:
+
+    q = round(x · w/W · L/R),   L = (2^(b-1) - 1) // n,
+
+so that the sum of n of them never wraps. The sum of q over devices, times R·W/L, is the weighted sum of differences,
+with an error of rounding whose deviation is at most R·W/L · √n/2 at each value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.unsignedinteger[Any]]
+WORDS: dict[int, type[np.unsignedinteger[Any]]] = {16: np.uint16, 32: np.uint32}
+"""Bits of a masked value -> its type."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scale of a cell's numbers. bits: b; devices: n; value_range: R; largest_weight: W."""
+
+    bits: int
+    devices: int
+    value_range: float
+    largest_weight: float
+
+    @property
+    def steps(self) -> int:
+        """L: the largest whole number that one device adds."""
+        return int((2 ** (self.bits - 1) - 1) // self.devices)
+
+    @property
+    def step(self) -> float:
+        """The value of one step of the sum: R·W / L."""
+        return self.value_range * self.largest_weight / self.steps
+
+    def deviation(self, devices: int) -> float:
+        """Return the largest standard deviation of what rounding does to a value of the sum of so many devices."""
+        return self.step * float(np.sqrt(devices)) / 2
+
+    def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:
+        """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W. What is
+        no number counts as 0, and as clipped."""
+        clipped = np.nan_to_num(np.clip(values, -self.value_range, self.value_range))
+        scaled = clipped.astype(np.float64) * (weight / self.largest_weight * self.steps / self.value_range)
+        numbers = np.floor(scaled + chance.random(len(values)))
+        np.clip(numbers, -self.steps, self.steps, out=numbers)
+        return numbers.astype(np.int64).astype(WORDS[self.bits]), int(np.count_nonzero(clipped != values))
+
+    def sum_of(self, words: Words) -> NDArray[np.float64]:
+        """Return the weighted sum of differences that a sum modulo 2^b stands for."""
+        signed: Any = {16: np.int16, 32: np.int32}[self.bits]
+        found: NDArray[np.float64] = words.view(signed).astype(np.float64) * self.step
+        return found

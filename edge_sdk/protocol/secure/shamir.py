@@ -1,0 +1,65 @@
+"""Shamir's secret sharing over a prime field ("How to Share a Secret", Communications of the ACM 22, 1979)."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+PRIME = 2**255 - 19
+SECRET_BYTES = 31
+"""Bytes of a secret: all of them are below ``PRIME``."""
+SHARE_BYTES = 32
+
+
+def split(
+    secret: int,
+    threshold: int,
+    points: Sequence[int],
+    *,
+    prime: int = PRIME,
+    draw: Callable[[int], int] = secrets.randbelow,
+) -> dict[int, int]:
+    """Return a share for each point x in 1..prime-1: the value there of a polynomial whose value at 0 is the secret.
+
+    Any ``threshold`` of them give the secret, fewer say nothing of it. draw: a random number below its argument. Raises
+    ValueError where that cannot be.
+    """
+    if not 0 <= secret < prime:
+        raise ValueError("the secret must lie in the field")
+    if (
+        not 1 <= threshold <= len(set(points))
+        or len(set(points)) < len(points)
+        or not all(0 < x < prime for x in points)
+    ):
+        raise ValueError(f"{len(points)} different points in the field are needed, and a threshold of at most as many")
+    coefficients = [secret, *(draw(prime) for _ in range(threshold - 1))]
+    return {x: _value(coefficients, x, prime) for x in points}
+
+
+def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
+    """Return the secret of shares, point -> value, of which there are as many as its threshold (Lagrange's formula)."""
+    return at(0, shares, prime=prime)
+
+
+def at(point: int, shares: Mapping[int, int], *, prime: int = PRIME) -> int:
+    """Return the value at ``point`` of the polynomial through these shares."""
+    if point in shares:
+        return shares[point] % prime
+    whole = math.prod(point - x for x in shares)
+    parts = zip(shares.items(), _divisors(tuple(shares), prime), strict=True)
+    return sum(share * (whole // (point - x)) * divisor for (x, share), divisor in parts) % prime
+
+
+@lru_cache(maxsize=256)
+def _divisors(points: tuple[int, ...], prime: int) -> tuple[int, ...]:
+    """Return, for each point, one divided by the product of its distances from the others."""
+    return tuple(pow(math.prod(x - other for other in points if other != x), -1, prime) for x in points)
+
+
+def _value(coefficients: Sequence[int], x: int, prime: int) -> int:
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * x + coefficient) % prime
+    return value

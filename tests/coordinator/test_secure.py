@@ -1,0 +1,409 @@
+"""Secure rounds: phases, vanishing devices, restarts, and what is refused; training is a draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
+from edge_sdk.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
+from edge_sdk.protocol.secure import device as secure
+from edge_sdk.protocol.secure import pads
+from edge_sdk.protocol.secure.numbers import Scale
+from sparrow.coordinator.errors import BadContent, Finished, NameTaken
+
+from .fakes import DIGITS, LocalCoordinator
+
+SETTINGS = {
+    "method": "fedavg",
+    "secure": True,
+    "rounds": 1,
+    "cohort": 8,
+    "min_devices": 8,
+    "early_stopping": "off",
+    "deadline_seconds": 100,
+    "secure_phase_seconds": 50,
+    "silence_seconds": 3600,
+}
+PHASES = ("keys", "shares", "train", "agree", "unmask")
+
+
+@dataclass
+class SecureDevice:
+    """A device that trains nothing: its change of the model is drawn from its name."""
+
+    coordinator: LocalCoordinator
+    name: str
+    budget: float = 1.0
+    examples: int = 10
+    identity: bytes = field(default_factory=pads.new_identity)
+    kept: secure.RoundSecrets | None = None
+    base: str = "the same model"
+    answered: list[str] = field(default_factory=list)
+
+    def enrol(self):
+        public = pads.public_identity(self.identity).hex()
+        key = self.name.ljust(32, "k")
+        told = {"budget": self.budget, "num_examples": self.examples, "identity_key": public}
+        enrolled = self.coordinator.devices.enrol("f", Enrol(name=self.name, enrolment_key=key, **told))
+        self.id = enrolled.device_id
+        return self
+
+    def ask(self):
+        self.coordinator.last_seen.note(self.id)
+        return self.coordinator.dispatch.next_assignment(self.id).assignment
+
+    def send(self, assignment, body):
+        media_type = bundle.MEDIA_TYPE if assignment.kind == "train" else "application/json"
+        return self.coordinator.acceptance.accept_update(assignment.assignment_id, self.id, body, media_type)
+
+    def change(self, count):
+        return np.random.default_rng(sum(self.name.encode())).uniform(-0.1, 0.1, count).astype(np.float32)
+
+    def body(self, assignment):
+        work = assignment.secure
+        match assignment.kind:
+            case "keys":
+                self.kept, said = secure.begin(work.context, self.identity)
+            case "shares":
+                self.kept, said = secure.share(self.kept, self.name, work, {})
+            case "agree":
+                self.kept, said = secure.agree(self.kept, self.name, work, self.identity)
+            case "unmask":
+                self.kept, said = secure.unmask(self.kept, self.name, work)
+            case "train":
+                return self.masked(assignment)
+            case _:
+                found = Evaluation(num_examples=10, loss=0.5, accuracy=0.5)
+                said = Receipt(personal=found, global_model=found)
+        return said.model_dump_json().encode()
+
+    def masked(self, assignment):
+        work, draw = assignment.secure, assignment.work and NeuronDraw(**assignment.work.model_dump())
+        mask = draw and draw_neurons(DIGITS, draw)
+        scale = Scale(work.bits, len(work.cell), work.value_range, work.largest_weight)
+        words, _ = scale.round(self.change(count_values(DIGITS, mask)), work.weight, np.random.default_rng(0))
+        self.kept, masked = secure.mask(self.kept, self.name, work, words, self.base)
+        return bundle.encode(DIGITS, masked, mask, draw=draw, report=self.report())
+
+    def report(self, **changes):
+        stated = {"secure": secure.state(self.kept, self.identity), **changes}
+        told = {"num_examples": self.examples, "steps": 1, "train_loss": 1.0, **stated}
+        return UpdateReport(**told).model_dump_json(exclude_defaults=True)
+
+    def answer(self):
+        assignment = self.ask()
+        if assignment is None:
+            return None
+        assert self.send(assignment, self.body(assignment))
+        self.answered.append(assignment.kind.value)
+        return assignment
+
+
+@pytest.fixture
+def begin(open_coordinator):
+    """Makes a coordinator with a secure federation, and its devices."""
+
+    def make(count=8, budgets=(1.0,), examples=(10,), **settings):
+        coordinator = open_coordinator()
+        coordinator.create(**{**SETTINGS, "cohort": count, "min_devices": count, **settings})
+        return coordinator, [
+            SecureDevice(coordinator, f"d{n:02}", budgets[n % len(budgets)], examples[n % len(examples)]).enrol()
+            for n in range(count)
+        ]
+
+    return make
+
+
+def play(coordinator, devices, vanish=(), phase=None):
+    """Play until nobody is asked any more. vanish: names of those who answer no more from ``phase`` on."""
+    gone, moved = set(), True
+    while moved:
+        coordinator.rounds.advance()
+        moved = False
+        for device in devices:
+            if device.name in gone:
+                continue
+            try:
+                asked = device.ask()
+                if asked is not None and asked.kind == phase and device.name in vanish:
+                    gone.add(device.name)
+                    continue
+                moved = device.answer() is not None or moved
+            except Finished:
+                continue
+        if not moved and gone and coordinator.info().status == "running" and coordinator.info().round == 0:
+            coordinator.clock.now += 101
+            coordinator.rounds.advance()
+            moved = True
+
+
+def moved(coordinator):
+    """What the rounds have moved, packed."""
+    after = safetensors.numpy.load(coordinator.model())
+    return pack(DIGITS, after, None) - pack(DIGITS, initial_values(DIGITS, 0), None)
+
+
+def mean_of(devices):
+    weight = sum(device.examples for device in devices)
+    count = DIGITS.shared_values
+    return sum(device.examples * device.change(count).astype(np.float64) for device in devices) / weight
+
+
+def rounding(devices, count):
+    """The largest error that rounding makes of a weighted mean, and float32 of the model."""
+    scale = Scale(16, count, 0.5, max(device.examples for device in devices))
+    return len(devices) * scale.step / sum(device.examples for device in devices) + 1e-6
+
+
+def test_the_model_moves_by_the_weighted_mean_of_what_nobody_sees_apart(begin):
+    coordinator, devices = begin(examples=(10, 20, 40))
+    play(coordinator, devices)
+    assert coordinator.info().status == "finished"
+    assert all(device.answered[:5] == list(PHASES) for device in devices)
+    np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
+    record = coordinator.record(1)
+    assert record.updates == 8
+    assert (record.notes["secure_cells"], record.notes["secure_cells_without_sum"]) == (1, 0)
+    assert [record.notes[f"secure_{phase}_vanished"] for phase in PHASES] == [0, 0, 0, 0, 0]
+
+
+def test_a_single_masked_update_says_nothing(begin):
+    """Every value of an update is uniform: what is stored is no device's."""
+    coordinator, devices = begin()
+    coordinator.rounds.advance()
+    bodies = []
+    for _ in range(3):
+        for device in devices:
+            assignment = device.ask()
+            body = device.body(assignment)
+            device.send(assignment, body)
+            bodies += [body] if assignment.kind == "train" else []
+        coordinator.rounds.advance()
+    for body in bodies:
+        values = bundle.decode(body, DIGITS).masked
+        share = np.bincount(values >> 12, minlength=16) / len(values)
+        assert abs(share - 1 / 16).max() < 0.01
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_who_vanishes_costs_the_round_its_own_update_and_no_more(begin, phase):
+    coordinator, devices = begin()
+    play(coordinator, devices, {"d01", "d04"}, phase)
+    record = coordinator.record(1)
+    there = devices if phase in ("agree", "unmask") else [each for each in devices if each.name not in ("d01", "d04")]
+    np.testing.assert_allclose(moved(coordinator), mean_of(there), atol=rounding(there, 8))
+    assert record.updates == len(there)
+    assert record.notes[f"secure_{phase}_vanished"] == 2
+
+
+def test_too_few_survivors_are_not_unmasked(begin):
+    coordinator, devices = begin(secure_colluders=1)
+    play(coordinator, devices, {each.name for each in devices[2:]}, "train")
+    record = coordinator.record(1)
+    assert record.notes["secure_without_sum"] == 1
+    assert record.model_version == record.base_version == 0
+    assert len(record.left_out) == 2
+    assert all("none is unmasked" in why for why in record.left_out.values())
+    assert all("unmask" not in device.answered for device in devices)
+
+
+def test_devices_of_one_budget_share_a_draw_and_a_sum(begin):
+    coordinator, devices = begin(16, method="fedspu", budgets=(0.25, 0.5), secure_dropouts=0.1)
+    coordinator.rounds.advance()
+    drawn = {}
+    for _ in range(3):
+        for device in devices:
+            assignment = device.ask()
+            if assignment.kind == "train":
+                drawn.setdefault(device.budget, set()).add((assignment.work.key, assignment.work.ratio))
+            device.send(assignment, device.body(assignment))
+        coordinator.rounds.advance()
+    assert {budget: {ratio for _, ratio in draws} for budget, draws in drawn.items()} == {0.25: {0.25}, 0.5: {0.5}}
+    assert all(len(draws) == 1 for draws in drawn.values())
+    play(coordinator, devices)
+    assert coordinator.record(1).notes["secure_cells"] == 2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator, phase):
+    coordinator, devices = begin()
+    coordinator.rounds.advance()
+    while True:
+        first = devices[0].ask()
+        if first.kind == phase:
+            break
+        for device in devices:
+            device.answer()
+        coordinator.rounds.advance()
+    for device in devices[:3]:
+        device.answer()
+    again = open_coordinator()
+    again.rounds.resume_after_restart()
+    for device in devices:
+        device.coordinator = again
+    play(again, devices)
+    np.testing.assert_allclose(moved(again), mean_of(devices), atol=rounding(devices, 8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"robust": "median"}, "robust: not in a secure federation"),
+        ({"update_norm_limit": 1.0}, "update_norm_limit: not in a secure federation"),
+        ({"outlier_mads": 5.0}, "outlier_mads: not in a secure federation"),
+        ({"buffer": 2}, "buffer: not in a secure federation"),
+        ({"noise_multiplier": 1.0, "update_clip": 1.0}, "noise_multiplier: not in a secure federation"),
+        ({"method": "pfedgate"}, "secure: pfedgate cannot do with it"),
+        ({"method": "local"}, "nothing of a model goes up"),
+        ({"cohort": 2, "min_devices": 2}, "do not hide one another"),
+        ({"cohort": 4, "secure_dropouts": 0.5}, "of a cohort of 4 no shares bear"),
+        ({"over_selection": 0.5}, "over_selection and extensions would bring devices in after the keys"),
+    ],
+)
+def test_what_cannot_be_secure_is_refused_by_name(open_coordinator, settings, said):
+    coordinator = open_coordinator()
+    with pytest.raises(BadContent, match=said):
+        coordinator.create(**{**SETTINGS, **settings})
+
+
+def test_an_update_that_is_not_masked_is_refused(begin):
+    coordinator, devices = begin()
+    coordinator.rounds.advance()
+    for _ in range(2):
+        for device in devices:
+            device.answer()
+        coordinator.rounds.advance()
+    assignment = devices[0].ask()
+    report = UpdateReport(num_examples=10, steps=1, train_loss=1.0).model_dump_json()
+    body = bundle.encode(DIGITS, np.zeros(DIGITS.shared_values, np.float32), None, report=report)
+    with pytest.raises(BadContent, match="is sent masked, never as it is"):
+        devices[0].send(assignment, body)
+    wide = np.zeros(DIGITS.shared_values, np.uint32)
+    with pytest.raises(BadContent, match="masked values have 16 bits here"):
+        devices[0].send(assignment, bundle.encode(DIGITS, wide, None, report=report))
+
+
+def reach(coordinator, devices, phase):
+    """Play the phases before this one."""
+    coordinator.rounds.advance()
+    for _ in PHASES[: PHASES.index(phase)]:
+        for device in devices:
+            device.answer()
+        coordinator.rounds.advance()
+
+
+def test_an_update_without_a_true_statement_is_refused(begin):
+    coordinator, devices = begin()
+    reach(coordinator, devices, "train")
+    one, other = devices[:2]
+    assignment = one.ask()
+    body = one.body(assignment)
+    other.body(other.ask())
+    values = bundle.decode(body, DIGITS).masked
+    own, others = (secure.state(each.kept, each.identity) for each in (one, other))
+    said = own.said() | {"present": 64 * "1"}
+    signature = pads.sign(one.identity, one.kept.context, said).hex()
+    before = pads.sign(one.identity, "another round", own.said()).hex()
+    for stated, match in [
+        (None, "secure is missing"),
+        (others, r"d00: .* not signed"),
+        (own.model_copy(update={"scale": 64 * "1"}), r"d00: .* not signed"),
+        (own.model_copy(update={"signature": before}), r"d00: .* not signed"),
+        (secure.Statement(**said, signature=signature), "states other devices"),
+    ]:
+        with pytest.raises(BadContent, match=match):
+            one.send(assignment, bundle.encode(DIGITS, values, None, report=one.report(secure=stated)))
+    assert one.send(assignment, body)
+
+
+def test_a_signature_of_something_else_is_refused(begin):
+    coordinator, devices = begin()
+    reach(coordinator, devices, "agree")
+    one, other = devices[:2]
+    assignment = one.ask()
+    body = one.body(assignment)
+    stated = secure.Agree(signature=secure.state(one.kept, one.identity).signature).model_dump_json().encode()
+    for wrong in (other.body(other.ask()), stated):
+        with pytest.raises(BadContent, match=r"d00: .* not signed"):
+            one.send(assignment, wrong)
+    assert one.send(assignment, body)
+    play(coordinator, devices)
+    np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
+
+
+def test_who_states_another_model_costs_the_round_its_own_update_and_no_more(begin):
+    coordinator, devices = begin()
+    devices[3].base = "another model"
+    play(coordinator, devices)
+    there = [each for each in devices if each.name != "d03"]
+    np.testing.assert_allclose(moved(coordinator), mean_of(there), atol=rounding(there, 8))
+    record = coordinator.record(1)
+    assert "another scale or model" in record.left_out["d03"]
+    assert devices[3].answered[:3] == ["keys", "shares", "train"]
+    assert "unmask" not in devices[3].answered
+
+
+def test_a_round_on_which_too_few_agree_has_no_sum(begin):
+    coordinator, devices = begin()
+    play(coordinator, devices, {each.name for each in devices[4:]}, "agree")
+    record = coordinator.record(1)
+    assert record.notes["secure_without_sum"] == 1
+    assert record.model_version == record.base_version == 0
+    assert all("4 devices agree on who is left, 5 must" in why for why in record.left_out.values())
+    assert all("unmask" not in device.answered for device in devices)
+
+
+def test_all_of_a_round_count_by_their_samples_up_to_the_most_of_any(begin):
+    coordinator, devices = begin(examples=(10, 20, 40))
+    reach(coordinator, devices, "train")
+    works = {device.name: device.ask().secure for device in devices}
+    most = {work.largest_weight for work in works.values()}
+    assert len(most) == 1
+    for device in devices:
+        assert works[device.name].weight == min(device.examples, *most)
+
+
+def test_keys_of_another_device_or_round_are_refused(begin):
+    coordinator, devices = begin()
+    coordinator.rounds.advance()
+    assignment = devices[0].ask()
+    _, of_another = secure.begin(assignment.secure.context, devices[1].identity)
+    _, of_before = secure.begin("another round", devices[0].identity)
+    for keys in (of_another, of_before):
+        with pytest.raises(BadContent, match="d00: its keys are not signed by its identity key"):
+            devices[0].send(assignment, keys.model_dump_json().encode())
+
+
+def test_shares_of_others_than_was_asked_for_are_refused(begin):
+    coordinator, devices = begin()
+    coordinator.rounds.advance()
+    for device in devices:
+        device.answer()
+    coordinator.rounds.advance()
+    assignment = devices[0].ask()
+    with pytest.raises(BadContent, match="sealed for others than the neighbours"):
+        devices[0].send(assignment, b'{"sealed": {"d01": "00"}}')
+
+
+def test_an_identity_key_never_changes(begin):
+    _, devices = begin()
+    devices[0].identity = pads.new_identity()
+    with pytest.raises(NameTaken, match="enrolled with another identity key"):
+        devices[0].enrol()
+
+
+def test_masked_values_belong_to_secure_federations(open_coordinator):
+    coordinator = open_coordinator()
+    coordinator.create(method="fedavg", rounds=1, cohort=1, min_devices=1)
+    (device,) = coordinator.enrol("one")
+    coordinator.rounds.advance()
+    report = UpdateReport(num_examples=10, steps=1, train_loss=1.0).model_dump_json()
+    body = bundle.encode(DIGITS, np.zeros(DIGITS.shared_values, np.uint16), None, report=report)
+    with pytest.raises(BadContent, match="masked values belong to secure federations"):
+        device.send(device.ask(), body)
