@@ -41,6 +41,8 @@ SdkError
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── GraphError               a graph that is not the manifest's, or that a device must not run
 │   ├── BundleError              bytes that are not a bundle of this manifest
+│   ├── BadSecret                a secure round would give an update away, or its keys are not who they say
+│   ├── CannotOpen               the sum of a cell does not come out (``protocol.secure.opening``)
 │   ├── UnknownWork              the method has no work of this kind (``methods``)
 │   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
 ├── TrainingDiverged             a loss or weight is not finite (``engines.training``): the round is handed back

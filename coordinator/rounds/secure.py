@@ -105,7 +105,7 @@ def cell_size(settings: FederationSettings) -> int:
 
 @dataclass(frozen=True)
 class CellSum:
-    """What a cell's devices have moved together: an update of their mean, float32 [values of the mask]."""
+    """The mean of what a cell's devices have moved: an update, float32 [values of the mask]."""
 
     assignment_ids: Sequence[str]
     values: Array

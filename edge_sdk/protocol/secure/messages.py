@@ -49,9 +49,9 @@ class Shares(_Said):
 
 
 class Statement(_Said):
-    """What a device was told when it hid its update, signed: SHA-256 of the devices of its cell that shared, the cohort
-    and the colluders; and of what the numbers of the cell are scaled by and the model that they are a difference from.
-    """
+    """A device's account of what it was told when it hid its update, signed: SHA-256 of the devices of its cell that
+    shared, the cohort and the colluders; and of what the numbers of the cell are scaled by, the model that they are a
+    difference from, and the settings."""
 
     present: Key32
     scale: Key32

@@ -210,7 +210,7 @@ def parts(schema, at=""):
 def test_every_number_and_text_of_a_request_has_an_end(model):
     for at, part in parts(model.model_json_schema()):
         if part.get("type") in ("integer", "number") and not at.endswith("/anyOf/2"):  # a method's own float
-            assert {"maximum", "exclusiveMaximum"} & set(part), f"{model.__name__}{at}"
+            assert {"maximum", "exclusiveMaximum", "enum"} & set(part), f"{model.__name__}{at}"
         if part.get("type") == "string" and "default" not in at:
             assert {"maxLength", "pattern", "enum", "const"} & set(part), f"{model.__name__}{at}"
 

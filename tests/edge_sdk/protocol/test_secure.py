@@ -16,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from edge_sdk.device.secure import SecureRound as OneDevice
-from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.groups import (
@@ -760,9 +760,9 @@ def test_shares_are_told_only_where_most_have_signed(opened):
     for few in ({}, some(least - 1)):
         with pytest.raises(BadSecret, match=f"{len(few)} of 10 devices have signed"):
             ask(few)
-    strangers = signed_by(["e000", "e001"], work, whole_of(opened))
+    unknown = signed_by(["e000", "e001"], work, whole_of(opened))
     with pytest.raises(BadSecret, match="5 of 10 devices have signed"):
-        ask({**some(least - 1), **strangers})
+        ask({**some(least - 1), **unknown})
     wrong = [
         work.signatures["d001"],  # another's
         view.statements["d005"].signature,  # of something else
@@ -927,9 +927,9 @@ class Folder:
 
 
 def job_of(work, examples: int, count: int = 50, **settings: object):
-    settings = {"update_clip": None, **settings}
+    told = FederationSettings(secure=True, **settings)
     return SimpleNamespace(
-        assignment=SimpleNamespace(kind=Kind.train, secure=work, settings=SimpleNamespace(**settings)),
+        assignment=SimpleNamespace(kind=Kind.train, secure=work, settings=told, round=3, plan={}),
         task=SimpleNamespace(train=SimpleNamespace(num_examples=examples)),
         manifest=None,
         received=SimpleNamespace(values=np.full(count, 0.25, "<f4"), mask=None),
