@@ -111,8 +111,8 @@ Processor time is that of coordinator and devices together; all phases, signatur
 
 {markdown_table(["rounds", "CPU, ms a device-round", "wall, ms", "up, MB an update"], table)}
 
-An update takes {share:.2f} of the bytes of fp32's. Not measured yet: coordinator and devices apart, vanishing devices, and
-Flower's SecAgg+ beside it.
+An update takes {share:.2f} of the bytes of fp32's. Not measured yet: coordinator and
+devices apart, vanishing devices, and Flower's SecAgg+ beside it.
 """
     )
 
