@@ -170,7 +170,7 @@ class Rounds:
         self._longest_pause = longest_pause
         self._on_closed = on_closed
         self._progress = progress
-        self._secure = SecureRounds(store, models, clock)
+        self._secure = SecureRounds(store, models, clock, self._expire)
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._closing: dict[int, _Closing] = {}

@@ -39,7 +39,7 @@ from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import Drawable, assign, update_key
+from sparrow.coordinator.rounds.assignments import assign, update_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -136,10 +136,10 @@ class _Member:
 
 
 class SecureRounds:
-    """Moves secure rounds from phase to phase."""
+    """Moves secure rounds from phase to phase. expire: closes assignments, as ``Rounds`` does it."""
 
-    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
-        self._store, self._models, self._clock = store, models, clock
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float], expire: Callable[..., None]) -> None:
+        self._store, self._models, self._clock, self._expire = store, models, clock, expire
 
     def begin(self, db: Session, federation: Federation, current: Round) -> None:
         """Begin the first phase of a round, whose devices have just been asked for keys."""
@@ -180,14 +180,6 @@ class SecureRounds:
             case Kind.agree.value:
                 return self._to_unmasking(federation, current, said, done)
         return self._open(federation, current, said, done)
-
-    def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
-        with self._store.moving() as db:
-            for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
-                if assignment.status == "open":
-                    assignment.status = "expired"
-                    if away:
-                        db.get_one(Device, assignment.device_id).present = False
 
     def _to_shares(
         self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
@@ -271,11 +263,9 @@ class SecureRounds:
                 for device in db.scalars(select(Device).where(Device.id.in_([member.device_id for member in members])))
             }
             for position, member in enumerate(members):
-                device = devices[member.device_id]
-                drawn = Drawable(device.id, device.name, device.budget, device.holds_model, device.num_examples)
                 cell = cells[member.name]
                 assignment = assign(
-                    *(federation, drawn, kind, current.number, position, now),
+                    *(federation, devices[member.device_id], kind, current.number, position, now),
                     ratio=cell["ratio"],
                     most_examples=member.most_examples,
                 )

@@ -18,7 +18,7 @@ from edge_sdk.tasks.digits import load_images
 
 from . import browsers
 from .browsers import PageDevice
-from .conftest import Coordinator, Device, Devices, Nursery, wait_until
+from .conftest import Coordinator, Device, Devices, Nursery, one_machine, wait_until
 
 browser = browsers.browser
 
@@ -69,12 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @contextmanager
 def played(nursery: Callable[[], Nursery], folder: Path, **settings: str) -> Iterator[tuple[Coordinator, Devices]]:
     """A coordinator with the federation, and devices in their own folders."""
-    with ExitStack() as stack:
-        coordinator = Coordinator(folder / "coordinator", **settings)
-        stack.callback(coordinator.close)
-        devices = Devices(nursery, folder / "devices")
-        stack.callback(devices.close)
-        coordinator.start()
+    with one_machine(nursery, folder, **settings) as (coordinator, devices):
         coordinator.create(NAME, **SETTINGS)
         yield coordinator, devices
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 
-from .conftest import Coordinator, Devices, wait_until
+from .conftest import one_machine, wait_until
 
 PHASES = ("keys", "shares", "train", "agree", "unmask")
 SETTINGS = {
@@ -27,12 +25,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def played(nursery, tmp_path):
     """A coordinator with a secure federation, and a function that starts a device again or anew."""
-    with ExitStack() as stack:
-        coordinator = Coordinator(tmp_path / "coordinator")
-        stack.callback(coordinator.close)
-        devices = Devices(nursery, tmp_path / "devices")
-        stack.callback(devices.close)
-        coordinator.start()
+    with one_machine(nursery, tmp_path) as (coordinator, devices):
         coordinator.create("f", **SETTINGS)
         yield (
             coordinator,

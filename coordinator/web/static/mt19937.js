@@ -1,5 +1,7 @@
 /** numpy's older random numbers, np.random.RandomState, of which numpy promises that they never change. */
 
+import { permutation } from "./pcg64.js";
+
 const SIZE = 624;
 const MIDDLE = 397;
 
@@ -31,23 +33,7 @@ export class RandomState {
 
   /** As `RandomState.permutation(count)`: 0 .. count - 1 in random order, Int32Array. `count` at most 2^31 - 1. */
   permutation(count) {
-    const order = Int32Array.from({ length: count }, (_, i) => i);
-    for (let i = count - 1; i > 0; i--) {
-      const j = this.#upTo(i);
-      const kept = order[i];
-      order[i] = order[j];
-      order[j] = kept;
-    }
-    return order;
-  }
-
-  /** A whole number 0 .. largest, each equally likely: as few bits as can hold it, drawn anew while they exceed it. */
-  #upTo(largest) {
-    const mask = 0xffffffff >>> Math.clz32(largest);
-    for (;;) {
-      const bits = (this.#next() & mask) >>> 0;
-      if (bits <= largest) return bits;
-    }
+    return permutation(count, () => this.#next());
   }
 
   #next() {

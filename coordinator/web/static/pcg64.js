@@ -231,22 +231,27 @@ export class Generator {
 
   /** As `Generator.permutation(count)`: 0 .. count - 1 in random order, Int32Array. `count` at most 2^31 - 1. */
   permutation(count) {
-    const order = Int32Array.from({ length: count }, (_, i) => i);
-    for (let i = count - 1; i > 0; i--) {
-      const j = this.#upTo(i);
-      const kept = order[i];
-      order[i] = order[j];
-      order[j] = kept;
-    }
-    return order;
+    return permutation(count, () => this.#next());
   }
+}
 
-  /** A whole number 0 .. largest, each equally likely: as few bits as can hold it, drawn anew while they exceed it. */
-  #upTo(largest) {
-    const mask = 0xffffffff >>> Math.clz32(largest);
-    for (;;) {
-      const bits = (this.#next() & mask) >>> 0;
-      if (bits <= largest) return bits;
-    }
+/** Return 0 .. count - 1 in random order, Int32Array, as numpy's generators shuffle; next(): 32 random bits. */
+export function permutation(count, next) {
+  const order = Int32Array.from({ length: count }, (_, i) => i);
+  for (let i = count - 1; i > 0; i--) {
+    const j = upTo(i, next);
+    const kept = order[i];
+    order[i] = order[j];
+    order[j] = kept;
+  }
+  return order;
+}
+
+/** A whole number 0 .. largest, each equally likely: as few bits as can hold it, drawn anew while they exceed it. */
+function upTo(largest, next) {
+  const mask = 0xffffffff >>> Math.clz32(largest);
+  for (;;) {
+    const bits = (next() & mask) >>> 0;
+    if (bits <= largest) return bits;
   }
 }
