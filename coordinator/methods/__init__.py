@@ -241,6 +241,16 @@ class DeviceMasks:
     type: type = ElementMask
 
 
+def needs_single_updates(settings: FederationSettings) -> str | None:
+    """Return why a method is not for secure rounds: the usual case."""
+    return "its updates are more than values under a mask that all of a cell can have"
+
+
+def needs_sums_alone(settings: FederationSettings) -> str | None:
+    """Return None: sums of its updates are all that a method needs."""
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorMethod:
     """A method's server half. Every field that is left out has the usual case as its value.
@@ -265,8 +275,8 @@ class CoordinatorMethod:
     only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
         changes are declared for others.
     warning: returns what is wrong with how the federation goes, for its operator, or None.
-    why_not_secure: why sums of its updates cannot be made without seeing one of them; None: they can, as each is no
-        more than values, of all neurons or of some that devices of one active ratio can have in common.
+    why_not_secure: returns why sums of its updates cannot be made without seeing one of them; None: they can, as each
+        is no more than values, of all that exists or of neurons that devices of one active ratio can have in common.
     pages: a page in a browser takes part (``coordinator.web``), which has the device half in JavaScript.
     """
 
@@ -280,7 +290,7 @@ class CoordinatorMethod:
     manifest: Callable[[Manifest, FederationSettings], Manifest] = lambda published, settings: published
     start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
     aggregation: Aggregation = WEIGHTED_MEAN
-    why_not_secure: str | None = "its updates are more than values under a mask that all of a cell can have"
+    why_not_secure: Callable[[FederationSettings], str | None] = needs_single_updates
     schedule: Schedule | None = None
     active: ActiveNeurons | None = None
     masks: DeviceMasks | None = None

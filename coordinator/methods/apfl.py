@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
 
 
 class APFLSettings(MethodSettings):
@@ -17,5 +17,9 @@ class APFLSettings(MethodSettings):
 
 
 APFL = CoordinatorMethod(
-    smallest_budget=whole_model, settings_type=APFLSettings, personal_models=True, mixes_global=True
+    smallest_budget=whole_model,
+    settings_type=APFLSettings,
+    personal_models=True,
+    mixes_global=True,
+    why_not_secure=needs_sums_alone,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
 
 
 class DittoSettings(MethodSettings):
@@ -20,5 +20,9 @@ class DittoSettings(MethodSettings):
 
 
 DITTO = CoordinatorMethod(
-    smallest_budget=whole_model, settings_type=DittoSettings, personal_models=True, mixes_global=True
+    smallest_budget=whole_model,
+    settings_type=DittoSettings,
+    personal_models=True,
+    mixes_global=True,
+    why_not_secure=needs_sums_alone,
 )

@@ -8,7 +8,7 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
 
-FEDAVG = CoordinatorMethod(smallest_budget=whole_model, pages=True, why_not_secure=None)
+FEDAVG = CoordinatorMethod(smallest_budget=whole_model, pages=True, why_not_secure=needs_sums_alone)
 """w <- sum of n_k w_k / sum of n_k, over the cohort."""

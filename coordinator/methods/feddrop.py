@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
 
 
 class FedDropSettings(MethodSettings):
@@ -24,6 +24,9 @@ class FedDropSettings(MethodSettings):
 
 
 FEDDROP = CoordinatorMethod(
-    smallest_budget=any_budget, settings_type=FedDropSettings, active=ActiveNeurons(narrow=True)
+    smallest_budget=any_budget,
+    settings_type=FedDropSettings,
+    active=ActiveNeurons(narrow=True),
+    why_not_secure=needs_sums_alone,
 )
 """A masked weighted mean; a weight that nobody held keeps its value."""

@@ -8,7 +8,7 @@ are named by the setting ``private``: a device's own adapter beside a shared one
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
 from sparrow.coordinator.methods.parts import PrivateSettings, private_part
 
 FEDPER = CoordinatorMethod(
@@ -18,5 +18,5 @@ FEDPER = CoordinatorMethod(
     personal_models=True,
     manifest=private_part,
     pages=True,
-    why_not_secure=None,
+    why_not_secure=needs_sums_alone,
 )

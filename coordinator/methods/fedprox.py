@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
 
 
 class FedProxSettings(MethodSettings):
@@ -23,4 +23,6 @@ class FedProxSettings(MethodSettings):
     )
 
 
-FEDPROX = CoordinatorMethod(smallest_budget=whole_model, settings_type=FedProxSettings, pages=True, why_not_secure=None)
+FEDPROX = CoordinatorMethod(
+    smallest_budget=whole_model, settings_type=FedProxSettings, pages=True, why_not_secure=needs_sums_alone
+)

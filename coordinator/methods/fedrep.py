@@ -6,7 +6,7 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
 from sparrow.coordinator.methods.parts import PrivateSettings, private_part
 
 FEDREP = CoordinatorMethod(
@@ -15,4 +15,5 @@ FEDREP = CoordinatorMethod(
     usable_global_model=False,
     personal_models=True,
     manifest=private_part,
+    why_not_secure=needs_sums_alone,
 )

@@ -11,7 +11,7 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone
 
 FEDSPU = CoordinatorMethod(
     smallest_budget=any_budget,
@@ -19,6 +19,6 @@ FEDSPU = CoordinatorMethod(
     personal_models=True,
     mixes_global=True,
     pages=True,
-    why_not_secure=None,
+    why_not_secure=needs_sums_alone,
 )
 """A masked weighted mean; a weight that nobody held keeps its value."""

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from edge_sdk.protocol.neurons import first_neurons
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
 
 
 class FjordSettings(MethodSettings):
@@ -43,4 +43,5 @@ FJORD = CoordinatorMethod(
     settings_type=FjordSettings,
     active=ActiveNeurons(narrow=True, rule=first_neurons),
     personal_models=True,
+    why_not_secure=needs_sums_alone,
 )

@@ -38,9 +38,17 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
     return with_classes(published) if own_settings(settings, HeteroFLSettings).rows == "seen" else published
 
 
+def why_not_secure(settings: FederationSettings) -> str | None:
+    """Return that devices differ in the rows that they send, unless they send all."""
+    if own_settings(settings, HeteroFLSettings).rows == "seen":
+        return "each device sends the rows of its own classes, which no other has; give method_settings.rows = all"
+    return None
+
+
 HETEROFL = CoordinatorMethod(
     smallest_budget=any_budget,
     settings_type=HeteroFLSettings,
     manifest=manifest,
     active=ActiveNeurons(narrow=True, rule=first_neurons_up, optional=CLASSES),
+    why_not_secure=why_not_secure,
 )

@@ -110,4 +110,5 @@ HETLORA = CoordinatorMethod(
     manifest=manifest,
     active=ActiveNeurons(narrow=True, rule=first_neurons_up),
     aggregation=Aggregation(sums=sums_of),
+    why_not_secure=lambda settings: "adapters are weighed by the norms of single updates, which nobody sees",
 )

@@ -108,6 +108,11 @@ def close(model: GlobalModel, sums: BlockSums | MaskedSums, situation: Situation
     return GlobalModel({**model.tensors, **head}, own=model.own)
 
 
+def why_not_secure(settings: FederationSettings) -> str | None:
+    """Return that updates of two kinds follow one another, unless body and head are apart from the first round on."""
+    return None if _from_first(settings) else "its updates change their form; give method_settings.fedavg_share = 0"
+
+
 LGFEDAVG = CoordinatorMethod(
     smallest_budget=whole_model,
     settings_type=LGFedAvgSettings,
@@ -120,4 +125,5 @@ LGFEDAVG = CoordinatorMethod(
     schedule=Schedule(work=work),
     aggregation=Aggregation(sums=sums_of, close=close, why_mean_only=None, why_not_private=None, why_not_buffered=None),
     only_means=_from_first,
+    why_not_secure=why_not_secure,
 )

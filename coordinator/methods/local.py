@@ -20,7 +20,7 @@ LOCAL = CoordinatorMethod(
     usable_global_model=False,
     personal_models=True,
     pages=True,
-    why_not_secure="nothing of a model goes up",
+    why_not_secure=lambda settings: "nothing of a model goes up",
     schedule=Schedule(work=work),
     aggregation=Aggregation(why_mean_only="nothing of a model goes up"),
 )

@@ -167,6 +167,11 @@ def replacing_method(
     def warning(model: GlobalModel, situation: Situation) -> str | None:
         return warning_of(model, situation, rounds_between(situation.settings, situation.own(settings_type)))
 
+    def why_not_secure(settings: FederationSettings) -> str | None:
+        if rounds_between(settings, own_settings(settings, settings_type)):
+            return "devices replace weights, each its own; give method_settings.adjust_interval = 0"
+        return None
+
     return CoordinatorMethod(
         smallest_budget=smallest_budget,
         settings_type=settings_type,
@@ -181,6 +186,7 @@ def replacing_method(
             "that no rule sees a second value of",
         ),
         warning=warning,
+        why_not_secure=why_not_secure,
     )
 
 

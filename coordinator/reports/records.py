@@ -225,6 +225,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     lost = {name: DAMAGED for each, name in training if (each.status, each.return_reason) == ("expired", DAMAGED)}
     notes = dict(item.notes) if isinstance(item.notes, dict) else {}
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
+    masked = notes.pop("metrics", {})  # of secure rounds: means that no device has told
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
     ]
@@ -240,12 +241,12 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         num_examples=examples,
         training_flops=sum(report.training_flops for report in reports),
         finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
-        train_loss=_weighted_mean([report.train_loss for report in reports], weights),
-        accuracy_personal=_mean(each.accuracy for each in personal),
+        train_loss=masked.get("train_loss", _weighted_mean([report.train_loss for report in reports], weights)),
+        accuracy_personal=masked.get("accuracy_personal", _mean(each.accuracy for each in personal)),
         accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),
-        accuracy_global=_mean(each.accuracy for each in shared),
-        loss_personal=_mean(each.loss for each in personal),
-        loss_global=_mean(each.loss for each in shared),
+        accuracy_global=masked.get("accuracy_global", _mean(each.accuracy for each in shared)),
+        loss_personal=masked.get("loss_personal", _mean(each.loss for each in personal)),
+        loss_global=masked.get("loss_global", _mean(each.loss for each in shared)),
         metrics_personal=_mean_metrics(personal),
         metrics_global=_mean_metrics(shared),
         evaluated_devices=len(judged),
@@ -336,9 +337,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
-    total = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
+def _weighted_mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def bottom_decile(values: Iterable[float | None]) -> float | None:

@@ -291,7 +291,7 @@ class Acceptance:
             report = wire.UpdateReport.model_validate_json(decoded.report)
         settings = settings_of(federation)
         secure = settings.secure and assignment.kind == wire.Kind.train
-        fault = masked_fault(settings, decoded) if secure else None
+        fault = masked_fault(manifest, settings, decoded) if secure else None
         if fault is None and not secure and decoded.masked is not None:
             fault = "masked values belong to secure federations"
         if fault is not None:

@@ -344,7 +344,7 @@ class Folding:
         self.taken: list[str] = []
         self.behind: list[int] = []
         self.parts: Counter[str] = Counter()
-        self.notes: dict[str, int] = {}
+        self.notes: dict[str, Any] = {}
         self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
         self._limits: dict[str, int | None] = {}
 

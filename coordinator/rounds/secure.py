@@ -19,7 +19,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -30,9 +30,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import Array
+from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.secure.fine import read_extras, statistics, words_of_extras
 from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
 from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
@@ -62,7 +63,7 @@ def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> Non
         return
     if find_spec("cryptography") is None:
         raise BadContent("secure: cryptography is not installed here: pip install 'sparrow-fl[secure]'")
-    reason = method.why_not_secure
+    reason = method.why_not_secure(settings)
     if reason is not None:
         raise BadContent(f"secure: {settings.method} cannot do with it: {reason}; leave secure out")
     single = {
@@ -119,7 +120,7 @@ class Ended:
 
     sums: list[CellSum] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class _Member:
     deadline_at: float
     ratio: float | None
     most_examples: int | None
+    identity: str | None
 
 
 class SecureRounds:
@@ -184,7 +186,7 @@ class SecureRounds:
     def _to_shares(
         self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
     ) -> bool | Ended:
-        settings, names = settings_of(federation), sorted(member.name for member in done)
+        settings, names = settings_of(federation), [member.name for member in done]
         least = cell_size(settings)
         sharing = choose_sharing(len(names), settings.secure_colluders, settings.secure_dropouts)
         if sharing is None:
@@ -197,7 +199,7 @@ class SecureRounds:
         said |= {
             "phase": Kind.shares.value,
             "seed": seed,
-            "names": names,
+            "cohort": {member.name: member.identity for member in done},
             "neighbours": sharing.neighbours,
             "threshold": sharing.threshold,
             "cells": [{"names": cell.names, "ratio": cell.ratio, "key": secrets.token_hex(16)} for cell in cells],
@@ -230,7 +232,7 @@ class SecureRounds:
     def _to_unmasking(
         self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
     ) -> bool | Ended:
-        wanted = most_of(len(said["names"]), settings_of(federation).secure_colluders)
+        wanted = most_of(len(said["cohort"]), settings_of(federation).secure_colluders)
         if len(done) < wanted:
             return self._over(federation, current, f"{len(done)} devices agree on who is left, {wanted} must")
         said |= {"phase": Kind.unmask.value}
@@ -306,8 +308,9 @@ class SecureRounds:
                 for member in _members(db, federation.id, current.number, Kind.train.value)
                 if member.status == "done"
             }
-        seeds, pad_secrets = _collected(done, said["names"])
-        wrong, unopened = 0, 0
+        cohort = sorted(said["cohort"])
+        seeds, pad_secrets = _collected(done, cohort)
+        wrong, unopened, metrics = 0, 0, _Means()
         for cell in said["cells"]:
             left = [name for name in cell["names"] if name in said["left"]]
             gone = [name for name in cell["names"] if name in said["shared"] and name not in said["left"]]
@@ -338,51 +341,86 @@ class SecureRounds:
                 continue
             wrong += sum(map(len, bad.values()))
             for name, points in bad.items():
-                keepers = ", ".join(said["names"][point - 1] for point in sorted(points))
+                keepers = ", ".join(cohort[point - 1] for point in sorted(points))
                 log.warning("%s: wrong shares of %s came from %s", federation.name, name, keepers)
             weight = sum(said["weights"][name] for name in left)
             scale = scale_of(settings, cell["names"], said["weights"])
-            mean = scale.sum_of(opened) / weight
-            model = self._models.model(federation, federation.model_version)
-            manifest = self._models.manifest(federation)
-            values = (pack(manifest, model.tensors, mask) + mean).astype(np.float32)
+            values, told = self._values(federation, opened, mask, scale, weight)
+            metrics.update(told)
             ended.sums.append(CellSum(ids, values, mask, weight))
         with self._store.reading() as db:
             ended.notes = self._notes(db, federation, current)
         ended.notes |= {
+            **({"metrics": metrics.means()} if settings.secure_metrics else {}),
             "secure_cells": len(ended.sums),
             "secure_cells_without_sum": unopened,
             "secure_wrong_shares": wrong,
         }
         return ended
 
+    def _values(
+        self, federation: Federation, opened: Words, mask: Mask | None, scale: Scale, weight: float
+    ) -> tuple[Array, dict[str, tuple[float, float]]]:
+        """Return the mean update that a cell's sum stands for, and the sums of its metrics with their weights."""
+        manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
+        base = pack(manifest, model.tensors, mask)
+        places = statistics(manifest, mask)
+        total = scale.sum_of(opened[: len(base)])
+        asked = settings_of(federation).secure_metrics
+        total[places], told = read_extras(opened[len(base) :], base[places], scale, metrics=asked)
+        values = (base + total / weight).astype(np.float32)
+        squares = statistics(manifest, mask, kind="running_var")
+        values[squares] = np.maximum(values[squares], 0)
+        return values, told
+
     def _total(self, federation: Federation, members: Sequence[_Member]) -> tuple[Words, Mask | None]:
-        """Return the sum modulo 2^b of masked updates, and their mask."""
+        """Return the sum modulo 2^b of masked updates, extras behind their values, and their mask."""
         total: Words | None = None
         mask: Mask | None = None
         manifest = self._models.manifest(federation)
+        known = self._models.model(federation, federation.model_version).mask
         for member in members:
             key = update_key(federation.id, member.id, member.update_sha256 or "")
-            decoded = bundle.decode(self._store.blobs.load(key), manifest, None, intact=True)
+            decoded = bundle.decode(self._store.blobs.load(key), manifest, known, intact=True)
             assert decoded.masked is not None, "checked when it was accepted"
+            assert decoded.extras is not None, "so was this"
             mask = decoded.mask
             if total is None:
-                total = np.array(decoded.masked, WORDS[settings_of(federation).secure_bits])
+                total = np.concatenate([decoded.masked, decoded.extras], dtype=WORDS[8 * decoded.masked.itemsize])
             else:
-                total += decoded.masked
+                count = len(decoded.masked)
+                total[:count] += decoded.masked
+                total[count:] += decoded.extras
         assert total is not None, "a cell has members"
         return total, mask
 
     @staticmethod
-    def _notes(db: Session, federation: Federation, current: Round) -> dict[str, int]:
+    def _notes(db: Session, federation: Federation, current: Round) -> dict[str, Any]:
         """Return how many devices each phase asked, and how many answered."""
-        notes = dict[str, int]()
+        notes = dict[str, Any]()
         for phase in PHASES:
             members = _members(db, federation.id, current.number, phase)
             if members:
                 answered = sum(member.status == "done" for member in members)
                 notes |= {f"secure_{phase}_asked": len(members), f"secure_{phase}_vanished": len(members) - answered}
         return notes
+
+
+class _Means:
+    """Means of metrics over cells."""
+
+    def __init__(self) -> None:
+        self._sums = dict[str, tuple[float, float]]()
+
+    def update(self, told: Mapping[str, tuple[float, float]]) -> None:
+        """Add a cell's sums and weights."""
+        for name, (total, weight) in told.items():
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (before[0] + total, before[1] + weight)
+
+    def means(self) -> dict[str, float]:
+        """Return the means of those metrics that any device had; what rounding adds to nothing is nothing."""
+        return {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0.5}
 
 
 def _alike(cells: Sequence[Mapping[str, Any]], done: Sequence[_Member]) -> list[_Member]:
@@ -406,7 +444,7 @@ def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_M
     rows = db.execute(
         select(
             *(Assignment.id, Device.name, Device.id, Assignment.status, Assignment.report, Assignment.update_sha256),
-            *(Assignment.deadline_at, Assignment.ratio, Assignment.most_examples),
+            *(Assignment.deadline_at, Assignment.ratio, Assignment.most_examples, Device.identity_key),
         )
         .join(Device, Device.id == Assignment.device_id)
         .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)
@@ -431,18 +469,47 @@ def _collected(
 
 def secure_work(db: Session, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
     """Return what a device is told of its round with an assignment; None where its round is not secure."""
-    if not settings_of(federation).secure or assignment.kind not in PHASES:
-        return None
-    current = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == assignment.round))
-    said = current.secure if current is not None else None
+    said = _said(db, federation, assignment)
     if said is None:
         return None
+    work, number = _outline(federation, assignment, name, said), assignment.round
+    told: dict[str, Any] = {}
+    match assignment.kind:
+        case Kind.shares.value:
+            wanted = {*work.neighbours, *work.cell} - {name}
+            point = {other: place for place, other in enumerate(sorted(said["cohort"]), start=1)}
+            told["peers"] = tuple(
+                Peer(name=other, identity=said["cohort"][other], keys=Keys.model_validate(keys), point=point[other])
+                for other, keys in _answers(db, federation, number, Kind.keys, wanted)
+            )
+            told["cohort"] = said["cohort"]
+        case Kind.train.value:
+            shared = _answers(db, federation, number, Kind.shares, work.neighbours)
+            told["sealed"] = {other: report["sealed"][name] for other, report in shared if name in report["sealed"]}
+        case Kind.agree.value:
+            trained = _answers(db, federation, number, Kind.train, said["left"])
+            told["statements"] = {other: Statement.model_validate(report["secure"]) for other, report in trained}
+        case Kind.unmask.value:
+            agreed = _answers(db, federation, number, Kind.agree, said["left"])
+            told["signatures"] = {other: report["signature"] for other, report in agreed}
+    return work.model_copy(update=told)
+
+
+def _said(db: Session, federation: Federation, assignment: Assignment) -> dict[str, Any] | None:
+    """Return what the round of an assignment goes by; None where it is not secure."""
+    if not settings_of(federation).secure or assignment.kind not in PHASES:
+        return None
+    return db.scalar(select(Round.secure).where(Round.federation_id == federation.id, Round.number == assignment.round))
+
+
+def _outline(federation: Federation, assignment: Assignment, name: str, said: Mapping[str, Any]) -> SecureWork:
+    """Return what a device is told but for what others have answered."""
     settings = settings_of(federation)
     work: dict[str, Any] = {"context": said["context"], "colluders": settings.secure_colluders}
     if assignment.kind == Kind.keys.value:
         return SecureWork.model_validate(work)
     cell = next(each for each in said["cells"] if name in each["names"])
-    around = neighbourhoods(said["names"], said["neighbours"], f"graph {said['seed']}".encode())[name]
+    around = neighbourhoods(list(said["cohort"]), said["neighbours"], f"graph {said['seed']}".encode())[name]
     scale = scale_of(settings, cell["names"], said["weights"])
     work |= {
         "threshold": said["threshold"],
@@ -453,50 +520,31 @@ def secure_work(db: Session, federation: Federation, assignment: Assignment, nam
         "largest_weight": scale.largest_weight,
         "weight": said["weights"][name],
     }
-    if assignment.kind == Kind.shares.value:
-        wanted = {*around, *cell["names"]} - {name}
-        everybody = _peers(db, federation, assignment.round, said["names"])
-        work["peers"] = [peer for peer in everybody if peer.name in wanted]
-        work["cohort"] = {peer.name: peer.identity for peer in everybody}
-    elif assignment.kind == Kind.train.value:
-        shared = {
-            member.name: Shares.model_validate(member.report).sealed
-            for member in _members(db, federation.id, assignment.round, Kind.shares.value)
-            if member.status == "done"
-        }
-        work["sealed"] = {other: sealed[name] for other, sealed in shared.items() if name in sealed}
+    if assignment.kind == Kind.train.value:
         work["left"] = sorted(set(said["shared"]) & set(cell["names"]))
-    else:
+    elif assignment.kind != Kind.shares.value:
         work["left"], work["gone"] = said["left"], sorted(set(said["shared"]) - set(said["left"]))
         work["cells"] = [each["names"] for each in said["cells"]]
-        if assignment.kind == Kind.agree.value:
-            trained = _members(db, federation.id, assignment.round, Kind.train.value)
-            done = {member.name: member for member in trained if member.status == "done"}
-            work["statements"] = {name: (done[name].report or {})["secure"] for name in said["left"]}
-        else:
-            agreed = _members(db, federation.id, assignment.round, Kind.agree.value)
-            signed = {member.name: member.report or {} for member in agreed if member.status == "done"}
-            work["signatures"] = {name: report["signature"] for name, report in signed.items()}
     return SecureWork.model_validate(work)
 
 
-def _peers(db: Session, federation: Federation, number: int, names: Sequence[str]) -> list[Peer]:
+def _answers(
+    db: Session, federation: Federation, number: int, kind: Kind, names: Collection[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return what devices of these names have answered to a phase, by name."""
     rows = db.execute(
-        select(Device.name, Device.identity_key, Assignment.report)
+        select(Device.name, Assignment.report)
         .join(Device, Device.id == Assignment.device_id)
         .where(
             Assignment.federation_id == federation.id,
             Assignment.round == number,
-            Assignment.kind == Kind.keys.value,
+            Assignment.kind == kind.value,
             Assignment.status == "done",
+            Device.name.in_(list(names)),
         )
+        .order_by(Device.name)
     )
-    point = {name: place for place, name in enumerate(names, start=1)}
-    return [
-        Peer(name=name, identity=identity, keys=Keys.model_validate(report), point=point[name])
-        for name, identity, report in rows
-        if name in point
-    ]
+    return [(name, report or {}) for name, report in rows]
 
 
 def check_answer(
@@ -506,9 +554,10 @@ def check_answer(
     from edge_sdk.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
     from edge_sdk.protocol.secure.pads import BadSecret
 
-    work = secure_work(db, federation, assignment, device.name)
-    if work is None:
+    said = _said(db, federation, assignment)
+    if said is None:
         raise BadContent("the round is over, or is not secure; ask for the next assignment")
+    work = _outline(federation, assignment, device.name, said)
     if isinstance(answer, Keys):
         if device.identity_key is None:
             raise BadContent("this device has told no identity key; enrol again with an SDK that has the extra secure")
@@ -517,8 +566,7 @@ def check_answer(
         except BadSecret as error:
             raise BadContent(str(error)) from None
     elif isinstance(answer, Agree):
-        whole = whole_of(_cohort(db, federation, assignment), work.colluders)
-        signed = story(work.context, whole, work)
+        signed = story(work.context, whole_of(said["cohort"], work.colluders), work)
         try:
             check_agreement(answer, device.identity_key or "", work.context, signed, device.name)
         except BadSecret as error:
@@ -533,13 +581,6 @@ def check_answer(
             raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
 
 
-def _cohort(db: Session, federation: Federation, assignment: Assignment) -> dict[str, str]:
-    """Return the devices of a round that sent keys, with their identity keys."""
-    current = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == assignment.round))
-    names = ((current.secure if current else None) or {}).get("names", [])
-    return {peer.name: peer.identity for peer in _peers(db, federation, assignment.round, names)}
-
-
 def check_statement_of(
     db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
 ) -> None:
@@ -547,21 +588,25 @@ def check_statement_of(
     from edge_sdk.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
     from edge_sdk.protocol.secure.pads import BadSecret
 
-    work = secure_work(db, federation, assignment, device.name)
-    if stated is None or work is None:
+    said = _said(db, federation, assignment)
+    if stated is None or said is None:
         raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
+    work = _outline(federation, assignment, device.name, said)
     try:
         check_statement(stated, device.identity_key or "", work.context, device.name)
     except BadSecret as error:
         raise BadContent(str(error)) from None
-    if stated.present != present_of(work.left, whole_of(_cohort(db, federation, assignment), work.colluders)):
+    if stated.present != present_of(work.left, whole_of(said["cohort"], work.colluders)):
         raise BadContent("report: secure states other devices than this one was told of; no other would sign it")
 
 
-def masked_fault(settings: FederationSettings, decoded: bundle.Bundle) -> str | None:
+def masked_fault(manifest: Manifest, settings: FederationSettings, decoded: bundle.Bundle) -> str | None:
     """Return what is wrong with an update of a secure round."""
     if decoded.masked is None:
         return "an update of a secure round is sent masked, never as it is; update this SDK"
     if decoded.masked.dtype != WORDS[settings.secure_bits]:
         return f"masked values have {settings.secure_bits} bits here"
+    wanted = words_of_extras(manifest, decoded.mask, metrics=settings.secure_metrics)
+    if decoded.extras is None or len(decoded.extras) != wanted:
+        return f"{wanted} words must follow the masked values, of running statistics and metrics; update this SDK"
     return None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +25,24 @@ from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.protocol.neurons import mask_digest
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
+from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.messages import SecureWork, Statement
 from edge_sdk.protocol.secure.numbers import Scale, Words
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.tasks import count_examples
 
 SECRETS, PEERS = "secure.json", "peers.json"
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A masked update: its values' words, those after them (``secure.fine``), what the device was told, signed, and how
+    many values were clipped."""
+
+    values: Words
+    extras: Words
+    statement: Statement
+    clipped: int
 
 
 class SecureRound:
@@ -55,9 +69,9 @@ class SecureRound:
                 return said.model_dump_json().encode()
         raise ProtocolError(f"a secure round has no phase {assignment.kind.value}; update this SDK")
 
-    def mask(self, job: Job, update: Update) -> tuple[Words, Statement, int]:
-        """Return an update as its difference from what was received, rounded and hidden, what this device was told,
-        signed, and how many values were clipped. Raises BadSecret."""
+    def mask(self, job: Job, update: Update, metrics: Mapping[str, float | None] | None) -> Hidden:
+        """Return an update as its difference from what was received, and metrics if there are any to tell, rounded and
+        hidden. Raises BadSecret."""
         work, settings = told(job.assignment), job.assignment.settings
         kept = self._kept(work)
         if kept.work is None:
@@ -71,12 +85,16 @@ class SecureRound:
         if settings.update_clip is not None:
             norm = float(np.linalg.norm(change))
             change *= np.float32(min(1.0, settings.update_clip / max(norm, 1e-30)))
+        places = statistics(job.manifest, update.mask)
+        moved, change[places] = change[places].astype(np.float64), 0.0
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
         words, clipped = scale.round(change, work.weight, chance)
+        extras, beyond = hide_extras(moved, base[places], metrics, scale, work.weight, chance)
         received = told_to_train(job, update, base)
-        kept, masked = device.mask(kept, self._name, work, words, received)
+        kept, masked = device.mask(kept, self._name, work, np.concatenate([words, extras]), received)
         self._keep(kept)
-        return masked, device.state(kept, self._identity), clipped
+        count = len(words)
+        return Hidden(masked[:count], masked[count:], device.state(kept, self._identity), clipped + beyond)
 
     def _keys(self, work: SecureWork) -> bytes:
         kept = self._read()

@@ -675,9 +675,12 @@ class Session:
         update = trained.update
         statement: Statement | None = None
         if job.assignment.settings.secure and job.assignment.kind is Kind.train:
-            masked, statement, clipped = self._secure.mask(job, update)
-            update = replace(update, values=masked)
-            trained = replace(trained, counts={**trained.counts, "clipped_values": clipped})
+            with self._telemetry.phase("evaluate") as measured:
+                metrics = self._metrics(job, trained, best) if job.assignment.settings.secure_metrics else None
+            first["evaluation"] = self.progress.evaluation.plus(measured.cost)
+            hidden = self._secure.mask(job, update, metrics)
+            update, statement = replace(update, values=hidden.values, extras=hidden.extras), hidden.statement
+            trained = replace(trained, counts={**trained.counts, "clipped_values": hidden.clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
         body, feedback = self._pack(job, update, _report(job, trained, download, train.cost, statement))
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
@@ -726,6 +729,24 @@ class Session:
         if controller is not None:
             controller.after_upload(upload)
 
+    def _metrics(self, job: Job, trained: Trained, best: Best | None) -> dict[str, float | None]:
+        """Return what is told of a round under masks: the loss of its training and, where the round is evaluated, loss
+        and accuracy on held-out data of the model received and of the personal model after it."""
+        found: dict[str, float | None] = {"train_loss": trained.train_loss}
+        settings, number = job.assignment.settings, job.assignment.round
+        interval = settings.evaluation_interval
+        if number != settings.rounds and not (interval and number % interval == 0):
+            return found
+        changed = best is not None and best.round == number
+        models = {"personal": trained.state.personal if changed or self.best is None else self.best}
+        if job.received is not None and is_whole(self.manifest, job.received) and self.info.global_model_usable:
+            models["global"] = whole_model(self.manifest, job.received)
+        for name, tensors in models.items():
+            if tensors is not None:
+                judged = self.evaluate({**self.engine.read(), **tensors})
+                found |= {f"loss_{name}": judged.loss, f"accuracy_{name}": judged.accuracy}
+        return found
+
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
         """Return how many values of an update bring along what rounding took from earlier ones; nothing unrounded."""
         owed = self._folder.feedback
@@ -752,6 +773,7 @@ class Session:
                 report=report,
                 known=None if job.received is None else _elements(job.received.mask),
                 gradients=update.gradients,
+                extras=update.extras,
             )
         except BundleError as error:  # a value is not finite
             raise TrainingDiverged(str(error)) from error
@@ -768,11 +790,12 @@ class Session:
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
             measured.flops = forward_flops(self.manifest, exists) * sum(judged) + evaluated.flops
+        tells = not job.assignment.settings.secure_metrics
         receipt = Receipt(
-            personal=evaluated.personal,
-            global_model=evaluated.global_model,
-            validation=evaluated.validation,
-            others=dict(evaluated.others),
+            personal=evaluated.personal if tells else None,
+            global_model=evaluated.global_model if tells else None,
+            validation=evaluated.validation if tells else None,
+            others=dict(evaluated.others) if tells else {},
             finetune_flops=min(evaluated.flops, MOST_FLOPS),
             inference_flops=nonzero_flops(self.manifest, answers),
             state_bytes=_bytes_of(job.state),
@@ -794,7 +817,7 @@ class Session:
         held_out, validation = self._judge(state.personal)
         best = self._best_of(job, validation) if self._keeps_best else None
         receipt = Receipt(
-            personal=held_out,
+            personal=None if job.assignment.settings.secure_metrics else held_out,
             inference_flops=nonzero_flops(self.manifest, state.personal),
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
@@ -1005,14 +1028,15 @@ def _elements(mask: Mask | None) -> ElementMask | None:
 
 def _report(job: Job, trained: Trained, download: Phase, train: Phase, statement: Statement | None = None) -> str:
     """Return the report of a round's training, as JSON."""
+    tells = not job.assignment.settings.secure_metrics
     report = UpdateReport(
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",
         steps=trained.steps,
         training_flops=min(trained.flops, MOST_FLOPS),
-        train_loss=bounded(trained.train_loss),
-        validation_loss=trained.validation.loss if trained.validation else None,
-        stop_loss=None if trained.stop_loss is None else bounded(trained.stop_loss),
+        train_loss=bounded(trained.train_loss) if tells else None,
+        validation_loss=trained.validation.loss if tells and trained.validation else None,
+        stop_loss=bounded(trained.stop_loss) if tells and trained.stop_loss is not None else None,
         counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
         received=dict(job.received.parts) if job.received else {},
         secure=statement,

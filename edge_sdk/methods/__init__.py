@@ -27,6 +27,7 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
+from edge_sdk.protocol.secure.numbers import Words
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import load_method_record
@@ -116,6 +117,7 @@ class Update:
 
     gradients: of all maskable weights, float32, in rounds that ask for them. base: the global model that the round
     started from, where its payload was under another mask than the update, or only what had changed of it.
+    extras: words after values that secure aggregation has masked (``secure.fine``).
     """
 
     values: Array
@@ -123,6 +125,7 @@ class Update:
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
     base: Tensors | None = None
+    extras: Words | None = None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ LARGEST_VALUE: dict[Precision, float] = {
 _PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
 _MASKED = {"U16": 2, "U32": 4}
 """Types of values that secure aggregation has masked -> their bytes."""
-_PARTS = ("values", "scales", "mask", "signs", "gradients")
+_PARTS = ("values", "extras", "scales", "mask", "signs", "gradients")
 """What a bundle's data consist of, in this order."""
 
 Signs = NDArray[np.int8]
@@ -102,7 +102,8 @@ class Bundle:
 
     values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
     everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
-    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values.
+    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values; then
+    extras of the same type, however many (``secure.fine``).
     signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
     """
 
@@ -115,6 +116,7 @@ class Bundle:
     gradients: NDArray[np.float32] | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
     masked: Words | None = None
+    extras: Words | None = None
 
 
 def encode(
@@ -128,10 +130,12 @@ def encode(
     known: ElementMask | None = None,
     signs: Signs | None = None,
     gradients: NDArray[np.float32] | None = None,
+    extras: Words | None = None,
 ) -> bytes:
     """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    Values of type uint16 or uint32 are those of secure aggregation, and travel as they are. ``draw``, where given, must
+    Values of type uint16 or uint32 are those of secure aggregation, and travel as they are, with extras of the same
+    type. ``draw``, where given, must
     be what ``mask`` was drawn from; it is used where it is the shortest form. known: the mask of elements that the
     reader holds. Quantised values have precision int8, whatever is given. Raises BundleError when a value is not
     finite, or becomes infinite in the chosen precision.
@@ -152,6 +156,8 @@ def encode(
         parts["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
     elif hidden:
         parts["values"] = (dtype, wanted, vector.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
+        if extras is not None and len(extras):
+            parts["extras"] = (dtype, len(extras), extras.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
     else:
         parts["values"] = (dtype, wanted, _to_bytes(values, precision))
     if mask_bytes:
@@ -205,7 +211,11 @@ def decode(
     if count != wanted:
         raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
     if dtype in _MASKED:
+        if entries.get("extras", entries["values"])[0] != dtype:
+            raise BundleError("extras have another type than masked values; encode with protocol.bundle")
         return _masked(data, dtype, mask, draw, metadata["report"], start)
+    if "extras" in data:
+        raise BundleError("extras belong to masked values; encode with protocol.bundle")
     precision = _PRECISIONS[dtype]
     if precision == "int8":
         values = _decode_quantised(manifest, mask, data)
@@ -233,11 +243,11 @@ def _masked(
     data: Mapping[str, memoryview], dtype: str, mask: Mask | None, draw: NeuronDraw | None, report: str, start: int
 ) -> Bundle:
     """Return a bundle of masked values, which brings nothing else but its mask."""
-    if not data.keys() <= {"values", "mask"}:
+    if not data.keys() <= {"values", "extras", "mask"}:
         raise BundleError("masked values come without scales, signs and gradients; encode with protocol.bundle")
-    words: Words = np.frombuffer(data["values"], np.dtype(f"<u{_MASKED[dtype]}"))
+    words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
     parts = {"header": start, **{name: len(part) for name, part in data.items()}}
-    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, parts=parts, masked=words)
+    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, parts=parts, masked=words, extras=extras)
 
 
 def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, memoryview]) -> NDArray[np.float32]:
@@ -423,6 +433,8 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
         if name in ("mask", "signs")
         else {**dict(_DTYPES.values()), **_MASKED}
         if name == "values"
+        else _MASKED
+        if name == "extras"
         else {"F32": 4}
     )
     if dtype not in allowed:

@@ -238,6 +238,10 @@ class FederationSettings(_Request):
     secure_dropouts: float = Field(
         default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may vanish in a phase"
     )
+    secure_metrics: bool = Field(
+        default=False,
+        description="With secure: losses and accuracies are summed under the masks, too, and told of no single device",
+    )
     secure_phase_seconds: float = Field(
         default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase that trains nothing, s"
     )
@@ -330,6 +334,8 @@ class FederationSettings(_Request):
             raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
+        if self.secure_metrics and not self.secure:
+            raise ValueError("secure_metrics: metrics go through the masks of secure rounds; give secure as well")
         if self.buffer is not None:
             if self.buffer > self.cohort:
                 raise ValueError(
@@ -786,7 +792,7 @@ class UpdateReport(_Request):
     status: Literal["active", "stopped"] = "active"
     steps: Count
     training_flops: Flops = Field(default=0, description="What local training computed, from shapes and masks")
-    train_loss: Score
+    train_loss: Score | None = Field(default=None, description="None where it goes under masks (secure_metrics)")
     validation_loss: Score | None = None
     stop_loss: Score | None = None
     counts: dict[Annotated[str, Field(max_length=64)], Count] = Field(

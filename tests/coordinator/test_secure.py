@@ -14,6 +14,7 @@ from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
 from edge_sdk.protocol.secure import device as secure
 from edge_sdk.protocol.secure import pads
+from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.numbers import Scale
 from sparrow.coordinator.errors import BadContent, Finished, NameTaken
 
@@ -44,6 +45,8 @@ class SecureDevice:
     identity: bytes = field(default_factory=pads.new_identity)
     kept: secure.RoundSecrets | None = None
     base: str = "the same model"
+    metrics: dict | None = None
+    tells: dict = field(default_factory=dict)
     answered: list[str] = field(default_factory=list)
 
     def enrol(self):
@@ -80,20 +83,26 @@ class SecureDevice:
                 return self.masked(assignment)
             case _:
                 found = Evaluation(num_examples=10, loss=0.5, accuracy=0.5)
-                said = Receipt(personal=found, global_model=found)
+                said = Receipt() if self.metrics else Receipt(personal=found, global_model=found)
         return said.model_dump_json().encode()
 
     def masked(self, assignment):
         work, draw = assignment.secure, assignment.work and NeuronDraw(**assignment.work.model_dump())
         mask = draw and draw_neurons(DIGITS, draw)
         scale = Scale(work.bits, len(work.cell), work.value_range, work.largest_weight)
-        words, _ = scale.round(self.change(count_values(DIGITS, mask)), work.weight, np.random.default_rng(0))
-        self.kept, masked = secure.mask(self.kept, self.name, work, words, self.base)
-        return bundle.encode(DIGITS, masked, mask, draw=draw, report=self.report())
+        change, chance = self.change(count_values(DIGITS, mask)), np.random.default_rng(0)
+        places = statistics(DIGITS, mask)
+        moved, change[places] = change[places].astype(np.float64), 0
+        words, _ = scale.round(change, work.weight, chance)
+        base = pack(DIGITS, initial_values(DIGITS, 0), mask)[places]
+        extras, _ = hide_extras(moved, base, self.metrics, scale, work.weight, chance)
+        self.kept, masked = secure.mask(self.kept, self.name, work, np.concatenate([words, extras]), self.base)
+        values, extras = np.split(masked, [len(words)])
+        return bundle.encode(DIGITS, values, mask, draw=draw, report=self.report(), extras=extras)
 
     def report(self, **changes):
         stated = {"secure": secure.state(self.kept, self.identity), **changes}
-        told = {"num_examples": self.examples, "steps": 1, "train_loss": 1.0, **stated}
+        told = {"num_examples": self.examples, "steps": 1, "train_loss": 1.0, **self.tells, **stated}
         return UpdateReport(**told).model_dump_json(exclude_defaults=True)
 
     def answer(self):
@@ -230,6 +239,28 @@ def test_devices_of_one_budget_share_a_draw_and_a_sum(begin):
     assert coordinator.record(1).notes["secure_cells"] == 2
 
 
+def test_metrics_go_through_the_masks(begin):
+    """Of a loss and an accuracy the record has the mean, weighted with samples, and no device's is told."""
+    coordinator, devices = begin(examples=(10, 20, 40), secure_metrics=True)
+    for number, device in enumerate(devices):
+        device.metrics = {"train_loss": float(number), "accuracy_global": number / 10 if number else None}
+        device.tells = {"train_loss": None}
+    play(coordinator, devices)
+    record, weights = coordinator.record(1), np.array([device.examples for device in devices])
+    assert record.train_loss == pytest.approx(np.average(np.arange(8), weights=weights), abs=1e-3)
+    assert record.accuracy_global == pytest.approx(np.average(np.arange(1, 8) / 10, weights=weights[1:]), abs=1e-5)
+    assert (record.loss_personal, record.notes["secure_cells"]) == (None, 1)
+    np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
+
+
+def test_words_that_are_not_those_of_the_model_and_metrics_are_refused(begin):
+    coordinator, devices = begin(secure_metrics=True)
+    reach(coordinator, devices, "train")
+    assignment = devices[0].ask()
+    with pytest.raises(BadContent, match="words must follow the masked values"):
+        devices[0].send(assignment, devices[0].body(assignment))
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator, phase):
     coordinator, devices = begin()
@@ -261,6 +292,9 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
         ({"noise_multiplier": 1.0, "update_clip": 1.0}, "noise_multiplier: not in a secure federation"),
         ({"method": "pfedgate"}, "secure: pfedgate cannot do with it"),
         ({"method": "local"}, "nothing of a model goes up"),
+        ({"method": "heterofl"}, "give method_settings.rows = all"),
+        ({"method": "fedsgc", "rounds": 20}, "give method_settings.adjust_interval = 0"),
+        ({"method": "lgfedavg", "rounds": 20, "method_settings": {"fedavg_share": 0.5}}, "give method_settings.fedavg"),
         ({"cohort": 2, "min_devices": 2}, "do not hide one another"),
         ({"cohort": 4, "secure_dropouts": 0.5}, "of a cohort of 4 no shares bear"),
         ({"over_selection": 0.5}, "over_selection and extensions would bring devices in after the keys"),
@@ -305,7 +339,8 @@ def test_an_update_without_a_true_statement_is_refused(begin):
     assignment = one.ask()
     body = one.body(assignment)
     other.body(other.ask())
-    values = bundle.decode(body, DIGITS).masked
+    decoded = bundle.decode(body, DIGITS)
+    values, extras = decoded.masked, decoded.extras
     own, others = (secure.state(each.kept, each.identity) for each in (one, other))
     said = own.said() | {"present": 64 * "1"}
     signature = pads.sign(one.identity, one.kept.context, said).hex()
@@ -318,7 +353,7 @@ def test_an_update_without_a_true_statement_is_refused(begin):
         (secure.Statement(**said, signature=signature), "states other devices"),
     ]:
         with pytest.raises(BadContent, match=match):
-            one.send(assignment, bundle.encode(DIGITS, values, None, report=one.report(secure=stated)))
+            one.send(assignment, bundle.encode(DIGITS, values, None, report=one.report(secure=stated), extras=extras))
     assert one.send(assignment, body)
 
 

@@ -56,6 +56,31 @@ class Scale:
 
     def sum_of(self, words: Words) -> NDArray[np.float64]:
         """Return the weighted sum of differences that a sum modulo 2^b stands for."""
+        return self._signed(words) * self.step
+
+    def round_fine(
+        self, values: NDArray[np.float64], ranges: NDArray[np.float64], weight: float, chance: np.random.Generator
+    ) -> tuple[Words, int]:
+        """Return two words for each value, the first ones first, and how many values were clipped to ±their range.
+
+        The second says what rounding took from the first, in steps of 1 / (2 L) of it, up or down at random: the sum's
+        deviation is at most range·W / (2 L²) · √n/2.
+        """
+        clipped = np.nan_to_num(np.clip(values, -ranges, ranges))
+        scaled = clipped / ranges * (weight / self.largest_weight * self.steps)
+        first = np.rint(scaled)
+        second = np.floor((scaled - first) * (2 * self.steps) + chance.random(len(values)))
+        np.clip(second, -self.steps, self.steps, out=second)
+        numbers = np.concatenate([first, second]).astype(np.int64)
+        return numbers.astype(WORDS[self.bits]), int(np.count_nonzero(clipped != values))
+
+    def sum_of_fine(self, words: Words, ranges: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the weighted sums of values that were sent in two words each."""
+        first, second = self._signed(words).reshape(2, -1)
+        found: NDArray[np.float64] = (first + second / (2 * self.steps)) / self.steps * ranges * self.largest_weight
+        return found
+
+    def _signed(self, words: Words) -> NDArray[np.float64]:
         signed: Any = {16: np.int16, 32: np.int32}[self.bits]
-        found: NDArray[np.float64] = words.view(signed).astype(np.float64) * self.step
+        found: NDArray[np.float64] = np.ascontiguousarray(words).view(signed).astype(np.float64)
         return found

@@ -19,6 +19,7 @@ from edge_sdk.device.secure import SecureRound as OneDevice
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
+from edge_sdk.protocol.secure.fine import METRICS, hide_extras, read_extras
 from edge_sdk.protocol.secure.groups import (
     LARGEST_FAILURE,
     Sharing,
@@ -29,7 +30,7 @@ from edge_sdk.protocol.secure.groups import (
     neighbourhoods,
 )
 from edge_sdk.protocol.secure.messages import Peer
-from edge_sdk.protocol.secure.numbers import Scale
+from edge_sdk.protocol.secure.numbers import WORDS, Scale
 from edge_sdk.protocol.secure.opening import CannotOpen, open_sum, secret_of
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.protocol.secure.shamir import PRIME, SHARE_BYTES, at, join, split
@@ -192,6 +193,45 @@ def test_a_sum_of_the_largest_numbers_does_not_wrap(bits, devices, sign):
     parts = [scale.round(largest, 30.0, np.random.default_rng(each))[0] for each in range(devices)]
     found = scale.sum_of(total_of(parts))
     np.testing.assert_allclose(found, sign * 0.25 * 30.0 * devices, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("devices", [3, 20, 200])
+def test_running_statistics_and_metrics_are_summed_far_finer_than_a_word_says(bits, devices):
+    """Means and variances of any magnitude, moved by up to 16 times as much, beside losses and accuracies."""
+    chance = np.random.default_rng(devices)
+    scale, weights = Scale(bits, devices, 0.5, 40.0), chance.integers(1, 41, devices)
+    base = np.array([0.0, 1.0, 1e-6, -300.0, 5e4], np.float32)
+    moved = chance.uniform(-16, 16, (devices, 5)) * (1 + abs(base.astype(np.float64)))
+    told = [{"train_loss": chance.uniform(0, 5), "accuracy_global": chance.uniform()} for _ in range(devices)]
+    told[0]["accuracy_global"] = None
+    total = np.zeros(2 * (5 + 2 * len(METRICS)), WORDS[bits])
+    for change, metrics, weight in zip(moved, told, weights, strict=True):
+        words, clipped = hide_extras(change, base, metrics, scale, float(weight), chance)
+        assert (len(words), clipped) == (len(total), 0)
+        total += words
+    sums, means = read_extras(total, base, scale, metrics=True)
+    # Six deviations of what rounding does to a sum, as a share of its range.
+    error = 6 * 40 / (2 * scale.steps**2) * math.sqrt(devices) / 2 + 1e-12
+    wanted = (weights[:, None] * moved).sum(axis=0)
+    assert (abs(sums - wanted) <= error * 16 * (1 + abs(base.astype(np.float64)))).all()
+    loss, weight = means["train_loss"]
+    assert abs(weight - weights.sum()) <= error
+    assert abs(loss - sum(w * each["train_loss"] for w, each in zip(weights, told, strict=True))) <= 100 * error
+    accuracy, weight = means["accuracy_global"]
+    assert abs(weight - weights[1:].sum()) <= error
+    assert (
+        abs(accuracy - sum(w * each["accuracy_global"] for w, each in list(zip(weights, told, strict=True))[1:]))
+        <= error
+    )
+    assert abs(means["loss_personal"][1]) <= error  # nobody had it
+
+
+def test_a_statistic_that_moves_further_is_clipped_and_counted():
+    scale, base = Scale(16, 4, 0.5, 1.0), np.array([1.0, 1.0, 1.0], np.float32)
+    words, clipped = hide_extras(np.array([40.0, -40.0, np.nan]), base, None, scale, 1.0, np.random.default_rng(0))
+    assert clipped == 3
+    np.testing.assert_allclose(read_extras(words, base, scale, metrics=False)[0], [32, -32, 0], atol=1e-5)
 
 
 def test_rounding_is_right_on_average_and_within_the_stated_deviation():
@@ -931,7 +971,7 @@ def job_of(work, examples: int, count: int = 50, **settings: object):
     return SimpleNamespace(
         assignment=SimpleNamespace(kind=Kind.train, secure=work, settings=told, round=3, plan={}),
         task=SimpleNamespace(train=SimpleNamespace(num_examples=examples)),
-        manifest=None,
+        manifest=SimpleNamespace(shared=(), alike=()),  # without running statistics
         received=SimpleNamespace(values=np.full(count, 0.25, "<f4"), mask=None),
         seed=lambda purpose: 7,
     )
@@ -967,25 +1007,25 @@ def test_a_device_counts_by_its_own_samples_alone(weighed):
         before = dict(folder.files)
         lie = work.model_copy(update={"weight": weight, "largest_weight": largest})
         with pytest.raises(BadSecret, match=f"a weight of {weight:g}"):
-            one.mask(job_of(lie, examples), UPDATE)
+            one.mask(job_of(lie, examples), UPDATE, None)
         assert folder.files == before  # nothing was hidden, nor stated
     for weight, largest, examples in ((7.0, 20.0, 7), (20.0, 20.0, 21), (5.0, 5.0, 7)):
         told = work.model_copy(update={"weight": weight, "largest_weight": largest})
-        assert device_of(weighed)[1].mask(job_of(told, examples), UPDATE)
+        assert device_of(weighed)[1].mask(job_of(told, examples), UPDATE, None)
 
 
 def test_a_device_states_the_scale_and_model_that_it_was_told(weighed):
     work = weighed.view.told["train", "d000"]
-    _, true, _ = device_of(weighed)[1].mask(job_of(work, 7), UPDATE)
+    true = device_of(weighed)[1].mask(job_of(work, 7), UPDATE, None).statement
     device.check_statement(true, public_identity_of("d000"), work.context, "d000")
-    assert device_of(weighed)[1].mask(job_of(work, 7), UPDATE)[1] == true
+    assert device_of(weighed)[1].mask(job_of(work, 7), UPDATE, None).statement == true
     others = [
         job_of(work.model_copy(update=changes), 7) for changes in ({"value_range": 1.0}, {"largest_weight": 21.0})
     ]
     others.append(job_of(work, 7))
     others[-1].received.values[3] = 0.75
     for job in others:
-        _, stated, _ = device_of(weighed)[1].mask(job, UPDATE)
+        stated = device_of(weighed)[1].mask(job, UPDATE, None).statement
         assert stated.scale != true.scale
         assert stated.present == true.present
 
