@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from edge_sdk.device.demands import SecureOnly, read_known
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
@@ -117,6 +118,8 @@ def join(
     deterministic: bool = False,
     engine: EngineChoice = "auto",
     memory_limit: int | None = None,
+    require_secure: int | None = None,
+    known_devices: Path | str | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     quiet: bool = False,
@@ -136,7 +139,9 @@ def join(
     follows from the model, not in what was measured to be fastest. engine: what trains: ``torch``; ``onnx``, ONNX
     Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; or ``auto``: ONNX
     Runtime where federation and method allow it and there is no GPU. memory_limit: bytes that training may take, all
-    that the process holds included; by default what there is. trust: certificates for https.
+    that the process holds included; by default what there is. require_secure: send updates under masks alone, in rounds
+    that bear so many colluders (docs/privacy.md). known_devices: likewise, and with no others than those of this file
+    of lines ``NAME KEY``. trust: certificates for https.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
@@ -145,6 +150,7 @@ def join(
     """
     make_task = _task_maker(task)
     _check_numbers(budget, threads, memory_limit, patience_seconds)
+    demands = _demands(require_secure, known_devices)
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
@@ -182,8 +188,11 @@ def join(
                     keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
                 ),
                 watchdog=watchdog,
+                demands=demands,
             )
             bar.start(session)
+            if session.identity_key is not None:
+                bar.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
             _say_budget(session.choice, bar)
             with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
                 session.skeleton()
@@ -210,6 +219,18 @@ def join(
             for text in result.warnings:
                 bar.say(text)
             return result
+
+
+def _demands(require_secure: object, known_devices: Path | str | None) -> SecureOnly | None:
+    """Return what this device demands of rounds. Raises BadArgument."""
+    if require_secure is None and known_devices is None:
+        return None
+    least = 0 if require_secure is None else require_secure
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise BadArgument(
+            f"require_secure={least!r} cannot work; give how many devices may collude, from 0 on, or None"
+        )
+    return SecureOnly(least, None if known_devices is None else read_known(known_devices))
 
 
 def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
@@ -549,6 +570,8 @@ def _command(options: argparse.Namespace) -> None:
             deterministic=options.deterministic,
             engine=options.engine,
             memory_limit=options.memory_limit,
+            require_secure=options.require_secure,
+            known_devices=options.known_devices,
             trust=tls.from_options(options),
             quiet=options.quiet,
         )
@@ -611,6 +634,20 @@ def _options(parser: Parser) -> None:
         type=read.mebibytes,
         metavar="MIB",
         help="what this process may hold; a budget that needs more is refused (default: what there is)",
+    )
+    parser.add_argument(
+        "--require-secure",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="send updates under masks alone (secure aggregation), in rounds that bear N colluders (1 if left out)",
+    )
+    parser.add_argument(
+        "--known-devices",
+        type=Path,
+        metavar="FILE",
+        help="likewise, and with no other devices than those of this file of lines NAME KEY",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar, but what needs attention")
     parser.add_argument("--verbose", action="store_true", help="say more")

@@ -592,7 +592,7 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
 def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
     """Raise BadContent for settings that together cannot keep what they promise: at creation and at every change."""
-    check_secure(method, settings)
+    check_secure(method, manifest, settings)
     check_robust(method, settings)
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)

@@ -16,6 +16,7 @@ from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.reports.records import iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS
 from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
+from sparrow.coordinator.rounds.secure import PHASES
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
@@ -84,7 +85,7 @@ def doing_of(federation: Federation, now: float) -> ColumnElement[str]:
     return case(
         (Device.status == "revoked", Doing.revoked.value),
         (Device.status == "stopped", Doing.stopped.value),
-        (Device.id.in_(asked.where(Assignment.kind.in_(COHORT_KINDS))), Doing.training.value),
+        (Device.id.in_(asked.where(Assignment.kind.in_((*COHORT_KINDS, *PHASES)))), Doing.training.value),
         (Device.paused.is_not(None), Doing.paused.value),
         (Device.present.is_(False), Doing.away.value),
         (Device.budget < smallest_budget(federation) - SLACK, Doing.small_budget.value),

@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import Doing, FederationInfo
+from edge_sdk.protocol.messages import Doing, FederationInfo, Kind
 from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -188,15 +188,18 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
     its_own = Assignment.round == current.number
     if settings_of(federation).buffer is not None:  # any device that trains may bring an update that counts here
         its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
-    of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
+    phase = current.secure["phase"] if current.secure else None
+    kinds = COHORT_KINDS if phase is None else (phase,)
+    of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(kinds), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
     counts = {row[0]: row[1] for row in db.execute(by_status)}
     return OpenRound(
         round=current.number,
+        phase=phase,
         opened_at=iso(current.opened_at),
         deadline_at=iso(current.deadline_at),
         extensions=current.extensions,
-        target=current.target,
+        target=current.target if phase in (None, Kind.train.value) else sum(counts.values()),
         cohort=sum(counts.values()),
         done=counts.get("done", 0),
         returned=counts.get("returned", 0),

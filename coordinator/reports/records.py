@@ -38,6 +38,7 @@ from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, UNCOUNTED, weight_of
+from sparrow.coordinator.rounds.secure import PHASES
 from sparrow.coordinator.storage.failing import RECORDS
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
@@ -206,6 +207,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
     done = [(each, name) for each, name in training if each.status == "done" and _counts(each, item)]
     training = [(assignment, name) for assignment, name in training if assignment.round == item.number]
+    phases = [(each, name) for each, name in rows if each.kind in PHASES and each.round == item.number]
+    # In a secure round a device has an assignment in each phase; all were drawn that were asked for keys.
+    asked = phases if any(each.kind == Kind.keys for each, _ in phases) else training
     trained = [(each, name, read_stored(UpdateReport, each.report)) for each, name in done]
     reports = [report for _, _, report in trained if report]
     uploads = [_upload(assignment) for assignment, _, report in trained if report]
@@ -233,11 +237,11 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     return RoundRecord(
         round=item.number,
         status="closed" if item.status == "closed" else "open",
-        cohort=tuple(name for _, name in training),
+        cohort=tuple(dict.fromkeys(name for _, name in asked)),
         updates=len(done),
         stopped=tuple(name for _, name, report in trained if report and report.status == "stopped"),
-        handed_back=sum(assignment.status == "returned" for assignment, _ in training),
-        expired=sum(assignment.status == "expired" for assignment, _ in training),
+        handed_back=sum(assignment.status == "returned" for assignment, _ in asked),
+        expired=sum(assignment.status == "expired" for assignment, _ in asked),
         num_examples=examples,
         training_flops=sum(report.training_flops for report in reports),
         finetune_flops=sum(receipt.finetune_flops for receipt in receipts),

@@ -399,20 +399,20 @@ class Rounds:
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 
-    def _step_secure(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
+    def _step_secure(self, federation: Federation, current: Round) -> bool:
         """Move a secure round on by a phase; close it with the sums that came out."""
         ended = self._secure.advance(federation, current)
         if isinstance(ended, bool):
             return ended or self._expire_late(federation.id)
         folding = self._fold(federation, current)
         folding.take_sums(ended)
-        folding.position = len(cohort)
+        folding.position = ended.notes.get("secure_keys_asked", 0)  # all that were drawn, whoever came
         self._close(federation, current.number, folding)
         return True
 
     def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
         if current.secure is not None:
-            return self._step_secure(federation, current, cohort)
+            return self._step_secure(federation, current)
         done = [member.id for member in cohort if member.status == "done"]
         waiting = [member.id for member in cohort if member.status == "open"]
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"

@@ -221,7 +221,8 @@ class Intake:
         sent: Tensors,
     ) -> None:
         self.sums = sums
-        self._clip, self._mads = settings.update_clip, settings.outlier_mads
+        # In secure rounds devices have clipped, and what comes are means of their updates.
+        self._clip, self._mads = None if settings.secure else settings.update_clip, settings.outlier_mads
         self._manifest = manifest
         self._sent = sent
         if isinstance(sums, OneUpdate):  # what prepares a model is no change of it, and there is no other

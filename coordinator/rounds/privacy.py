@@ -66,7 +66,8 @@ def noise_of(key: bytes, round_number: int, sums: Float64s) -> Float64s:
 class PrivateSums:
     """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64.
 
-    key: the federation's noise key, 32 random bytes. round_number: the round's.
+    key: the federation's noise key, 32 random bytes. round_number: the round's. In a secure federation what comes is
+    the mean of so many updates, which devices have clipped.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PrivateSums:
         self._longest = settings.update_clip
         self._deviation = settings.noise_multiplier * settings.update_clip
         self._cohort = settings.cohort
+        self._secure = settings.secure
         self._key, self._round = key, round_number
         self.clipped_sum = np.zeros(manifest.shared_values)
         self._parts: dict[str, Any] = unpack_whole(manifest, self.clipped_sum)
@@ -89,8 +91,11 @@ class PrivateSums:
     ) -> None:
         """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
         moved = difference(self._manifest, self._sent, values, mask)
-        norm = float(np.linalg.norm(moved))
-        scale = 1.0 if norm <= self._longest else self._longest / norm
+        if self._secure:
+            scale = float(num_examples)  # each of them counts as 1
+        else:
+            norm = float(np.linalg.norm(moved))
+            scale = 1.0 if norm <= self._longest else self._longest / norm
         for spec, block, part in unpack(self._manifest, moved, mask):
             target = self._parts[spec.name]
             block.add(target, part, scale=scale)
@@ -191,7 +196,7 @@ def spent(db: Session, federation_id: int, number: int, settings: FederationSett
         .join(Device, Device.id == Assignment.device_id)
         .where(
             Assignment.federation_id == federation_id,
-            Assignment.kind == Kind.train.value,
+            Assignment.kind == (Kind.keys.value if settings.secure else Kind.train.value),
             Assignment.round <= number,
         )
         .group_by(Device.name)

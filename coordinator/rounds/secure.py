@@ -57,7 +57,7 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
 PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
 
 
-def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> None:
+def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
     """Raise BadContent for a federation that cannot be secure."""
     if not settings.secure:
         return
@@ -71,14 +71,11 @@ def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> Non
         "update_norm_limit": settings.update_norm_limit,
         "outlier_mads": settings.outlier_mads,
         "buffer": settings.buffer,
-        "noise_multiplier": settings.noise_multiplier,
     }
     asked = next((name for name, value in single.items() if value is not None), None)
     if asked is not None:
-        why = {
-            "buffer": "a secure round is of one cohort, whose devices wait for one another",
-            "noise_multiplier": "the accountant does not count what rounding to whole numbers does",
-        }.get(asked, "it looks at single updates, which nobody sees")
+        waits = "a secure round is of one cohort, whose devices wait for one another"
+        why = waits if asked == "buffer" else "it looks at single updates, which nobody sees"
         raise BadContent(f"{asked}: not in a secure federation: {why}; leave {asked} or secure out")
     if settings.over_selection or settings.extensions:
         raise BadContent("secure: over_selection and extensions would bring devices in after the keys; leave them out")
@@ -93,6 +90,14 @@ def check_secure(method: CoordinatorMethod, settings: FederationSettings) -> Non
             f"secure_dropouts: of a cohort of {settings.cohort} no shares bear that {settings.secure_dropouts:.0%} "
             f"vanish and {settings.secure_colluders} collude; lower one of them, or raise the cohort"
         )
+    if settings.noise_multiplier is not None and settings.update_clip is not None:
+        scale = Scale(settings.secure_bits, settings.cohort, settings.secure_range, 1.0)
+        rounded = scale.most_rounded(manifest.shared_values)
+        if rounded > settings.update_clip / 2:
+            raise BadContent(
+                f"secure_bits: rounding to {settings.secure_bits} bits can lengthen an update by {rounded:.3g}, which "
+                f"is taken off update_clip before it; set secure_bits to 32, or lower secure_range"
+            )
 
 
 def cell_size(settings: FederationSettings) -> int:
@@ -195,7 +200,7 @@ class SecureRounds:
         seed = secrets.token_hex(16)
         ratios = {member.name: member.ratio for member in done}
         cells = make_cells(ratios, least, f"cells {seed}".encode())
-        weights = self._weights(done)
+        weights = self._weights(done, alike=settings.noise_multiplier is not None)
         said |= {
             "phase": Kind.shares.value,
             "seed": seed,
@@ -207,8 +212,11 @@ class SecureRounds:
         }
         return self._next(federation, current, said, Kind.shares, done)
 
-    def _weights(self, members: Sequence[_Member]) -> dict[str, int]:
-        """Return how much each device counts: the samples that it told, up to the most that any counts with."""
+    def _weights(self, members: Sequence[_Member], *, alike: bool) -> dict[str, int]:
+        """Return how much each device counts: the samples that it told, up to the most that any counts with. alike:
+        everybody counts as 1 (``rounds.privacy``)."""
+        if alike:
+            return {member.name: 1 for member in members}
         with self._store.reading() as db:
             told = {member.name: db.get_one(Device, member.device_id).num_examples or 1 for member in members}
         most = max(
@@ -368,7 +376,9 @@ class SecureRounds:
         total = scale.sum_of(opened[: len(base)])
         asked = settings_of(federation).secure_metrics
         total[places], told = read_extras(opened[len(base) :], base[places], scale, metrics=asked)
-        values = (base + total / weight).astype(np.float32)
+        values = base + total / weight
+        if settings_of(federation).noise_multiplier is None:  # else what one update adds is known to the last digit
+            values = values.astype(np.float32)
         squares = statistics(manifest, mask, kind="running_var")
         values[squares] = np.maximum(values[squares], 0)
         return values, told

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.device.demands import SecureOnly
 from edge_sdk.device.state import StateFolder
 from edge_sdk.methods import Job, Update
 from edge_sdk.methods.merging import sent_values
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Assignment, Kind
+from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.protocol.neurons import mask_digest
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
@@ -46,10 +47,11 @@ class Hidden:
 
 
 class SecureRound:
-    """The secure rounds of one device. identity: its private identity key, 32 bytes."""
+    """The secure rounds of one device. identity: its private identity key, 32 bytes. demands: its owner's."""
 
-    def __init__(self, folder: StateFolder, name: str, identity: bytes) -> None:
+    def __init__(self, folder: StateFolder, name: str, identity: bytes, demands: SecureOnly | None = None) -> None:
         self._folder, self._name, self._identity = folder, name, identity
+        self._demands = demands or SecureOnly()
 
     def answer(self, assignment: Assignment) -> bytes:
         """Return the answer to a phase, JSON. Raises BadSecret for what would give this device's update away."""
@@ -81,10 +83,7 @@ class SecureRound:
         if work.weight != own:
             raise BadSecret(f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}")
         base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
-        change = np.asarray(update.values, np.float32) - base
-        if settings.update_clip is not None:
-            norm = float(np.linalg.norm(change))
-            change *= np.float32(min(1.0, settings.update_clip / max(norm, 1e-30)))
+        change = _clipped(np.asarray(update.values, np.float32) - base, settings, scale)
         places = statistics(job.manifest, update.mask)
         moved, change[places] = change[places].astype(np.float64), 0.0
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
@@ -105,6 +104,9 @@ class SecureRound:
         return keys.model_dump_json().encode()
 
     def _shares(self, work: SecureWork) -> bytes:
+        fault = self._demands.fault(work, self._name)
+        if fault is not None:
+            raise BadSecret(f"{fault}; no shares are told, and no update is sent")
         own = {self._name: pads.public_identity(self._identity).hex()}
         known = json.loads(self._folder.cached(PEERS) or b"{}") | own
         kept, shares = device.share(self._kept(work), self._name, work, known)
@@ -126,6 +128,22 @@ class SecureRound:
 
     def _keep(self, kept: RoundSecrets) -> None:
         self._folder.cache(SECRETS, kept.to_json().encode())
+
+
+def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: Scale) -> NDArray[np.float32]:
+    """Return a change cut to ``update_clip`` (2-norm). Where differential privacy is promised (docs/privacy.md), it is
+    that long at most once it has been rounded. Raises BadSecret where rounding leaves nothing of it."""
+    longest = settings.update_clip
+    if longest is None:
+        return change
+    if settings.noise_multiplier is not None:
+        longest -= scale.most_rounded(len(change))
+        if longest <= 0:
+            raise BadSecret(
+                "rounding alone lengthens an update beyond update_clip; the federation needs secure_bits 32"
+            )
+    norm = float(np.linalg.norm(change.astype(np.float64)))
+    return change if norm <= longest else (change * (longest / norm * (1 - 1e-6))).astype(np.float32)
 
 
 def told_to_train(job: Job, update: Update, base: NDArray[np.float32]) -> str:

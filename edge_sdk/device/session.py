@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.demands import SecureOnly
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
@@ -186,8 +187,10 @@ class Session:
         watchdog: Watchdog | None = None,
         hosted: bool = False,
         engine: EngineChoice | Engine = "auto",
+        demands: SecureOnly | None = None,
     ) -> None:
         self._transport = transport
+        self._demands = demands
         self._hosted = hosted
         self._watchdog = watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
@@ -384,8 +387,14 @@ class Session:
         self._transport.token = enrolled.token
 
     def _public_identity(self) -> str | None:
-        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library."""
+        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
+        where the device sends updates under masks alone, and the federation has none."""
         if not self.info.settings.secure:
+            if self._demands is not None:
+                raise CannotTrain(
+                    f"{self._federation} is no secure federation, and this device sends updates under masks alone "
+                    f"(require_secure); ask its operator for one with secure=true"
+                )
             return None
         if find_spec("cryptography") is None:
             raise CannotTrain("a secure federation needs cryptography: pip install 'sparrow-fl[secure]'")
@@ -393,11 +402,17 @@ class Session:
 
         return public_identity(bytes.fromhex(self._identity.identity_key)).hex()
 
+    @property
+    def identity_key(self) -> str | None:
+        """The public key by which others know this device in secure rounds; None in a federation without any."""
+        return self._public_identity() if self.info.settings.secure else None
+
     @cached_property
     def _secure(self) -> SecureRound:
         from edge_sdk.device.secure import SecureRound  # cryptography, an extra
 
-        return SecureRound(self._folder, self._identity.name, bytes.fromhex(self._identity.identity_key))
+        identity = bytes.fromhex(self._identity.identity_key)
+        return SecureRound(self._folder, self._identity.name, identity, self._demands)
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
         """Return the answer of ``call``; a device whose token has expired enrols again first.
@@ -666,6 +681,10 @@ class Session:
             self._mask = mask
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
+        if self._demands is not None and not (job.assignment.settings.secure and job.assignment.kind is Kind.train):
+            raise ProtocolError(
+                "the coordinator asks for an update without masks, and this device sends none (require_secure)"
+            )
         first = self._judge_first(job)
         with self._telemetry.phase("train") as train:
             trained = work(job)

@@ -52,6 +52,7 @@ class OpenRound(Answer):
     """
 
     round: int
+    phase: str | None = Field(default=None, description="Of a secure round; the counts below are this phase's")
     opened_at: str
     deadline_at: str
     extensions: int = Field(description="How often its deadline was moved")

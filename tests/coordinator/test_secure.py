@@ -9,7 +9,8 @@ import pytest
 import safetensors.numpy
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
 from edge_sdk.protocol.secure import device as secure
@@ -17,6 +18,8 @@ from edge_sdk.protocol.secure import pads
 from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.numbers import Scale
 from sparrow.coordinator.errors import BadContent, Finished, NameTaken
+from sparrow.coordinator.rounds import privacy
+from sparrow.coordinator.rounds.privacy import epsilon
 
 from .fakes import DIGITS, LocalCoordinator
 
@@ -31,6 +34,7 @@ SETTINGS = {
     "secure_phase_seconds": 50,
     "silence_seconds": 3600,
 }
+MNIST = load_builtin("mnist").manifest
 PHASES = ("keys", "shares", "train", "agree", "unmask")
 
 
@@ -45,6 +49,7 @@ class SecureDevice:
     identity: bytes = field(default_factory=pads.new_identity)
     kept: secure.RoundSecrets | None = None
     base: str = "the same model"
+    manifest: Manifest = DIGITS
     metrics: dict | None = None
     tells: dict = field(default_factory=dict)
     answered: list[str] = field(default_factory=list)
@@ -88,17 +93,17 @@ class SecureDevice:
 
     def masked(self, assignment):
         work, draw = assignment.secure, assignment.work and NeuronDraw(**assignment.work.model_dump())
-        mask = draw and draw_neurons(DIGITS, draw)
+        mask = draw and draw_neurons(self.manifest, draw)
         scale = Scale(work.bits, len(work.cell), work.value_range, work.largest_weight)
-        change, chance = self.change(count_values(DIGITS, mask)), np.random.default_rng(0)
-        places = statistics(DIGITS, mask)
+        change, chance = self.change(count_values(self.manifest, mask)), np.random.default_rng(0)
+        places = statistics(self.manifest, mask)
         moved, change[places] = change[places].astype(np.float64), 0
         words, _ = scale.round(change, work.weight, chance)
-        base = pack(DIGITS, initial_values(DIGITS, 0), mask)[places]
+        base = pack(self.manifest, initial_values(self.manifest, 0), mask)[places]
         extras, _ = hide_extras(moved, base, self.metrics, scale, work.weight, chance)
         self.kept, masked = secure.mask(self.kept, self.name, work, np.concatenate([words, extras]), self.base)
         values, extras = np.split(masked, [len(words)])
-        return bundle.encode(DIGITS, values, mask, draw=draw, report=self.report(), extras=extras)
+        return bundle.encode(self.manifest, values, mask, draw=draw, report=self.report(), extras=extras)
 
     def report(self, **changes):
         stated = {"secure": secure.state(self.kept, self.identity), **changes}
@@ -261,6 +266,50 @@ def test_words_that_are_not_those_of_the_model_and_metrics_are_refused(begin):
         devices[0].send(assignment, devices[0].body(assignment))
 
 
+def test_differential_privacy_adds_its_noise_to_sums(begin, monkeypatch):
+    """Whoever has more samples counts no more; the noise is that of the setting, and each draw is accounted for."""
+    asked = []
+    monkeypatch.setattr(privacy, "noise_of", lambda key, number, sums: asked.append(sums.copy()) or np.zeros(len(sums)))
+    private = {"noise_multiplier": 2.0, "update_clip": 100.0, "task": "mnist"}
+    coordinator, devices = begin(examples=(10, 40), secure_bits=32, **private)
+    for device in devices:
+        device.manifest = MNIST
+    play(coordinator, devices)
+    record = coordinator.record(1)
+    (total,) = asked
+    there = [device for device in devices if "unmask" in device.answered]
+    assert record.updates == len(there) > 2
+    np.testing.assert_allclose(total, sum(each.change(len(total)).astype(np.float64) for each in there), atol=1e-6)
+    assert record.privacy.most_draws == 1
+    assert record.privacy.epsilon == epsilon(coordinator.info().settings, 1)
+
+
+def test_a_cohort_too_small_to_hide_anybody_still_gets_noise(begin):
+    private = {"noise_multiplier": 2.0, "update_clip": 100.0, "task": "mnist"}
+    coordinator, devices = begin(secure_bits=32, **private)
+    for device in devices:
+        device.manifest = MNIST
+    play(coordinator, devices, {each.name for each in devices[2:]}, "train")
+    record = coordinator.record(1)
+    assert record.notes["secure_without_sum"] == 1
+    assert record.model_version > record.base_version
+    assert record.privacy.epsilon > 0
+
+
+def test_rounds_that_draw_few_or_nobody_close(begin):
+    """Under noise each device is drawn by itself: a cohort of four of sixteen may be any number."""
+    private = {"noise_multiplier": 2.0, "update_clip": 100.0, "task": "mnist", "rounds": 6}
+    coordinator, devices = begin(12, secure_bits=32, **private, cohort=4, secure_dropouts=0.0)
+    for device in devices:
+        device.manifest = MNIST
+    play(coordinator, devices)
+    assert coordinator.info().status == "finished"
+    records = [coordinator.record(number) for number in range(1, 7)]
+    assert {record.notes.get("secure_without_sum", 0) for record in records} == {0, 1}
+    drew = [record for record in records if record.cohort]
+    assert all(record.model_version > record.base_version for record in drew)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator, phase):
     coordinator, devices = begin()
@@ -289,7 +338,10 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
         ({"update_norm_limit": 1.0}, "update_norm_limit: not in a secure federation"),
         ({"outlier_mads": 5.0}, "outlier_mads: not in a secure federation"),
         ({"buffer": 2}, "buffer: not in a secure federation"),
-        ({"noise_multiplier": 1.0, "update_clip": 1.0}, "noise_multiplier: not in a secure federation"),
+        (
+            {"task": "mnist", "noise_multiplier": 1.0, "update_clip": 0.01, "cohort": 100, "min_devices": 100},
+            "secure_bits: rounding to 16 bits can lengthen an update by",
+        ),
         ({"method": "pfedgate"}, "secure: pfedgate cannot do with it"),
         ({"method": "local"}, "nothing of a model goes up"),
         ({"method": "heterofl"}, "give method_settings.rows = all"),

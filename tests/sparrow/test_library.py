@@ -90,6 +90,9 @@ WRONG = {
     "settings without a task": lambda where: simulate(ADDRESS, devices=2, rounds=3),
     "no coordinator at all": lambda where: simulate(devices=2),
     "an application that is not there": lambda where: simulate(app="no.such:app", devices=2),
+    "masks where there are none": lambda where: join(ADDRESS, task(), budget=1.0, require_secure=1, **where),
+    "known devices in no file": lambda where: join(ADDRESS, task(), known_devices="no file", **where),
+    "colluders": lambda where: join(ADDRESS, task(), require_secure=-1, **where),
     "memory": lambda where: join(ADDRESS, task(), budget=1.0, memory_limit=1, **where),
 }
 

@@ -37,6 +37,37 @@ def notes(coordinator):
     return [record["notes"] for record in coordinator.rounds("f") if record["status"] == "closed"]
 
 
+def test_devices_that_know_one_another_take_part_with_nobody_else(nursery, tmp_path):
+    """A file of identity keys keeps out what a coordinator invents; whoever demands masks sends nothing without."""
+    with one_machine(nursery, tmp_path) as (coordinator, devices):
+        coordinator.create("f", **SETTINGS | {"rounds": 1})
+        coordinator.create("plain", method="fedavg", min_devices=1, rounds=1)
+        (tmp_path / "wrong").write_text("d1 0123")
+
+        def start(name, *more, federation="f"):
+            data = ("--data", f"index={name[-1]},of=5", "--engine", "onnx")
+            return devices(coordinator.url, federation, name, *data, *more)
+
+        refused = start("x4", "--known-devices", str(tmp_path / "wrong"))
+        assert refused.wait() == 2
+        assert "line 1: write a device's name and its identity key" in refused.output
+        refused = start("x4", "--require-secure", federation="plain")
+        assert refused.wait() != 0
+        assert "is no secure federation, and this device sends updates under masks alone" in refused.output
+
+        known = tmp_path / "known"
+        known.write_text("# nobody yet")
+        alone = start("d0", "--require-secure", "--known-devices", str(known))
+        others = [start(f"d{number}") for number in range(1, 5)]
+        wait_until(lambda: coordinator.info("f")["status"] == "finished", "the federation to finish", timeout=90)
+        for each in others:
+            assert each.wait() == 0, each.output
+        alone.wait()
+        assert "d1, d2, d3, d4: not among the known devices" in alone.output
+        (record,) = coordinator.rounds("f")
+        assert record["updates"] in (0, 4)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_is_killed_in_a_phase_goes_on(played, phase):
     """The coordinator and a device are killed when the phase is there, and started again: nothing is lost."""

@@ -164,6 +164,13 @@ function tilesOf({ federation, doing, evaluating, everything_bytes: everything, 
   ].filter(Boolean);
 }
 
+const PHASES = ["keys", "shares", "train", "agree", "unmask"];
+
+/** Where a secure round is, as text; nothing for any other. */
+function phaseOf(running) {
+  return running.phase ? `, phase ${PHASES.indexOf(running.phase) + 1} of ${PHASES.length} (${running.phase})` : "";
+}
+
 function showRunning() {
   const running = overview?.open_round;
   $("running").hidden = !running;
@@ -177,7 +184,7 @@ function showRunning() {
   const paused = overview.federation.status === "paused";
   const deadline = paused ? "paused" : left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed";
   $("running-text").textContent = [
-    `Round ${running.round}: ${running.done} of ${many(running.cohort, "device")} answered; closes at ${running.target}`, ...went, deadline,
+    `Round ${running.round}${phaseOf(running)}: ${running.done} of ${many(running.cohort, "device")} answered; closes at ${running.target}`, ...went, deadline,
   ].join("; ");
   $("progress").max = Math.max(1, running.target);
   $("progress").value = Math.min(running.done, running.target);

@@ -42,6 +42,8 @@ def choose_sharing(devices: int, colluders: int, dropouts: float) -> Sharing | N
 
     dropouts: the share of devices that may vanish in a phase. None: there is no such k, for too few devices.
     """
+    if devices < least_cell(colluders):
+        return None
     gone = math.floor(dropouts * devices + 1e-9)
     for neighbours in range(2, devices, 2):
         threshold = _threshold(neighbours, colluders)

@@ -45,6 +45,10 @@ class Scale:
         """Return the largest standard deviation of what rounding does to a value of the sum of so many devices."""
         return self.step * float(np.sqrt(devices)) / 2
 
+    def most_rounded(self, count: int) -> float:
+        """Return the most by which rounding can lengthen an update of ``count`` values that counts whole (2-norm)."""
+        return self.value_range / self.steps * float(np.sqrt(count))
+
     def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:
         """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W. What is
         no number counts as 0, and as clipped."""

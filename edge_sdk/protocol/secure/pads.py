@@ -7,7 +7,6 @@ stream under such a key, shares are sealed by AES-256-GCM. Everything is of the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping
@@ -100,11 +99,6 @@ def new_identity() -> bytes:
 def public_identity(identity: bytes) -> bytes:
     """Return the public half of an identity key."""
     return Ed25519PrivateKey.from_private_bytes(identity).public_key().public_bytes_raw()
-
-
-def fingerprint(public: bytes) -> str:
-    """Return what people compare of a public identity key: 16 characters of its SHA-256."""
-    return hashlib.sha256(public).hexdigest()[:16]
 
 
 def sign(identity: bytes, context: str, said: Mapping[str, str]) -> bytes:

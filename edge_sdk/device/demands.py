@@ -1,0 +1,57 @@
+"""What the owner of a device demands of rounds before it sends anything of its model (docs/privacy.md).
+
+A coordinator says itself that a federation is secure, how many devices may collude, and who takes part. A device that
+takes none of it on trust is told by its owner.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.secure.messages import SecureWork
+
+_LINE = re.compile(r"^(\S+)\s+([0-9a-f]{64})$")
+
+
+@dataclass(frozen=True)
+class SecureOnly:
+    """Updates go up under masks alone. colluders: the least c; known: identity keys of all devices that may be in a
+    round with this one, by name; None: whoever has enrolled."""
+
+    colluders: int = 0
+    known: Mapping[str, str] | None = None
+
+    def fault(self, work: SecureWork, name: str) -> str | None:
+        """Return what of a round this device, called ``name``, does not accept."""
+        if work.colluders < self.colluders:
+            return f"the round bears {work.colluders} colluders, this device demands {self.colluders} (require_secure)"
+        if self.known is not None:
+            strangers = [other for other, key in work.cohort.items() if other != name and self.known.get(other) != key]
+            if strangers:
+                return f"{', '.join(sorted(strangers)[:5])}: not among the known devices, or with another identity key"
+        return None
+
+
+def read_known(path: Path | str) -> dict[str, str]:
+    """Return identity keys by name from a file of lines ``NAME KEY``. Raises BadArgument."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArgument(f"known_devices: {path} cannot be read: {error}") from None
+    known = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = _LINE.match(text)
+        if found is None:
+            raise BadArgument(
+                f"known_devices: {path}, line {number}: write a device's name and its identity key, 64 hexadecimal "
+                f"digits, as join prints it"
+            )
+        known[found[1]] = found[2]
+    return known
