@@ -1,31 +1,37 @@
-"""``python -m benchmarks.secure``: what secure aggregation costs, beside the same rounds without it.
+"""``python -m benchmarks.secure``: what secure aggregation costs, beside rounds without it and beside Flower's.
 
-Whole federations in one process, alternating: 20 devices of ``mnist:leaf`` (2.2 million parameters), two local steps on
-made-up data, so that what is compared is not hidden behind training. Processor seconds are those of the process,
-coordinator and devices together, per device-round; bytes are those of bodies, up, of all calls. Results are
-``docs/results/secure.jsonl``.
+Federations of 20 devices and ``mnist:leaf`` (2.3 million parameters), two local steps on made-up data, so that what is
+compared is not hidden behind training: a coordinator in a process of its own, all devices in this one. In turn with
+them, rounds of Flower's SecAgg+ on as many values, with as many neighbours and the same threshold, both by our rule
+(``peers.secagg``: in memory, and no training). Processor seconds are those of all devices or of the server, a device-
+round; bytes are those of bodies, up, of all calls. ``python -m benchmarks.peers.install peers`` installs Flower.
+Results are ``docs/results/secure.jsonl``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edge_sdk.protocol.secure.groups import Sharing, choose_sharing
 from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
+from sparrow.benchmarks import server
 from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from sparrow.benchmarks.peers.install import PEERS, PYTHON, ROOT
 from sparrow.benchmarks.training import FOLDER
-from sparrow.coordinator.main import create_app
-from sparrow.coordinator.settings import Settings
 
 DEVICES, ROUNDS, TURNS = 20, 3, 3
+COLLUDERS, DROPOUTS = 1, 0.3
 SETTINGS: dict[str, Any] = {
     "method": "fedavg",
     "rounds": ROUNDS,
@@ -36,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation_interval": 0,
     "draws": "seed",
 }
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _task(number: int) -> Task:
@@ -52,69 +59,141 @@ def _loss(outputs: Any, targets: Any) -> Any:
     return F.cross_entropy(outputs, targets)
 
 
+def _cpu_seconds(process: int) -> float:
+    """Return the processor seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
 def measure(secure: bool) -> dict[str, Any]:
     """Return what one federation takes for each of its device-rounds."""
-    begin, wall = time.process_time(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        result = simulate(
-            app=create_app(Settings(data_dir=Path(folder), default_task="")),
-            task=_task,
-            devices=DEVICES,
-            engine="onnx",
-            in_memory=True,
-            quiet=True,
-            adapt=False,
-            secure=secure,
-            **SETTINGS,
-        )
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), server.free_port()
+        log = folder / "coordinator.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                server.command(port), stdout=out, stderr=out, env=os.environ | server.environment(folder)
+            )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            server.wait_until_healthy(address, process, log)
+            before, begin, wall = _cpu_seconds(process.pid), time.process_time(), time.perf_counter()
+            result = simulate(
+                address,
+                _task,
+                devices=DEVICES,
+                engine="onnx",
+                in_memory=True,
+                quiet=True,
+                adapt=False,
+                secure=secure,
+                **SETTINGS,
+            )
+            devices, seconds = time.process_time() - begin, time.perf_counter() - wall
+            coordinator = _cpu_seconds(process.pid) - before
+        finally:
+            server.stop(process)
     assert result.ended is not None
     rounds = DEVICES * ROUNDS
     return {
-        "secure": secure,
-        "cpu_seconds": (time.process_time() - begin) / rounds,
-        "wall_seconds": (time.perf_counter() - wall) / rounds,
+        "run": "secure" if secure else "plain",
+        "device_cpu_seconds": devices / rounds,
+        "server_cpu_seconds": coordinator / rounds,
+        "wall_seconds": seconds / rounds,
         "bytes_up": result.ended.bytes_up / rounds,
-        "machine": machine(),
+        "machine": server.machine(),
     }
+
+
+class Flower:
+    """Flower's process, which plays a round when it is asked for one."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], sharing: Sharing) -> None:
+        PEERS["peers"].check()
+        # Flower counts the share that a device keeps itself.
+        numbers = [json.dumps(shapes), str(DEVICES), str(sharing.neighbours + 1), str(sharing.threshold)]
+        self._process = subprocess.Popen(
+            [str(PYTHON), "-m", "benchmarks.peers.secagg", *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def measure(self, secure: bool) -> dict[str, Any]:
+        """Return what one round takes for each device."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("secure\n" if secure else "plain\n")
+        self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        return {
+            "run": "Flower, SecAgg+" if secure else "Flower, plain",
+            "device_cpu_seconds": found["devices"] / DEVICES,
+            "server_cpu_seconds": found["server"] / DEVICES,
+            "bytes_up": found["bytes_up"],
+            "version": PEERS["peers"].version("flwr"),
+        }
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 def main() -> None:
     """Measure, and write rows and page."""
-    rows = []
+    sharing = choose_sharing(DEVICES, COLLUDERS, DROPOUTS)
+    assert sharing is not None
+    shapes = [list(each.shape) for each in _task(0).model.state_dict().values()]
+    flower, rows = Flower(shapes, sharing), []
     measure(secure=False)  # compiling, and what is loaded once
     with (FOLDER / "secure.jsonl").open("w") as file:
         for _ in range(TURNS):
-            for secure in (False, True):
-                rows.append(measure(secure))
-                file.write(json.dumps(rows[-1]) + "\n")
-                print(rows[-1])
+            for play in (measure, flower.measure):
+                for secure in (False, True):
+                    rows.append(play(secure))
+                    file.write(json.dumps(rows[-1]) + "\n")
+                    print(rows[-1], flush=True)
+    flower.close()
+    (FOLDER / "secure.md").write_text(page(rows, sharing))
 
-    def middle(secure: bool, name: str) -> float:
-        return float(statistics.median(row[name] for row in rows if row["secure"] is secure))
 
+def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing) -> str:
+    """Return the page of results."""
+
+    def middle(run: str, name: str) -> float:
+        return float(statistics.median(row[name] for row in rows if row["run"] == run))
+
+    runs = list(dict.fromkeys(row["run"] for row in rows))
     table = [
         [
-            "secure" if secure else "plain",
-            f"{1e3 * middle(secure, 'cpu_seconds'):.0f}",
-            f"{1e3 * middle(secure, 'wall_seconds'):.0f}",
-            f"{middle(secure, 'bytes_up') / 1e6:.2f}",
+            run,
+            f"{1e3 * middle(run, 'device_cpu_seconds'):.0f}",
+            f"{1e3 * middle(run, 'server_cpu_seconds'):.0f}",
+            f"{middle(run, 'bytes_up') / 1e6:.2f}",
         ]
-        for secure in (False, True)
+        for run in runs
     ]
-    share = middle(True, "bytes_up") / middle(False, "bytes_up")
-    (FOLDER / "secure.md").write_text(
-        f"""# The cost of secure aggregation
+    whole = {run: middle(run, "device_cpu_seconds") + middle(run, "server_cpu_seconds") for run in runs}
+    above = 1e3 * (middle("secure", "device_cpu_seconds") - middle("plain", "device_cpu_seconds"))
+    times = middle("secure", "server_cpu_seconds") / middle("plain", "server_cpu_seconds")
+    share = middle("secure", "bytes_up") / middle("plain", "bytes_up")
+    ratio = whole["secure"] / whole["Flower, SecAgg+"]
+    version = next(row["version"] for row in rows if "version" in row)
+    return f"""# The cost of secure aggregation
 
-Made by `python -m benchmarks.secure` from `secure.jsonl` beside this page: {DEVICES} devices, mnist:leaf (2.2 million
-parameters), two local steps, {TURNS} turns of {ROUNDS} rounds, alternating; medians. {rows[0]["machine"]}.
-Processor time is that of coordinator and devices together; all phases, signatures and unmasking included.
+Made by `python -m benchmarks.secure` from `secure.jsonl` beside this page: {DEVICES} devices, mnist:leaf (2.3 million
+parameters), two local steps, {TURNS} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
+many values; medians. {rows[0]["machine"]}. Each secret is shared among {sharing.neighbours} neighbours, and
+{sharing.threshold} shares give it, in both: the rule for {COLLUDERS} colluder and {DROPOUTS:.0%} that vanish. Processor
+time is a device-round's, all phases, signatures and unmasking included. Ours are with training, HTTP and a database;
+Flower's devices train nothing, and its messages are handed over in memory.
 
-{markdown_table(["rounds", "CPU, ms a device-round", "wall, ms", "up, MB an update"], table)}
+{markdown_table(["rounds", "devices, CPU ms", "server, CPU ms", "up, MB"], table)}
 
-An update takes {share:.2f} of the bytes of fp32's. Not measured yet: coordinator and
-devices apart, vanishing devices, and Flower's SecAgg+ beside it.
+A device takes {above:.0f} ms more with masks than without, the server {times:.2f} times as much for an update, and an
+update {share:.2f} of the bytes of fp32's. A whole secure round takes {ratio:.2f} of the processor time of Flower's.
 """
-    )
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ class SecureRound:
         ratios = {name: self.ratios[name] for name in names}
         seed = self.chance.randbytes(16)
         view.cells = list(self._cells or make_cells(ratios, cell_size(settings), b"cells" + seed))
-        view.neighbours = neighbourhoods(names, sharing.neighbours, b"graph" + seed)
+        view.neighbours = neighbourhoods(tuple(names), sharing.neighbours, b"graph" + seed)
 
     def _work(self, name: str, **told: Any) -> SecureWork:
         view, cell = self.view, self.view.cell_of(name)

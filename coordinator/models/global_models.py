@@ -22,6 +22,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from pydantic import ValidationError
@@ -76,9 +77,14 @@ class ModelFiles:
 def settings_of(federation: Federation) -> FederationSettings:
     """Return the federation's settings, checked when they were stored. Raises Unreadable."""
     try:
-        return FederationSettings.model_validate(federation.settings)
+        return _settings(json.dumps(federation.settings))
     except ValidationError as error:
         raise unreadable(federation, "settings", error) from None
+
+
+@lru_cache(maxsize=256)
+def _settings(text: str) -> FederationSettings:
+    return FederationSettings.model_validate_json(text)
 
 
 def unreadable(federation: Federation, what: str, error: ValidationError) -> Unreadable:

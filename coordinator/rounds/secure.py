@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle
@@ -164,17 +164,20 @@ class SecureRounds:
         said = dict(current.secure or {})
         phase, settings = said["phase"], settings_of(federation)
         with self._store.reading() as db:
-            members = _members(db, federation.id, current.number, phase)
-        waiting = [member for member in members if member.status == "open"]
-        done = [member for member in members if member.status == "done"]
+            counts = _count(db, federation.id, current.number, phase)
+        open_ones, earliest = counts.get("open", (0, math.inf))
+        asked, answered = sum(count for count, _ in counts.values()), counts.get("done", (0, 0.0))[0]
         stopped = federation.status == "stopped"
-        late = stopped or any(member.deadline_at <= self._clock() for member in waiting)
-        enough = phase == Kind.train.value and len(done) >= math.ceil(settings.quorum * len(members) - 1e-9)
-        if waiting and not late and not enough:
+        late = stopped or earliest <= self._clock()
+        enough = phase == Kind.train.value and answered >= math.ceil(settings.quorum * asked - 1e-9)
+        if open_ones and not late and not enough:
             return False
-        if waiting:
-            self._expire([member.id for member in waiting], away=late and not stopped)
+        with self._store.reading() as db:
+            members = _members(db, federation.id, current.number, phase)
+        if waiting := [member.id for member in members if member.status == "open"]:
+            self._expire(waiting, away=late and not stopped)
             return True
+        done = [member for member in members if member.status == "done"]
         if stopped and phase != Kind.unmask.value:
             return self._over(federation, current, "the federation was stopped")
         match phase:
@@ -450,6 +453,16 @@ def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mappin
     return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))
 
 
+def _count(db: Session, federation_id: int, number: int, kind: str) -> dict[str, tuple[int, float]]:
+    """Return how many assignments of a phase have each status, and their earliest deadline."""
+    rows = db.execute(
+        select(Assignment.status, func.count(), func.min(Assignment.deadline_at))
+        .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)
+        .group_by(Assignment.status)
+    )
+    return {status: (count, earliest) for status, count, earliest in rows}
+
+
 def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_Member]:
     rows = db.execute(
         select(
@@ -519,7 +532,7 @@ def _outline(federation: Federation, assignment: Assignment, name: str, said: Ma
     if assignment.kind == Kind.keys.value:
         return SecureWork.model_validate(work)
     cell = next(each for each in said["cells"] if name in each["names"])
-    around = neighbourhoods(list(said["cohort"]), said["neighbours"], f"graph {said['seed']}".encode())[name]
+    around = neighbourhoods(tuple(said["cohort"]), said["neighbours"], f"graph {said['seed']}".encode())[name]
     scale = scale_of(settings, cell["names"], said["weights"])
     work |= {
         "threshold": said["threshold"],

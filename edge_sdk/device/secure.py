@@ -149,7 +149,7 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
 def told_to_train(job: Job, update: Update, base: NDArray[np.float32]) -> str:
     """Return the SHA-256 of what decides an update but for the data: the values received, mask, settings and round. It
     is the same for all of a cell, or devices could be told to send next to nothing beside one."""
-    hasher = hashlib.sha256(base.tobytes())
+    hasher = hashlib.sha256(base.data)
     hasher.update(job.assignment.settings.model_dump_json().encode())
     hasher.update(json.dumps([job.assignment.round, dict(job.assignment.plan)], sort_keys=True).encode())
     if isinstance(update.mask, NeuronMask):

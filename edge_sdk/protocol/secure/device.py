@@ -228,17 +228,12 @@ def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words, base: st
         raise BadSecret("too few neighbours have sent shares for anybody to be unmasked")
     if wrote & cell != (present - {name}) & neighbours:
         raise BadSecret("the coordinator hands over shares of others of the cell than it says have shared")
-    bits = 8 * words.itemsize
-    masked = words + pads.stream(seed_key(kept.seed, kept.context), len(words), bits)
     own = pads.pair_of(kept.pads_secret, kept.context, PADS)
     peers = {peer.name: peer for peer in kept.work.peers}
-    for other in sorted(present - {name}):
-        pad = pads.stream(pad_key(own, peers[other].keys.pads, kept.context), len(words), bits)
-        if name < other:
-            masked += pad
-        else:
-            masked -= pad
-    digest = hashlib.sha256(masked.tobytes()).hexdigest()
+    keys = [(pad_key(own, peers[other].keys.pads, kept.context), name < other) for other in sorted(present - {name})]
+    masked = words.copy()
+    pads.add_streams(masked, [(seed_key(kept.seed, kept.context), True), *keys])
+    digest = hashlib.sha256(masked.data).hexdigest()
     if not kept.masked:
         scale = _digest(work.bits, work.value_range, work.largest_weight, base)
         sealed = dict(work.sealed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,7 +75,8 @@ def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) 
     return (devices - gone) * short(devices - gone - 1) + gone * short(devices - gone)
 
 
-def neighbourhoods(names: Sequence[str], neighbours: int, seed: bytes) -> dict[str, tuple[str, ...]]:
+@lru_cache(maxsize=16)
+def neighbourhoods(names: tuple[str, ...], neighbours: int, seed: bytes) -> Mapping[str, tuple[str, ...]]:
     """Return the neighbours of each device: those nearest on a ring in random order (Bell et al., section 3), all where
     there are no more. The relation is mutual."""
     ring = sorted(names)

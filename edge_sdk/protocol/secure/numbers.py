@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 Words = NDArray[np.unsignedinteger[Any]]
 WORDS: dict[int, type[np.unsignedinteger[Any]]] = {16: np.uint16, 32: np.uint32}
 """Bits of a masked value -> its type."""
+SIGNED: dict[int, type[np.signedinteger[Any]]] = {16: np.int16, 32: np.int32}
+PART = 2**15
+"""Values that are rounded at a time: they and what comes of them fit a core's caches."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,20 @@ class Scale:
     def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:
         """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W. What is
         no number counts as 0, and as clipped."""
-        clipped = np.nan_to_num(np.clip(values, -self.value_range, self.value_range))
-        scaled = clipped.astype(np.float64) * (weight / self.largest_weight * self.steps / self.value_range)
-        numbers = np.floor(scaled + chance.random(len(values)))
-        np.clip(numbers, -self.steps, self.steps, out=numbers)
-        return numbers.astype(np.int64).astype(WORDS[self.bits]), int(np.count_nonzero(clipped != values))
+        words: Words = np.empty(len(values), WORDS[self.bits])
+        factor, clipped = weight / self.largest_weight * self.steps / self.value_range, 0
+        for start in range(0, len(values), PART):
+            part = values[start : start + PART]
+            kept = np.clip(part, -self.value_range, self.value_range)
+            np.copyto(kept, 0, where=np.isnan(kept))
+            clipped += int(np.count_nonzero(kept != part))
+            # float32 has places enough for numbers of 16 bits and their fractions.
+            scaled = np.multiply(kept, factor, dtype=np.float32 if self.bits == 16 else np.float64)
+            scaled += chance.random(len(part), dtype=np.float32)
+            np.floor(scaled, out=scaled)
+            np.clip(scaled, -self.steps, self.steps, out=scaled)
+            words[start : start + PART] = scaled.astype(SIGNED[self.bits]).view(words.dtype)
+        return words, clipped
 
     def sum_of(self, words: Words) -> NDArray[np.float64]:
         """Return the weighted sum of differences that a sum modulo 2^b stands for."""
@@ -85,6 +97,5 @@ class Scale:
         return found
 
     def _signed(self, words: Words) -> NDArray[np.float64]:
-        signed: Any = {16: np.int16, 32: np.int32}[self.bits]
-        found: NDArray[np.float64] = np.ascontiguousarray(words).view(signed).astype(np.float64)
+        found: NDArray[np.float64] = np.ascontiguousarray(words).view(SIGNED[self.bits]).astype(np.float64)
         return found

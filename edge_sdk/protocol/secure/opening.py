@@ -43,26 +43,22 @@ def open_sum(
     total: the sum of their masked updates. gone: those of the cell who shared and sent none. seeds, pad_secrets: the
     shares of each that have come. Raises CannotOpen.
     """
-    bits, count, wrong = 8 * total.itemsize, len(total), dict[str, set[int]]()
-    opened: Words = np.array(total)
+    wrong, streams = dict[str, set[int]](), list[tuple[bytes, bool]]()
     for name in sorted(left):
         seed, bad = secret_of(seeds.get(name, {}), threshold, partial(_is_seed, keys[name], context))
         if seed is None:
             raise CannotOpen(f"too few shares of the self-mask of {name} have come")
         wrong |= {name: bad} if bad else {}
-        opened -= pads.stream(seed_key(seed, context), count, bits)
+        streams.append((seed_key(seed, context), False))
     for name in sorted(gone):
         secret, bad = secret_of(pad_secrets.get(name, {}), threshold, partial(_is_pads_secret, keys[name], context))
         if secret is None:
             raise CannotOpen(f"too few shares of the pads of {name}, who has vanished, have come")
         wrong |= {name: bad} if bad else {}
         pair = pads.pair_of(secret, context, PADS)
-        for other in sorted(left):
-            pad = pads.stream(pad_key(pair, keys[other].pads, context), count, bits)
-            if other < name:
-                opened -= pad
-            else:
-                opened += pad
+        streams += [(pad_key(pair, keys[other].pads, context), other > name) for other in sorted(left)]
+    opened: Words = np.array(total)
+    pads.add_streams(opened, streams)
     return opened, wrong
 
 

@@ -358,10 +358,10 @@ def vanished(phase: str, name: str, work: SecureWork) -> SecureWork:
 
 
 def test_an_update_without_a_mask_of_its_own_would_be_found(monkeypatch):
-    stream = pads.stream
+    add = pads.add_streams
     monkeypatch.setattr(device, "seed_key", lambda seed, context: b"none")
     monkeypatch.setattr(
-        pads, "stream", lambda key, *rest: np.zeros(SIZE, np.uint16) if key == b"none" else stream(key, *rest)
+        pads, "add_streams", lambda total, those: add(total, [each for each in those if each[0] != b"none"])
     )
     right = 0
     for seed in range(FLAWED_RUNS):
