@@ -28,6 +28,7 @@ from edge_sdk.tasks import Task
 from sparrow.benchmarks import server
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.peers.install import PEERS, PYTHON, ROOT
+from sparrow.benchmarks.peers.memory import measure as measure_command
 from sparrow.benchmarks.training import FOLDER
 
 DEVICES, ROUNDS, TURNS = 20, 3, 3
@@ -42,6 +43,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation_interval": 0,
     "draws": "seed",
 }
+COMMAND = [str(PYTHON), "-m", "benchmarks.peers.secagg"]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -99,6 +101,7 @@ def measure(secure: bool) -> dict[str, Any]:
         "run": "secure" if secure else "plain",
         "device_cpu_seconds": devices / rounds,
         "server_cpu_seconds": coordinator / rounds,
+        "cpu_seconds": (devices + coordinator) / rounds,
         "wall_seconds": seconds / rounds,
         "bytes_up": result.ended.bytes_up / rounds,
         "machine": server.machine(),
@@ -106,21 +109,21 @@ def measure(secure: bool) -> dict[str, Any]:
 
 
 class Flower:
-    """Flower's process, which plays a round when it is asked for one."""
+    """Flower's rounds: in one process, which plays them when it is asked to, and on its engine."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], sharing: Sharing) -> None:
         PEERS["peers"].check()
         # Flower counts the share that a device keeps itself.
-        numbers = [json.dumps(shapes), str(DEVICES), str(sharing.neighbours + 1), str(sharing.threshold)]
+        self._numbers = [json.dumps(shapes), str(DEVICES), str(sharing.neighbours + 1), str(sharing.threshold)]
         self._process = subprocess.Popen(
-            [str(PYTHON), "-m", "benchmarks.peers.secagg", *numbers],
+            [*COMMAND, "memory", *self._numbers, "1"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
 
-    def measure(self, secure: bool) -> dict[str, Any]:
+    def in_memory(self, secure: bool) -> dict[str, Any]:
         """Return what one round takes for each device."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -128,12 +131,23 @@ class Flower:
         self._process.stdin.flush()
         found = json.loads(self._process.stdout.readline())
         return {
-            "run": "Flower, SecAgg+" if secure else "Flower, plain",
+            "run": f"Flower in memory, {'SecAgg+' if secure else 'plain'}",
             "device_cpu_seconds": found["devices"] / DEVICES,
             "server_cpu_seconds": found["server"] / DEVICES,
+            "cpu_seconds": (found["devices"] + found["server"]) / DEVICES,
             "bytes_up": found["bytes_up"],
             "version": PEERS["peers"].version("flwr"),
         }
+
+    def on_its_engine(self, secure: bool) -> dict[str, Any]:
+        """Return what a device-round takes, all processes together: that of more rounds less that of one."""
+
+        def processor(rounds: int) -> float:
+            command = [*COMMAND, "secure" if secure else "plain", *self._numbers, str(rounds)]
+            return measure_command(command, cwd=ROOT, interval=None, timeout=300).processor
+
+        seconds = (processor(1 + ROUNDS) - processor(1)) / ROUNDS / DEVICES
+        return {"run": f"Flower's engine, {'SecAgg+' if secure else 'plain'}", "cpu_seconds": seconds}
 
     def close(self) -> None:
         """End the process."""
@@ -149,7 +163,7 @@ def main() -> None:
     measure(secure=False)  # compiling, and what is loaded once
     with (FOLDER / "secure.jsonl").open("w") as file:
         for _ in range(TURNS):
-            for play in (measure, flower.measure):
+            for play in (measure, flower.in_memory, flower.on_its_engine):
                 for secure in (False, True):
                     rows.append(play(secure))
                     file.write(json.dumps(rows[-1]) + "\n")
@@ -161,24 +175,31 @@ def main() -> None:
 def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing) -> str:
     """Return the page of results."""
 
-    def middle(run: str, name: str) -> float:
-        return float(statistics.median(row[name] for row in rows if row["run"] == run))
+    def middle(run: str, name: str) -> float | None:
+        found = [row[name] for row in rows if row["run"] == run and name in row]
+        return float(statistics.median(found)) if found else None
 
-    runs = list(dict.fromkeys(row["run"] for row in rows))
+    def milliseconds(run: str, name: str) -> str:
+        found = middle(run, name)
+        return "" if found is None else f"{1e3 * found:.0f}"
+
+    def more(name: str, without: str, masked: str) -> float:
+        return (middle(masked, name) or 0.0) - (middle(without, name) or 0.0)
+
+    parts = ("device_cpu_seconds", "server_cpu_seconds", "cpu_seconds")
     table = [
         [
             run,
-            f"{1e3 * middle(run, 'device_cpu_seconds'):.0f}",
-            f"{1e3 * middle(run, 'server_cpu_seconds'):.0f}",
-            f"{middle(run, 'bytes_up') / 1e6:.2f}",
+            *(milliseconds(run, name) for name in parts),
+            f"{found / 1e6:.2f}" if (found := middle(run, "bytes_up")) else "",
         ]
-        for run in runs
+        for run in dict.fromkeys(row["run"] for row in rows)
     ]
-    whole = {run: middle(run, "device_cpu_seconds") + middle(run, "server_cpu_seconds") for run in runs}
-    above = 1e3 * (middle("secure", "device_cpu_seconds") - middle("plain", "device_cpu_seconds"))
-    times = middle("secure", "server_cpu_seconds") / middle("plain", "server_cpu_seconds")
-    share = middle("secure", "bytes_up") / middle("plain", "bytes_up")
-    ratio = whole["secure"] / whole["Flower, SecAgg+"]
+    ours = more("cpu_seconds", "plain", "secure")
+    memory = more("cpu_seconds", "Flower in memory, plain", "Flower in memory, SecAgg+")
+    engine = more("cpu_seconds", "Flower's engine, plain", "Flower's engine, SecAgg+")
+    times = (middle("secure", "server_cpu_seconds") or 0) / (middle("plain", "server_cpu_seconds") or 1)
+    share = (middle("secure", "bytes_up") or 0) / (middle("plain", "bytes_up") or 1)
     version = next(row["version"] for row in rows if "version" in row)
     return f"""# The cost of secure aggregation
 
@@ -186,13 +207,15 @@ Made by `python -m benchmarks.secure` from `secure.jsonl` beside this page: {DEV
 parameters), two local steps, {TURNS} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
 many values; medians. {rows[0]["machine"]}. Each secret is shared among {sharing.neighbours} neighbours, and
 {sharing.threshold} shares give it, in both: the rule for {COLLUDERS} colluder and {DROPOUTS:.0%} that vanish. Processor
-time is a device-round's, all phases, signatures and unmasking included. Ours are with training, HTTP and a database;
-Flower's devices train nothing, and its messages are handed over in memory.
+time is a device-round's, all phases, signatures and unmasking included. Ours are with training, HTTP and a database.
+Flower's devices train nothing; its client and server run in memory, in one process, or on its simulation engine.
 
-{markdown_table(["rounds", "devices, CPU ms", "server, CPU ms", "up, MB"], table)}
+{markdown_table(["rounds", "devices, CPU ms", "server, CPU ms", "together, CPU ms", "up, MB"], table)}
 
-A device takes {above:.0f} ms more with masks than without, the server {times:.2f} times as much for an update, and an
-update {share:.2f} of the bytes of fp32's. A whole secure round takes {ratio:.2f} of the processor time of Flower's.
+With masks a device takes {1e3 * more("device_cpu_seconds", "plain", "secure"):.0f} ms more than without, the server
+{times:.2f} times as much for an update, and an update {share:.2f} of the bytes of fp32's. Masks cost {1e3 * ours:.0f}
+ms a device-round, coordinator and device together: {ours / memory:.2f} of what they cost Flower in memory, and
+{ours / engine:.2f} of what they cost on its engine.
 """
 
 

@@ -1,26 +1,31 @@
-"""``.venv-peers/bin/python -m benchmarks.peers.secagg SHAPES DEVICES SHARES THRESHOLD``: a round of Flower's SecAgg+.
+"""``.venv-peers/bin/python -m benchmarks.peers.secagg KIND SHAPES DEVICES SHARES THRESHOLD ROUNDS``: Flower's SecAgg+.
 
-For every line of input, ``plain`` or ``secure``, it plays one round of FedAvg with so many devices and a model of these
-shapes (JSON: lists of integers), and prints a line of JSON: processor seconds of all devices and of the server, and
-the bytes that each device sends. Devices train nothing: what they send is drawn beforehand.
+Plays rounds of FedAvg with so many devices and a model of these shapes (JSON: lists of integers). Devices train
+nothing: what they send is drawn beforehand. KIND:
 
-Everything is Flower's own, its client's mod and its server's workflow, but for the ``Grid``, which hands messages over
-in memory: neither connections nor a SuperLink are counted.
+    memory    Flower's own client mod and server workflow, messages handed over in memory: neither connections nor an
+              engine are counted. For every line of input, ``plain`` or ``secure``, it plays one round and prints a line
+              of JSON: processor seconds of all devices and of the server, and the bytes that each device sends
+    plain     FedAvg on Flower's simulation engine, which starts one process for each core
+    secure    the same with SecAgg+
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
+from sparrow.benchmarks.peers.flower import SETTINGS
+
+os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
@@ -28,10 +33,37 @@ from flwr.client import Client, ClientApp, NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.common import ndarrays_to_parameters
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
+from flwr.server import LegacyContext, ServerApp, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid
+from flwr.simulation import run_simulation
+
+
+@functools.cache
+def drawn(shapes: str, device: int) -> list[Any]:
+    """Return what a device sends."""
+    chance = np.random.Generator(np.random.PCG64(device))
+    return [chance.uniform(-0.1, 0.1, shape).astype(np.float32) for shape in json.loads(shapes)]
+
+
+def client_app(shapes: str, *, secure: bool) -> ClientApp:
+    """Return Flower's client: FedAvg's, with the mod of SecAgg+ or without."""
+
+    def make(context: Context) -> Client:
+        return Drawn(drawn(shapes, int(context.node_config.get("partition-id", 0)))).to_client()
+
+    return ClientApp(make, mods=[secaggplus_mod] if secure else [])
+
+
+def strategy_of(shapes: str, devices: int) -> FedAvg:
+    """Return FedAvg over all devices."""
+    return FedAvg(
+        fraction_evaluate=0.0,
+        min_fit_clients=devices,
+        min_available_clients=devices,
+        initial_parameters=ndarrays_to_parameters(drawn(shapes, 0)),
+    )
 
 
 class Drawn(NumPyClient):  # type: ignore[misc]
@@ -96,32 +128,17 @@ class InMemory(Grid):  # type: ignore[misc]
         return replies
 
 
-def play(values: list[list[Any]], secure: SecAggPlusWorkflow | None) -> dict[str, float]:
-    """Return what one round costs."""
-
-    def client_of(own: list[Any]) -> Any:
-        def make(context: Context) -> Client:
-            return Drawn(own).to_client()
-
-        return make
-
-    mods = [] if secure is None else [secaggplus_mod]
+def play(shapes: str, count: int, secure: SecAggPlusWorkflow | None) -> dict[str, float]:
+    """Return what one round in memory costs."""
+    app = client_app(shapes, secure=secure is not None)
     devices = {
-        number + 1: (ClientApp(client_of(own), mods=mods), Context(1, number + 1, {}, RecordDict(), {}))
-        for number, own in enumerate(values)
+        number + 1: (app, Context(1, number + 1, {"partition-id": number}, RecordDict(), {})) for number in range(count)
     }
     grid = InMemory(devices)
-    count = len(values)
-    strategy = FedAvg(
-        fraction_evaluate=0.0,
-        min_fit_clients=count,
-        min_available_clients=count,
-        initial_parameters=ndarrays_to_parameters(values[0]),
-    )
     context = LegacyContext(
         Context(1, 0, {}, RecordDict(), {}),
         config=ServerConfig(num_rounds=1),
-        strategy=strategy,
+        strategy=strategy_of(shapes, count),
         client_manager=SimpleClientManager(),
     )
     begin = time.process_time()
@@ -134,15 +151,48 @@ def play(values: list[list[Any]], secure: SecAggPlusWorkflow | None) -> dict[str
     }
 
 
+def simulate(shapes: str, devices: int, rounds: int, secure: SecAggPlusWorkflow | None) -> None:
+    """Play rounds on the simulation engine."""
+    server = ServerApp()
+
+    def serve(grid: Grid, context: Context) -> None:
+        legacy = LegacyContext(context, config=ServerConfig(num_rounds=rounds), strategy=strategy_of(shapes, devices))
+        DefaultWorkflow(fit_workflow=secure)(grid, legacy)
+
+    server.main()(serve)
+    folder = tempfile.mkdtemp(prefix="ray-")
+    try:
+        run_simulation(
+            server,
+            client_app(shapes, secure=secure is not None),
+            num_supernodes=devices,
+            backend_config={
+                "init_args": {"num_cpus": os.cpu_count(), "_temp_dir": folder},
+                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            },
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> None:
-    """Answer until the input ends."""
-    shapes, devices, shares, threshold = (json.loads(each) for each in sys.argv[1:5])
-    chance = np.random.Generator(np.random.PCG64(0))
-    values = [[chance.uniform(-0.1, 0.1, shape).astype(np.float32) for shape in shapes] for _ in range(devices)]
+    """Play, in memory until the input ends."""
+    kind, shapes = sys.argv[1:3]
+    devices, shares, threshold, rounds = map(int, sys.argv[3:7])
+
+    def workflow() -> SecAggPlusWorkflow:
+        return SecAggPlusWorkflow(num_shares=shares, reconstruction_threshold=threshold)
+
+    if kind != "memory":
+        simulate(shapes, devices, rounds, workflow() if kind == "secure" else None)
+        return
+    for device in range(devices):
+        drawn(shapes, device)
     for line in sys.stdin:
-        secure = SecAggPlusWorkflow(num_shares=shares, reconstruction_threshold=threshold)
-        print(json.dumps(play(values, secure if line.strip() == "secure" else None)), flush=True)
+        print(json.dumps(play(shapes, devices, workflow() if line.strip() == "secure" else None)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from sparrow.benchmarks.peers import secagg  # by its name, under which the engine's processes find it
+
+    secagg.main()
