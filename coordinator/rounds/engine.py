@@ -105,7 +105,7 @@ _SOMEBODY_TRAINS = (
     .where(
         Assignment.federation_id == bindparam("federation_id"),
         Assignment.round == bindparam("number"),
-        Assignment.kind == wire.Kind.train.value,
+        Assignment.kind.in_(PHASES),  # training is one of them
         Assignment.status == literal_column("'open'"),
     )
     .limit(1)
@@ -403,6 +403,8 @@ class Rounds:
         """Move a secure round on by a phase; close it with the sums that came out."""
         ended = self._secure.advance(federation, current)
         if isinstance(ended, bool):
+            if not ended and settings_of(federation).quorum == 1:  # else a phase may end while some still train
+                self._calm[federation.id] = (current.number, self._clock() + LOOK_SECONDS)
             return ended or self._expire_late(federation.id)
         folding = self._fold(federation, current)
         folding.take_sums(ended)
