@@ -1,4 +1,4 @@
-"""What the owner of a device demands of rounds before it sends anything of its model (docs/privacy.md).
+"""Demands of the owner of a device on rounds, before it sends anything of its model (docs/privacy.md).
 
 A coordinator says itself that a federation is secure, how many devices may collude, and who takes part. A device that
 takes none of it on trust is told by its owner.
@@ -30,9 +30,9 @@ class SecureOnly:
         if work.colluders < self.colluders:
             return f"the round bears {work.colluders} colluders, this device demands {self.colluders} (require_secure)"
         if self.known is not None:
-            strangers = [other for other, key in work.cohort.items() if other != name and self.known.get(other) != key]
-            if strangers:
-                return f"{', '.join(sorted(strangers)[:5])}: not among the known devices, or with another identity key"
+            unknown = [other for other, key in work.cohort.items() if other != name and self.known.get(other) != key]
+            if unknown:
+                return f"{', '.join(sorted(unknown)[:5])}: not among the known devices, or with another identity key"
         return None
 
 
