@@ -138,8 +138,10 @@ class Coordinator:
             *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
         )
         self.page_steps = Steps()
-        self.device_lists = DeviceLists(self.store, clock)
-        self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
+        self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
+        self.overviews = Overviews(
+            *(self.store, self.models, self.federations, self.records, self.metrics, self.device_lists, clock)
+        )
         self.hosts = Hosts(settings.hosts)
         self.downloads = Downloads(settings.download_bytes)
         self.open_calls: Counter[str] = Counter()

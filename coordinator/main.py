@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
-from sparrow.coordinator.api import connections, devices, federations, pages, problems, status
+from sparrow.coordinator.api import connections, devices, document, federations, pages, problems, status
 from sparrow.coordinator.api.device_calls import DeviceCalls
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
@@ -41,6 +41,12 @@ class _Application(FastAPI):
     def __init__(self, settings: Settings, **named: Any) -> None:
         super().__init__(**named)
         self._settings = settings
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        if self.openapi_schema is None:
+            self.openapi_schema = document.complete(super().openapi())
+        return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a call, or the application's start and stop."""
@@ -88,6 +94,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        generate_unique_id_function=lambda route: route.name,
     )
     # From the inside out: the last one added is the first to see a call.
     app.add_middleware(DeviceCalls)

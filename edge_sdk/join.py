@@ -590,8 +590,8 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--budget",
         type=_budget,
-        help="share of each layer's neurons to train, 0 < B <= 1: it bounds bytes, time falls less (sparrow profile "
-        "measures it); auto: what this device can afford (default: auto)",
+        help="share of each layer's neurons to train, 0 < B <= 1: bounds bytes more than time; auto: what "
+        "this device can afford (default: auto)",
     )
     parser.add_argument(
         "--policy",
@@ -605,11 +605,9 @@ def _options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one limit of the policy, such as pause_celsius=75, hours=22:00-07:00 or on_mains=none; may be repeated",
+        help="a limit of the policy, such as hours=22:00-07:00; may be repeated",
     )
-    parser.add_argument(
-        "--export", type=Path, help="write the personal model here, as the smallest ONNX file that predicts the same"
-    )
+    parser.add_argument("--export", type=Path, help="write the personal model here, as the smallest ONNX file")
     parser.add_argument(
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
     )
@@ -624,16 +622,16 @@ def _options(parser: Parser) -> None:
         metavar="NAME",
         help="onnx, which needs no PyTorch; torch; auto: onnx where it can and there is no GPU (default: auto)",
     )
-    parser.add_argument("--threads", type=read.count, help="CPU threads for training (default: what is fastest)")
+    parser.add_argument("--threads", type=read.count, help="CPU threads (default: what is fastest)")
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument(
-        "--deterministic", action="store_true", help="on the CPU, and choose nothing by its speed: the same bits again"
+        "--deterministic", action="store_true", help="on the CPU, nothing chosen by speed: same bits again"
     )
     parser.add_argument(
         "--memory-limit",
         type=read.mebibytes,
         metavar="MIB",
-        help="what this process may hold; a budget that needs more is refused (default: what there is)",
+        help="what this process may hold (default: what there is)",
     )
     parser.add_argument(
         "--require-secure",
@@ -641,15 +639,15 @@ def _options(parser: Parser) -> None:
         nargs="?",
         const=1,
         metavar="N",
-        help="send updates under masks alone (secure aggregation), in rounds that bear N colluders (1 if left out)",
+        help="send updates under masks alone, where N devices may collude",
     )
     parser.add_argument(
         "--known-devices",
         type=Path,
         metavar="FILE",
-        help="likewise, and with no other devices than those of this file of lines NAME KEY",
+        help="likewise, and with these devices alone: lines NAME KEY",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar, but what needs attention")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
     tls.add_options(parser)

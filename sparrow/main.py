@@ -64,7 +64,9 @@ COMMANDS = {
     "restore": Source("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
     "evaluate": Source("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
-    "delete": Source("sparrow.delete", "delete a federation"),
+    "federation": Source("sparrow.federation", "list, create, steer and delete federations"),
+    "device": Source("sparrow.device", "list, look at and revoke devices"),
+    "model": Source("sparrow.model", "list and download global models"),
     "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
     "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
@@ -76,14 +78,22 @@ COMMANDS = {
 }
 
 
+class _Listing(argparse.HelpFormatter):
+    """Lists commands without a line for their place in the usage: all of them fit a screen."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
+
+
 def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
     """Return the parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
     parser = Parser(
         prog="sparrow",
-        usage="sparrow [--version] COMMAND [options]",
-        description="Federated learning on real devices; sparrow COMMAND --help says more.",
+        usage="sparrow COMMAND [options]; sparrow COMMAND --help says more",
         traceable=False,
         add_help=False,
+        formatter_class=_Listing,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=_version(), help=argparse.SUPPRESS)

@@ -32,6 +32,8 @@ from edge_sdk.protocol.messages import (
 )
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
 from sparrow.command_line.table import printable, table
+from sparrow.device import as_table as as_table_of_devices
+from sparrow.federation import as_table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
@@ -81,9 +83,7 @@ def as_json(status: Status) -> str:
 def as_text(status: Status) -> str:
     """For a person: tables; of many rounds and devices the newest."""
     parts = [f"{status.server}: {'ready' if status.trouble is None else f'not ready: {status.trouble}'}"]
-    parts.append(
-        _federations(status.federations) if status.federations else "no federations; make one: sparrow publish"
-    )
+    parts.append(as_table(status.federations) if status.federations else "no federations; make one: sparrow publish")
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
@@ -94,24 +94,6 @@ def as_text(status: Status) -> str:
     if status.devices:
         parts.append(_devices(status.devices))
     return "\n\n".join(parts)
-
-
-def _federations(found: list[FederationInfo]) -> str:
-    head = ("federation", "status", "method", "task", "round", "devices", "stopped", "parameters")
-    rows = [
-        (
-            info.name,
-            info.status.value + (f" ({info.reason})" if info.reason else ""),
-            info.method,
-            info.task,
-            f"{info.round} of {info.rounds}",
-            str(info.devices),
-            str(info.devices_stopped),
-            f"{info.parameters:,}",
-        )
-        for info in found
-    ]
-    return table(head, rows)
 
 
 def _rounds(found: list[RoundRecord]) -> str:
@@ -151,21 +133,9 @@ def _awaited(federation: str, work: OpenWork) -> str:
 
 
 def _devices(found: list[DeviceInfo]) -> str:
-    head = ("device", "status", "budget", "limited by", "board", "last seen")
     newest = sorted(found, key=lambda device: device.seen_at, reverse=True)
-    rows = [
-        (
-            device.name,
-            _state(device),
-            f"{device.budget:g}",
-            "-" if device.limited_by is None else device.limited_by.value,
-            device.profile.board[:30] or "-",
-            device.seen_at[:19],
-        )
-        for device in newest[:DEVICES_SHOWN]
-    ]
-    more = len(found) - len(rows)
-    return table(head, rows) + (f"\nand {more:,} more: --json has all" if more else "")
+    more = len(found) - DEVICES_SHOWN if len(found) > DEVICES_SHOWN else 0
+    return as_table_of_devices(newest[:DEVICES_SHOWN]) + (f"\nand {more:,} more: --json has all" if more else "")
 
 
 def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[DeviceInfo]) -> str:
@@ -180,14 +150,6 @@ def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[Device
         f"training moved {up:,} B up and {down:,} B down; everything {all_up + info.published_bytes:,} B up and "
         f"{all_down:,} B down, {info.published_bytes:,} B of it publication"
     )
-
-
-def _state(device: DeviceInfo) -> str:
-    if device.status != "active":
-        return f"stopped in {device.stopped_round}" if device.stopped_round else device.status
-    if device.paused is not None:
-        return f"paused ({device.paused.value})"
-    return "active" if device.present else "away"
 
 
 def _percent(share: float | None) -> str:

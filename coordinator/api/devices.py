@@ -11,6 +11,7 @@ from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
+    DeviceHistory,
     DeviceInfo,
     Doing,
     Enrol,
@@ -66,6 +67,17 @@ def list_devices(
     found, total = coordinator.device_lists.list(name, DeviceQuery(search, doing, order, offset, limit))
     response.headers["Sparrow-Total"] = str(total)
     return found
+
+
+@router.get("/devices/{device_id}", dependencies=[ObserverOnly])
+def get_device(
+    device_id: str,
+    coordinator: TheCoordinator,
+    most: Annotated[int, Query(ge=1, le=10_000, description="Pieces of work, the newest first")] = 200,
+) -> DeviceHistory:
+    """Return a device, and what it did: accuracy, loss, seconds, bytes and joules of each piece of work, and why some
+    came to nothing."""
+    return coordinator.device_lists.history(device_id, most)
 
 
 async def _itself(device_id: str, identity: TheIdentity) -> bool:

@@ -38,7 +38,7 @@ from sparrow.coordinator.fleet.access import (
 )
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import touch
+from sparrow.coordinator.rounds.assignments import note_failure, touch
 from sparrow.coordinator.rounds.candidates import reaches, smallest_budget
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
@@ -246,7 +246,9 @@ class Devices:
                     device.paused = reason.value if isinstance(reason, PauseReason) else None
                     said = device.paused or reason or "no reason given"
                     log.info("%s leaves: %s", device.name, said)
-                    _take_back(db, device_id, said)
+                    left = _take_back(db, device_id, said)
+                    if reason is not None and device.paused is None:
+                        note_failure(device, left, said, self._clock())
             if request.revoked:
                 revoked = device.token_sha256
                 revoke(db, device)
@@ -294,15 +296,17 @@ def _change_open(db: Session, device_id: str, **values: Any) -> None:
     )
 
 
-def _take_back(db: Session, device_id: str, reason: str) -> None:
-    """Close the open assignments of a device that leaves, so that no round waits for them.
+def _take_back(db: Session, device_id: str, reason: str) -> Assignment | None:
+    """Close the open assignments of a device that leaves, so that no round waits for them; return one of them.
 
     Work for everyone is given again when it is back; adapting the finished model, for which nobody waits, stays."""
+    assignment = None
     left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")
     for assignment in db.scalars(left.where(Assignment.kind != "adapt")):
         assignment.status = "expired" if assignment.kind == "personalise" else "returned"
         assignment.return_reason = reason
         touch(db, assignment.federation_id, assignment.round)
+    return assignment
 
 
 def _forgive_adapting(db: Session, device_id: str) -> None:

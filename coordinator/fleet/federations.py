@@ -322,7 +322,7 @@ class Federations:
             if differences:
                 raise DifferentFederation(
                     f"a federation {name!r} exists and is another: {'; '.join(differences)}. Choose another name, ask "
-                    f"for what it has, or delete it first (sparrow delete SERVER {name})"
+                    f"for what it has, or delete it first (sparrow federation delete {name})"
                 )
             return self.describe(db, federation)
 

@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from sqlalchemy import ColumnElement, case, func, or_, select
+from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
 
-from edge_sdk.protocol.messages import BudgetLimit, DeviceInfo, DeviceProfile, Doing, Moved, PauseReason
-from sparrow.coordinator.errors import read_stored
+from edge_sdk.protocol.messages import (
+    BudgetLimit,
+    DeviceFailure,
+    DeviceHistory,
+    DeviceInfo,
+    DeviceProfile,
+    DeviceRound,
+    Doing,
+    FederationStatus,
+    Kind,
+    Moved,
+    PauseReason,
+    Phase,
+    Receipt,
+    UpdateReport,
+)
+from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.reports.records import iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS
 from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
@@ -39,18 +55,19 @@ class DeviceQuery:
 
 
 class DeviceLists:
-    """The devices of every federation."""
+    """The devices of every federation. quiet: how long, s, a device that waits for work may not be heard of."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float], quiet: Callable[[], float] = lambda: 0.0) -> None:
         self._store = store
         self._clock = clock
+        self._quiet = quiet
 
     def list(self, federation_name: str, query: DeviceQuery | None = None) -> tuple[list[DeviceInfo], int]:
         """Return the selected devices, and the number of those on all pages. Raises NotFound."""
         query = query or DeviceQuery()
         with self._store.reading() as db:
             federation = find(db, federation_name)
-            doing = doing_of(federation, self._clock())
+            doing = self._doing(federation)
             those = [Device.federation_id == federation.id]
             if query.search:
                 where = (Device.name, Device.profile["board"].as_string())
@@ -70,24 +87,47 @@ class DeviceLists:
             )
             return [_info(device, Doing(what)) for device, what in db.execute(page)], total
 
+    def history(self, device_id: str, most: int) -> DeviceHistory:
+        """Return a device, and the last ``most`` pieces of its work, the newest first. Raises NotFound."""
+        with self._store.reading() as db:
+            device = db.get(Device, device_id, options=[undefer(Device.profile)])
+            if device is None:
+                raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
+            federation = db.get_one(Federation, device.federation_id)
+            doing = db.scalar(select(self._doing(federation)).where(Device.id == device_id))
+            last = (
+                select(Assignment)
+                .where(Assignment.device_id == device_id)
+                .order_by(Assignment.created_at.desc(), Assignment.round.desc(), Assignment.id)
+                .limit(most)
+            )
+            work = tuple(_work(each) for each in db.scalars(last))
+            return DeviceHistory(device=_info(device, Doing(doing)), federation=federation.name, work=work)
 
-def count_doing(db: Session, federation: Federation, now: float) -> dict[Doing, int]:
-    """Return the number of a federation's devices for each ``Doing``."""
-    doing = doing_of(federation, now).label("doing")
-    each = select(doing).where(Device.federation_id == federation.id).subquery()
-    rows = db.execute(select(each.c.doing, func.count()).group_by(each.c.doing))
-    return {Doing(row[0]): row[1] for row in rows}
+    def count_doing(self, db: Session, federation: Federation) -> dict[Doing, int]:
+        """Return the number of a federation's devices for each ``Doing``."""
+        each = select(self._doing(federation).label("doing")).where(Device.federation_id == federation.id).subquery()
+        rows = db.execute(select(each.c.doing, func.count()).group_by(each.c.doing))
+        return {Doing(row[0]): row[1] for row in rows}
+
+    def _doing(self, federation: Federation) -> ColumnElement[str]:
+        now = self._clock()
+        return doing_of(federation, now, now - settings_of(federation).silence_seconds - self._quiet())
 
 
-def doing_of(federation: Federation, now: float) -> ColumnElement[str]:
-    """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``."""
+def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnElement[str]:
+    """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``. heard_before: who was
+    last heard of before then is offline."""
+    ended = federation.status in (FederationStatus.finished.value, FederationStatus.stopped.value)
     asked = select(Assignment.device_id).where(Assignment.federation_id == federation.id, Assignment.status == "open")
     return case(
         (Device.status == "revoked", Doing.revoked.value),
         (Device.status == "stopped", Doing.stopped.value),
         (Device.id.in_(asked.where(Assignment.kind.in_((*COHORT_KINDS, *PHASES)))), Doing.training.value),
+        *([(Device.id.not_in(asked), Doing.done.value)] if ended else []),
         (Device.paused.is_not(None), Doing.paused.value),
         (Device.present.is_(False), Doing.away.value),
+        (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),
         (Device.budget < smallest_budget(federation) - SLACK, Doing.small_budget.value),
         (Device.id.in_(asked.where(Assignment.kind == "evaluate")), Doing.evaluating.value),
         (Device.rest_until > now, Doing.resting.value),
@@ -106,10 +146,51 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
         paused=_word(PauseReason, device.paused),
         budget=device.budget,
         limited_by=_word(BudgetLimit, device.limited_by),
+        failure=_failure(device.failure),
         profile=read_stored(DeviceProfile, device.profile) or DeviceProfile(board="unreadable"),
         everything=read_stored(Moved, {"bytes_down": device.bytes_down, "bytes_up": device.bytes_up}) or Moved(),
         enrolled_at=iso(device.enrolled_at),
         seen_at=iso(device.seen_at),
+    )
+
+
+def _failure(stored: dict[str, Any] | None) -> DeviceFailure | None:
+    if not isinstance(stored, dict) or not isinstance(at := stored.get("at"), int | float):
+        return None
+    return read_stored(DeviceFailure, stored | {"at": iso(at)})
+
+
+def _work(assignment: Assignment) -> DeviceRound:
+    kind = Kind(assignment.kind)
+    found: dict[str, Any] = {}
+    upload = read_stored(Phase, assignment.upload_cost) if assignment.upload_cost else None
+    report = read_stored(UpdateReport, assignment.report) if kind in (Kind.train, Kind.personalise) else None
+    receipt = read_stored(Receipt, assignment.report) if kind in (Kind.evaluate, Kind.adapt) else None
+    if report is not None:
+        found = {"loss": report.train_loss}
+    if receipt is not None:
+        judged = receipt.personal or receipt.global_model
+        found = {
+            "loss": judged and judged.loss,
+            "accuracy": receipt.personal and receipt.personal.accuracy,
+            "accuracy_global": receipt.global_model and receipt.global_model.accuracy,
+        }
+    if (told := report or receipt) is not None:
+        phases = [told.telemetry.download, told.telemetry.train, *([upload] if upload else [])]
+        joules = [phase.joules for phase in phases if phase.joules is not None]
+        found |= {
+            "seconds": sum(phase.seconds for phase in phases),
+            "bytes_up": sum(phase.bytes_up for phase in phases),
+            "bytes_down": sum(phase.bytes_down for phase in phases),
+            "joules": sum(joules) if joules else None,
+        }
+    return DeviceRound(
+        round=assignment.round,
+        kind=kind,
+        status=assignment.status,
+        reason=assignment.return_reason,
+        began_at=iso(assignment.created_at),
+        **found,
     )
 
 

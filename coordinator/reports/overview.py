@@ -18,7 +18,7 @@ from edge_sdk.protocol.messages import Doing, FederationInfo, Kind
 from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.reports.device_list import count_doing
+from sparrow.coordinator.reports.device_list import DeviceLists
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.reports.records import Records, iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED, open_round
@@ -37,6 +37,8 @@ _LAST = (
     *("accuracy_personal", "accuracy_personal_decile", "accuracy_global"),
     *("loss_personal", "loss_global", "train_loss"),
 )
+MOST_FAILURES = 5
+"""Devices whose failures are told with an overview; the list of devices has all."""
 _TRAINING = ("download", "train", "upload")
 _PHASES = (*_TRAINING, "evaluation")
 _JOULES = ("joules_measured", "joules_estimated")
@@ -52,6 +54,7 @@ class Overviews:
         federations: Federations,
         records: Records,
         metrics: Metrics,
+        devices: DeviceLists,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -59,6 +62,7 @@ class Overviews:
         self._federations = federations
         self._records = records
         self._metrics = metrics
+        self._devices = devices
         self._clock = clock
 
     def newest(self) -> str | None:
@@ -77,7 +81,7 @@ class Overviews:
             span = span_of(federation.round)
             first = None if since is None else _start(since - LOOK_BACK, span)
             whole = 2 * 4 * self._models.manifest(federation).shared_values
-            doing = count_doing(db, federation, now)
+            doing = self._devices.count_doing(db, federation)
             evaluating, since_round = _evaluations(db, federation)
             return Overview(
                 at=iso(now),
@@ -92,10 +96,12 @@ class Overviews:
                 evaluating_since=since_round,
                 doing=doing,
                 smallest_budget=smallest_budget(federation),
-                notices=tuple(self._notices(info, doing)),
+                notices=tuple(self._notices(info, doing, _failures(db, federation))),
             )
 
-    def _notices(self, info: FederationInfo, doing: dict[Doing, int]) -> Iterable[Notice]:
+    def _notices(
+        self, info: FederationInfo, doing: dict[Doing, int], failed: Iterable[tuple[str, str]]
+    ) -> Iterable[Notice]:
         if info.warning:
             yield Notice(kind="method", text=info.warning)
         for reason, count in _counted(self._metrics.refused, info.name):
@@ -103,6 +109,10 @@ class Overviews:
         for _, count in _counted(self._metrics.left_out, info.name):
             text = f"Updates left out of the model since this process began: {count}"
             yield Notice(kind="left_out", text=text)
+        for name, reason in failed:
+            yield Notice(kind="failed", text=f"{name}: {reason}")
+        if doing.get(Doing.offline):
+            yield Notice(kind="offline", text=f"Devices that are offline: {doing[Doing.offline]}")
         if doing.get(Doing.away):
             text = f"Devices that missed a deadline, fell silent or left, and are not back: {doing[Doing.away]}"
             yield Notice(kind="lost", text=text)
@@ -206,6 +216,17 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
         expired=counts.get("expired", 0),
         waiting_for=records.awaited(db, *of_round, most=MOST_AWAITED),
     )
+
+
+def _failures(db: Session, federation: Federation) -> list[tuple[str, str]]:
+    """Return some devices whose last work came to nothing, and why, those that were heard of last first."""
+    rows = db.execute(
+        select(Device.name, Device.failure["reason"].as_string())
+        .where(Device.federation_id == federation.id, Device.status != "revoked", Device.failure.is_not(None))
+        .order_by(Device.seen_at.desc(), Device.name)
+        .limit(MOST_FAILURES)
+    )
+    return [(name, reason) for name, reason in rows]
 
 
 def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:

@@ -208,6 +208,8 @@ class Acceptance:
                 self._decoded.put(keys[0], decoded)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
+        if device.failure is not None:
+            changed["failure"] = None
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
         if isinstance(report, wire.UpdateReport) and device.num_examples is None:

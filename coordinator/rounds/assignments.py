@@ -71,6 +71,12 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
     return assignment, device, federation
 
 
+def note_failure(device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
+    """Record why the work of a device came to nothing, for those who look after it."""
+    round_, kind = (assignment.round, assignment.kind) if assignment is not None else (None, None)
+    device.failure = {"reason": reason, "round": round_, "kind": kind, "at": now}
+
+
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
     """Return a device, its federation and its oldest open assignment: an evaluation before the round after it.
 

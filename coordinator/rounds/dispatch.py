@@ -15,7 +15,7 @@ from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, Ro
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
-from sparrow.coordinator.rounds.assignments import assign, missed_work, oldest_open, owned, touch
+from sparrow.coordinator.rounds.assignments import assign, missed_work, note_failure, oldest_open, owned, touch
 from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
 from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
@@ -175,6 +175,7 @@ class Dispatch:
             if isinstance(reason, wire.PauseReason):
                 device.present, device.paused = False, text
             else:
+                note_failure(device, assignment, text, self._clock())
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
             log.info(

@@ -63,6 +63,7 @@ from sparrow.coordinator.rounds.assignments import (
     cohort_of,
     drop_late_work,
     extend_deadlines,
+    note_failure,
     open_round,
     touch,
     update_folder,
@@ -514,7 +515,11 @@ class Rounds:
                     federation = db.get_one(Federation, assignment.federation_id)
                     touch(db, federation.id, assignment.round)
                     if away:
-                        db.get_one(Device, assignment.device_id).present = False
+                        device, now = db.get_one(Device, assignment.device_id), self._clock()
+                        late = assignment.deadline_at <= now
+                        device.present = False
+                        why = "it missed the deadline" if late else "it was silent for too long"
+                        note_failure(device, assignment, why, now)
 
     def _ask_again(self, federation_id: int, key: str) -> bool:
         """Open the assignment anew whose stored update is damaged; return whether the key is of one.

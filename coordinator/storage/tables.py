@@ -90,7 +90,8 @@ class Device(Base):
     ``bytes_down`` and ``bytes_up`` what it moved in all.
     ``paused`` is the word of its policy that keeps it away, ``limited_by`` what keeps its budget from being larger.
     ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
-    the place of ``token_sha256``. ``identity_key``: its public key in secure rounds, which never changes.
+    the place of ``token_sha256``. ``failure``: why its last work came to nothing (``messages.DeviceFailure``), until
+    an update of it is accepted. ``identity_key``: its public key in secure rounds, which never changes.
     """
 
     __tablename__ = "devices"
@@ -121,6 +122,7 @@ class Device(Base):
     present: Mapped[bool] = mapped_column(default=True)
     paused: Mapped[str | None] = mapped_column(String(16))
     rest_until: Mapped[float] = mapped_column(default=0.0)
+    failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     holds_model: Mapped[bool] = mapped_column(default=False)
     mask: Mapped[str | None] = mapped_column(String(64))
     model: Mapped[str | None] = mapped_column(String(64))

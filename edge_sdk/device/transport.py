@@ -60,7 +60,9 @@ from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
+    ChangeFederation,
     CompareFederation,
+    DeviceHistory,
     DeviceInfo,
     Enrol,
     Enrolled,
@@ -68,6 +70,7 @@ from edge_sdk.protocol.messages import (
     HandBack,
     JoinLink,
     MakeJoinLink,
+    ModelInfo,
     NewToken,
     OpenWork,
     PauseReason,
@@ -119,6 +122,8 @@ LONGEST_WAIT = 30.0
 LONGEST_PAUSE = 900.0
 """The longest pause that a coordinator may ask for, s."""
 LARGEST_ANSWER = 1024 * 1024
+MAX_FILE = 8 * 1024**3
+"""Bytes of a model that an operator downloads."""
 LARGEST_REFUSAL = 64 * 1024
 """Bytes of a refusal that are read."""
 LARGEST_LIST = 64 * 1024 * 1024
@@ -274,6 +279,18 @@ class Transport:
         """Return the devices of a federation."""
         return self._ask_all(DeviceInfo, f"/v1/federations/{name}/devices")
 
+    def device(self, device_id: str) -> DeviceHistory:
+        """Return a device and what it did. Raises NotFound."""
+        return self._ask(DeviceHistory, "GET", f"/v1/devices/{device_id}")
+
+    def models(self, name: str) -> list[ModelInfo]:
+        """Return the global models of a federation that the coordinator keeps."""
+        return self._ask_all(ModelInfo, f"/v1/federations/{name}/models")
+
+    def model_file(self, name: str, path: Literal["model", "model.onnx"]) -> bytes:
+        """Return the newest global model as a file. Raises NoGlobalModel."""
+        return self._call("GET", f"/v1/federations/{name}/{path}", most=MAX_FILE).content
+
     def trouble(self) -> str | None:
         """Return the reason why the coordinator is not ready; None if it is. Asks once."""
         try:
@@ -321,6 +338,10 @@ class Transport:
             return self._ask(FederationInfo, "POST", f"/v1/federations/{name}/comparison", **_json(wanted))
         except NotFound:
             return None
+
+    def change_federation(self, name: str, change: ChangeFederation) -> FederationInfo:
+        """Change or steer a federation."""
+        return self._ask(FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
 
     def delete_federation(self, name: str) -> None:
         """Delete a federation for good."""

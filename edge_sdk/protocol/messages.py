@@ -623,12 +623,37 @@ class Doing(str, Enum):
     revoked = "revoked"
     stopped = "stopped"  # it has stopped early: it is only asked to evaluate
     training = "training"
+    done = "done"  # its federation has ended
     paused = "paused"  # by its policy
-    away = "away"  # it missed a deadline, fell silent, or left
+    away = "away"  # it missed a deadline, fell silent during work, or left
+    offline = "offline"  # it has not been heard of for longer than a device is that waits for work
     small_budget = "small_budget"  # too small for its federation's method
     evaluating = "evaluating"
     resting = "resting"  # it has handed its work back
     ready = "ready"  # not drawn
+
+
+class Kind(str, Enum):
+    """The kinds of work; see docs/architecture.md, "A round". Keys, shares, agree and unmask are of secure rounds."""
+
+    train = "train"
+    evaluate = "evaluate"
+    personalise = "personalise"
+    prepare = "prepare"
+    adapt = "adapt"
+    keys = "keys"
+    shares = "shares"
+    agree = "agree"
+    unmask = "unmask"
+
+
+class DeviceFailure(Answer):
+    """The reason why a device's work came to nothing, as the device or the coordinator says it."""
+
+    reason: str
+    round: int | None = Field(description="None where it had no work")
+    kind: Kind | None = None
+    at: str
 
 
 class DeviceInfo(Answer):
@@ -645,6 +670,9 @@ class DeviceInfo(Answer):
     limited_by: BudgetLimit | None = Field(
         default=None, description="What keeps its budget from being larger, where the device chose it"
     )
+    failure: DeviceFailure | None = Field(
+        default=None, description="Why its last work came to nothing; None once an update of it was accepted"
+    )
     profile: DeviceProfile
     everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as it counted them")
     enrolled_at: str
@@ -654,18 +682,29 @@ class DeviceInfo(Answer):
 # --- assignments -------------------------------------------------------------------------------------------------
 
 
-class Kind(str, Enum):
-    """The kinds of work; see docs/architecture.md, "A round". Keys, shares, agree and unmask are of secure rounds."""
+class DeviceRound(Answer):
+    """One piece of work of a device: what became of it, how good it was, and what it cost."""
 
-    train = "train"
-    evaluate = "evaluate"
-    personalise = "personalise"
-    prepare = "prepare"
-    adapt = "adapt"
-    keys = "keys"
-    shares = "shares"
-    agree = "agree"
-    unmask = "unmask"
+    round: int
+    kind: Kind
+    status: Literal["open", "done", "returned", "expired"]
+    reason: str | None = Field(default=None, description="Why it was handed back or given up")
+    began_at: str
+    loss: float | None = Field(default=None, description="Of training; of an evaluation, of the personal model")
+    accuracy: float | None = Field(default=None, description="Of the personal model on the device's test data")
+    accuracy_global: float | None = None
+    seconds: float | None = Field(default=None, description="Download, training or evaluation, and upload")
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+    joules: float | None = None
+
+
+class DeviceHistory(Answer):
+    """``GET /v1/devices/{id}``: a device, and what it did, the newest first."""
+
+    device: DeviceInfo
+    federation: str
+    work: tuple[DeviceRound, ...]
 
 
 class Payload(Answer):

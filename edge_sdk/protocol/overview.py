@@ -78,7 +78,7 @@ class FederationLine(Answer):
 class Notice(Answer):
     """Something an operator should know of."""
 
-    kind: Literal["method", "refused", "left_out", "lost"]
+    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline"]
     text: str
 
 

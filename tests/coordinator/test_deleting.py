@@ -191,7 +191,7 @@ def test_each_difference_is_named(coordinator):
     assert str(refused.value) == (
         "a federation 'f' exists and is another: method: asked for fedavg, it has fedprox; rounds: asked for 50, it "
         "has 2; task: asked for har, it has digits. Choose another name, ask for what it has, or delete it first "
-        "(sparrow delete SERVER f)"
+        "(sparrow federation delete f)"
     )
     with pytest.raises(DifferentFederation, match=r"proximal_weight: asked for 0\.01, it has 1\.0"):
         coordinator.federations.compare("f", wanted(method="fedprox", rounds=2))

@@ -59,7 +59,25 @@ def test_one_of_them_with_its_rounds_and_devices(sparrow, lab):
     assert "0 of 3" in out
     rows = [line.split() for line in out.splitlines() if line]
     assert ["1", "open", "0", "of", "2"] in [row[:5] for row in rows]
-    assert ["one", "active", "0.4", "-", "pi5"] in [row[:5] for row in rows]
+    assert ["one", "training", "0.4", "-", "pi5"] in [row[:5] for row in rows]
+
+
+def test_who_failed_is_named_with_the_reason(sparrow, tmp_path):
+    reason = "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB"
+    with serving(Settings(data_dir=tmp_path / "data", default_task="")) as client:
+        client.post("/v1/federations", json={"name": "lab", "task": "digits"}).raise_for_status()
+        body = {"name": "one", "enrolment_key": "one".ljust(32, "k")}
+        one = client.post("/v1/federations/lab/devices", json=body).raise_for_status().json()
+        client.patch(
+            f"/v1/devices/{one['device_id']}",
+            json={"conditions": {"available": False, "reason": reason}},
+            headers={"Authorization": f"Bearer {one['token']}"},
+        ).raise_for_status()
+        server = str(client.base_url).rstrip("/")
+        _, out, _ = sparrow("status", server, "lab")
+        assert any(reason in line for line in out.splitlines() if line.startswith("one "))
+        _, out, _ = sparrow("device", "show", "lab", "one", "--server", server)
+        assert reason in out
 
 
 def test_who_is_waited_for_is_named_and_since_when(sparrow, lab):

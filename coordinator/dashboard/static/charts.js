@@ -8,9 +8,9 @@ const all = new Set();
 
 export class Chart {
   /** lines: [{label, value: point -> number or null}]; format: number -> text, with its unit; least: the scale's lower
-      end, where it is not the smallest value. */
-  constructor(place, title, lines, format, least) {
-    Object.assign(this, { lines, format, least, points: [] });
+      end, where it is not the smallest value; most: what no value exceeds. */
+  constructor(place, title, lines, format, least, most) {
+    Object.assign(this, { lines, format, least, most: most ?? Infinity, points: [] });
     this.plot = element("div", { className: "plot", tabIndex: 0 });
     this.plot.setAttribute("role", "img");
     this.said = element("p");
@@ -59,6 +59,12 @@ export class Chart {
     }
   }
 
+  /** The scale of values between two: some room around them, but none where no value can be. */
+  range(low, high) {
+    const [least, most] = uPlot.rangeNum(Math.min(low, this.least ?? low), high, 0.1, true);
+    return [least, Math.min(most, this.most)];
+  }
+
   options() {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -66,7 +72,7 @@ export class Chart {
     const text = (value) => (value == null ? "–" : this.format(value));
     return {
       ...this.size(),
-      scales: { x: { time: false }, y: { range: (_, low, high) => uPlot.rangeNum(Math.min(low, this.least ?? low), high, 0.1, true) } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
       legend: { markers: { dash: (_, index) => STYLES[this.lines.indexOf(this.shown[index - 1])] ?? "solid" } },
       axes: [
         { ...axis, label: "round", labelSize: 18, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] },

@@ -15,7 +15,7 @@ const api = `v1/federations/${encodeURIComponent(name)}`;
 const DOING = {
   training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
   paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
-  stopped: "stopped early", revoked: "revoked",
+  stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended", offline: "offline",
 };
 const PAUSED = {
   charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",
@@ -66,7 +66,7 @@ const CHARTS = [
     ["personal mean", (p) => p.accuracy_personal],
     ["bottom decile", (p) => p.accuracy_personal_decile],
     ["global", (p) => p.accuracy_global],
-  ]],
+  ], undefined, 1],
   ["Loss", plain, [
     ["personal", (p) => p.loss_personal], ["global", (p) => p.loss_global], ["training", (p) => p.train_loss],
   ]],
@@ -80,8 +80,8 @@ const CHARTS = [
     ["training", per((p) => p.train_seconds)], ["download", per((p) => p.download_seconds)],
     ["upload", per((p) => p.upload_seconds)], ["evaluation", per((p) => p.evaluation_seconds)],
   ], 0],
-].map(([title, format, lines, least]) =>
-  new Chart($("charts"), title, lines.map(([label, value]) => ({ label, value })), format, least));
+].map(([title, format, lines, least, most]) =>
+  new Chart($("charts"), title, lines.map(([label, value]) => ({ label, value })), format, least, most));
 
 // --- how it stands --------------------------------------------------------------------------------------------------
 
@@ -232,14 +232,14 @@ async function showDevices() {
   for (const [key, value] of new FormData($("find"))) if (value) wanted.set(key, value);
   const asked = (devicesAsked = wanted.toString());
   const answer = await call("GET", `${api}/devices?${wanted}`);
-  if (!answer || asked !== devicesAsked || $("ask").open) return; // whose button is to have the focus again
+  if (!answer || asked !== devicesAsked || $("ask").open || $("history").open) return; // whose button is to have the focus again
   const devices = await answer.json();
   const total = Number(answer.headers.get("Sparrow-Total"));
   if (!devices.length && offset) return turn(-offset);
   const body = $("devices").tBodies[0];
-  const focused = document.activeElement?.dataset?.device;
+  const focused = document.activeElement?.dataset?.focus;
   body.replaceChildren(...devices.map(rowOf));
-  if (focused) body.querySelector(`[data-device="${CSS.escape(focused)}"]`)?.focus();
+  if (focused) body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
   $("devices").querySelector("th.actions").hidden = !overview?.may_change;
   put("count", total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.");
   $("previous").disabled = !offset;
@@ -248,15 +248,15 @@ async function showDevices() {
 
 function rowOf(device) {
   const cells = [
-    element("th", { scope: "row", textContent: device.name }),
+    element("th", { scope: "row" }, [nameOf(device)]),
     element("td", { textContent: device.profile.board || "unknown" }),
     element("td", { className: "number", textContent: device.budget.toLocaleString("en", { maximumFractionDigits: 3 }) }),
-    element("td", { textContent: whatOf(device) }),
+    element("td", {}, [whatOf(device), ...(device.failure ? [element("p", { className: "failure", textContent: whyOf(device.failure) })] : [])]),
     element("td", {}, [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
   ];
   if (overview?.may_change) {
     const revoke = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${device.name}`, disabled: device.doing === "revoked" });
-    revoke.dataset.device = device.device_id;
+    revoke.dataset.focus = `revoke ${device.device_id}`;
     revoke.addEventListener("click", async () => {
       if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
       if (await call("PATCH", `v1/devices/${device.device_id}`, { revoked: true })) await showDevices();
@@ -264,6 +264,42 @@ function rowOf(device) {
     cells.push(element("td", {}, [revoke]));
   }
   return element("tr", {}, cells);
+}
+
+/** The name of a device, with which its history is opened. */
+function nameOf(device) {
+  const button = element("button", { type: "button", className: "link", textContent: device.name, ariaHasPopup: "dialog" });
+  button.dataset.focus = `history ${device.device_id}`;
+  button.addEventListener("click", () => showHistory(device));
+  return button;
+}
+
+function whyOf(failure) {
+  return `${failure.reason}${failure.round ? ` (${failure.kind}, round ${failure.round})` : ""}, ${ago(failure.at)}`;
+}
+
+async function showHistory({ device_id: id, name }) {
+  const answer = await call("GET", `v1/devices/${id}?most=100`);
+  if (!answer) return;
+  const { device, work } = await answer.json();
+  const shown = (value, text) => (value == null ? "–" : text(value));
+  const rows = work.map((each) => element("tr", {}, [
+    element("th", { scope: "row", className: "number", textContent: each.round }),
+    ...[
+      each.kind, each.reason ? `${each.status}: ${each.reason}` : each.status,
+      shown(each.loss, (loss) => loss.toPrecision(3)), shown(each.accuracy ?? each.accuracy_global, percent),
+      shown(each.seconds, seconds), shown(each.bytes_up, bytes), shown(each.bytes_down, bytes), shown(each.joules, joules),
+    ].map((textContent) => element("td", { textContent })),
+  ]));
+  $("history-title").textContent = name;
+  $("history-about").textContent = [
+    device.profile.board, device.profile.system, `budget ${device.budget}`, whatOf(device), `last seen ${ago(device.seen_at)}`,
+  ].filter(Boolean).join(" · ");
+  $("history-failure").hidden = !device.failure;
+  $("history-failure").textContent = device.failure ? whyOf(device.failure) : "";
+  $("history-work").tBodies[0].replaceChildren(...rows);
+  $("history-none").hidden = rows.length > 0;
+  $("history").showModal();
 }
 
 function whatOf(device) {

@@ -81,6 +81,7 @@ def upgrade() -> None:
         sa.Column("present", sa.Boolean(), nullable=False),
         sa.Column("paused", sa.String(length=16), nullable=True),
         sa.Column("rest_until", sa.Double(), nullable=False),
+        sa.Column("failure", sa.JSON(), nullable=True),
         sa.Column("holds_model", sa.Boolean(), nullable=False),
         sa.Column("mask", sa.String(length=64), nullable=True),
         sa.Column("model", sa.String(length=64), nullable=True),

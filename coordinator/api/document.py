@@ -1,0 +1,81 @@
+"""The OpenAPI document: what FastAPI makes of the routes, with what it cannot know of them.
+
+Schemas that a route brings with its body are put where ``$ref`` finds them; answers that are files have their media
+types; and every call says that what goes wrong is a problem document (``problems``), with its status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.messages import Problem
+from sparrow.coordinator.api.problems import MEDIA_TYPE, STATUS
+
+FILES = {
+    "get_payload": bundle.MEDIA_TYPE,
+    "get_model": checkpoint.MEDIA_TYPE,
+    "get_model_onnx": "application/octet-stream",
+    "get_frozen": "application/octet-stream",
+    "get_first": "application/octet-stream",
+    "get_fast_step": "application/octet-stream",
+    "get_graph": "application/octet-stream",
+}
+"""Calls that are answered with a file, and its media type."""
+TEXTS = {"get_events": "text/event-stream", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
+"""Calls that are answered with text that is no JSON."""
+MANIFEST = "The manifest of the model; edge_sdk/protocol/manifest.py has its fields"
+OPEN = ("healthz",)
+"""Calls that need no token whatever the coordinator's settings."""
+
+
+def complete(document: dict[str, Any]) -> dict[str, Any]:
+    """Return FastAPI's document of the coordinator, completed in place."""
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Problem"] = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    for part in list(_dictionaries(document)):
+        schemas |= {name: schema for name, schema in part.pop("$defs", {}).items() if name not in schemas}
+    for part in _dictionaries(document):
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = part["$ref"].replace("#/$defs/", "#/components/schemas/")
+    document["components"]["responses"] = {
+        str(int(status)): {
+            "description": HTTPStatus(status).phrase,
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in sorted({*STATUS.values(), 500})
+    }
+    document["components"]["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "Of a device or an operator (docs/operating.md)"}
+    }
+    for path in document["paths"].values():
+        for call in path.values():
+            _complete_call(call)
+    return document
+
+
+def _complete_call(call: dict[str, Any]) -> None:
+    name, answers = call["operationId"], call["responses"]
+    if name in FILES:
+        answers["200"]["content"] = {FILES[name]: {"schema": {"type": "string", "format": "binary"}}}
+    elif name in TEXTS:
+        answers["200"]["content"] = {TEXTS[name]: {"schema": {"type": "string"}}}
+    elif name == "get_manifest":
+        answers["200"]["content"] = {"application/json": {"schema": {"type": "object", "description": MANIFEST}}}
+    elif name == "get_rounds":
+        answers["200"]["content"]["text/csv"] = {"schema": {"type": "string"}}
+    for status in sorted({*STATUS.values(), 500}):
+        answers[str(int(status))] = {"$ref": f"#/components/responses/{int(status)}"}
+    call["security"] = [] if name in OPEN else [{}, {"token": []}]
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every dictionary in a JSON value, the outer ones first."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dictionaries(each)

@@ -1,0 +1,151 @@
+"""``sparrow device``: list, look at and revoke the devices of a federation.
+
+sparrow device list lab
+sparrow device show lab pi-3        what it did, and why it failed
+sparrow device revoke lab pi-3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from edge_sdk.device.transport import Transport
+from edge_sdk.errors import NotFound
+from edge_sdk.protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
+from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.nearest import nearest
+from sparrow.command_line.table import printable, table
+from sparrow.operating import add_coordinator, connected, sure
+
+SHOWN = 20
+"""Pieces of work of a device that are shown to a person."""
+
+
+def _options(parser: Parser) -> None:
+    parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in {
+        "list": "all devices of a federation",
+        "show": "one device: what it did, what that cost, and why it failed",
+        "revoke": "take a device's token away for good",
+    }.items():
+        part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        part.add_argument("federation", help="the federation's name")
+        if name != "list":
+            part.add_argument("name", help="the device's name")
+        if name == "revoke":
+            part.add_argument("--yes", action="store_true", help="do not ask")
+        add_coordinator(part)
+
+
+def _run(options: argparse.Namespace) -> None:
+    with connected(options) as transport:
+        transport.federation(options.federation)  # names the others where there is none of this name
+        devices = transport.devices(options.federation)
+        if options.command == "list":
+            found = [each.model_dump(mode="json") for each in devices]
+            print(json.dumps(found) if options.json else as_table(devices) if devices else "no devices yet")
+            return
+        device = _named(devices, options.name)
+        if options.command == "revoke":
+            _revoke(options, transport, device)
+            return
+        history = transport.device(device.device_id)
+        print(history.model_dump_json() if options.json else describe(history))
+
+
+def _named(devices: list[DeviceInfo], name: str) -> DeviceInfo:
+    """Return the device of this name; of several, the one that is not revoked. Raises NotFound."""
+    found = sorted((each for each in devices if each.name == name), key=lambda each: each.status == "revoked")
+    if not found:
+        raise NotFound(404, f"there is no device {name!r}{nearest(name, [each.name for each in devices])}")
+    return found[0]
+
+
+def _revoke(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
+    if not options.yes:
+        sure(f"Take {device.name}'s token away for good?", f"{device.name} could do nothing here any more")
+    transport.change_device(device.device_id, ChangeDevice(revoked=True))
+    print(json.dumps({"revoked": device.device_id}) if options.json else f"device {printable(device.name)} is revoked")
+
+
+def as_table(devices: list[DeviceInfo]) -> str:
+    """Return devices as a table, by name."""
+    head = ("device", "doing", "budget", "limited by", "board", "last seen", "failure")
+    rows = [
+        (
+            device.name,
+            doing(device),
+            f"{device.budget:g}",
+            "-" if device.limited_by is None else device.limited_by.value,
+            device.profile.board[:30] or "-",
+            device.seen_at[:19],
+            "-" if device.failure is None else device.failure.reason[:80],
+        )
+        for device in devices
+    ]
+    return table(head, rows)
+
+
+def doing(device: DeviceInfo) -> str:
+    """Return in words what a device is doing, or why it does not train."""
+    if device.doing is Doing.stopped:
+        return f"stopped in {device.stopped_round}"
+    if device.doing is Doing.paused and device.paused is not None:
+        return f"paused ({device.paused.value})"
+    return str(device.doing.value).replace("_", " ")
+
+
+def describe(history: DeviceHistory) -> str:
+    """Return a device as text: what it is, why its last work came to nothing, and what it did."""
+    device = history.device
+    about = {
+        "federation": history.federation,
+        "doing": doing(device),
+        "budget": f"{device.budget:g}",
+        "board": device.profile.board or "unknown",
+        "system": device.profile.system or "unknown",
+        "enrolled": device.enrolled_at[:19],
+        "last seen": device.seen_at[:19],
+        "moved": f"{device.everything.bytes_up:,} B up, {device.everything.bytes_down:,} B down",
+    }
+    parts = [table((device.name, ""), list(about.items()))]
+    if (failure := device.failure) is not None:
+        where = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
+        parts.append(printable(f"failed at {failure.at[:19]}{where}: {failure.reason}"))
+
+    def shown(value: float | None, text: str) -> str:
+        return "-" if value is None else format(value, text)
+
+    rows = [
+        (
+            str(each.round),
+            each.kind.value,
+            each.status + (f": {each.reason}" if each.reason else ""),
+            shown(each.loss, ".3f"),
+            shown(each.accuracy if each.accuracy is not None else each.accuracy_global, ".1%"),
+            shown(each.seconds, ".1f"),
+            shown(each.bytes_up, ","),
+            shown(each.bytes_down, ","),
+            shown(each.joules, ".1f"),
+        )
+        for each in history.work[:SHOWN]
+    ]
+    head = ("round", "work", "outcome", "loss", "accuracy", "seconds", "bytes up", "bytes down", "joules")
+    parts.append(table(head, rows) if rows else "it was not asked for any work yet")
+    return "\n\n".join(parts)
+
+
+COMMAND = Command(
+    "sparrow device",
+    "List, look at and revoke the devices of a federation.",
+    _options,
+    _run,
+    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

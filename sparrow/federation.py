@@ -1,0 +1,206 @@
+"""``sparrow federation``: list, look at, create, steer and delete the federations of a running coordinator.
+
+sparrow federation list
+sparrow federation create lab method=fedspu rounds=50 --task digits
+sparrow federation set lab rounds=80 cohort=20
+sparrow federation rollback lab 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from pydantic import ValidationError
+
+from edge_sdk.arguments import read_setting
+from edge_sdk.device.transport import Transport
+from edge_sdk.protocol.messages import (
+    ChangeFederation,
+    CreateFederation,
+    FederationInfo,
+    FederationSettings,
+    FederationStatus,
+)
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.table import printable, table
+from sparrow.operating import add_coordinator, connected, sure
+
+STEERING = {
+    "pause": "open no further round",
+    "resume": "go on after a pause",
+    "stop": "end it; its devices export what they have",
+    "reopen": "go on after its end; set more rounds first",
+}
+"""Commands that need no more than a federation's name, and what they do."""
+
+
+def _options(parser: Parser) -> None:
+    parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def part(name: str, text: str, *, named: bool = True) -> argparse.ArgumentParser:
+        found: argparse.ArgumentParser = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if named:
+            found.add_argument("name", help="the federation's name")
+        add_coordinator(found)
+        return found
+
+    part("list", "all federations", named=False)
+    part("show", "one federation, with all its settings")
+    create = part("create", "a federation of a built-in task; sparrow publish takes your own model")
+    create.add_argument("--task", required=True, help="a task that the coordinator knows, such as digits")
+    _add_settings(create, "its settings (docs/settings.md)")
+    for name, text in STEERING.items():
+        part(name, text)
+    _add_settings(part("set", "change rounds, cohort, deadline_seconds or silence_seconds"), "what to change")
+    back = part("rollback", "go back to the global model of an earlier version")
+    back.add_argument("version", type=int, help="the version, as sparrow model list has it")
+    delete = part("delete", "delete it for good, with records, devices and models")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_settings(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("settings", nargs="*", type=read_setting, metavar="KEY=VALUE", help=text)
+
+
+def _run(options: argparse.Namespace) -> None:
+    with connected(options) as transport:
+        found = _do(options, transport)
+        if options.json and found is not None:
+            one = found.model_dump(mode="json") if isinstance(found, FederationInfo) else None
+            print(
+                json.dumps(one or [each.model_dump(mode="json") for each in found if isinstance(each, FederationInfo)])
+            )
+        elif isinstance(found, FederationInfo):
+            print(describe(found) if options.command == "show" else _line(found))
+        elif found is not None:
+            print(
+                as_table(found) if found else "no federations; sparrow federation create NAME --task digits makes one"
+            )
+
+
+def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInfo] | FederationInfo | None:
+    match options.command:
+        case "list":
+            return transport.federations()
+        case "show":
+            return transport.federation(options.name)
+        case "create":
+            return _create(options, transport)
+        case "delete":
+            _delete(options, transport)
+            return None
+        case "set":
+            if not options.settings:
+                raise WrongUsage("give what to change, such as rounds=80")
+            return _change(transport, options.name, dict(options.settings))
+        case "rollback":
+            return _change(transport, options.name, {"action": "rollback", "model_version": options.version})
+    return _change(transport, options.name, {"action": options.command})
+
+
+def _create(options: argparse.Namespace, transport: Transport) -> FederationInfo:
+    try:
+        settings = FederationSettings.model_validate({name: _value(text) for name, text in options.settings})
+        wanted = CreateFederation(name=options.name, task=options.task, settings=settings)
+    except ValidationError as error:
+        raise WrongUsage(_faults(error)) from None
+    return transport.create_federation(wanted.model_dump_json(exclude_unset=True).encode(), "application/json")
+
+
+def _value(text: str) -> Any:
+    """Return a setting's value: JSON where it is that, such as a table, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _change(transport: Transport, name: str, what: dict[str, Any]) -> FederationInfo:
+    try:
+        change = ChangeFederation.model_validate(what)
+    except ValidationError as error:
+        known = ", ".join(field for field in ChangeFederation.model_fields if field not in ("action", "model_version"))
+        raise WrongUsage(f"{_faults(error)}; what can be changed is {known}") from None
+    transport.federation(name)  # names the others where there is none of this name
+    return transport.change_federation(name, change)
+
+
+def _faults(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+
+
+def _delete(options: argparse.Namespace, transport: Transport) -> None:
+    info = transport.federation(options.name)
+    what = f"{info.devices} devices, {info.round} rounds"
+    if not options.yes:
+        sure(f"Delete {info.name} for good, its {what} and all its models?", f"{info.name} would be gone for good")
+    transport.delete_federation(info.name)
+    print(
+        json.dumps({"deleted": info.name}) if options.json else f"federation {printable(info.name)} is deleted: {what}"
+    )
+
+
+def _line(info: FederationInfo) -> str:
+    where = f"round {info.round} of {info.rounds}"
+    return printable(f"{info.name}: {info.status.value}{f' ({info.reason})' if info.reason else ''}, {where}")
+
+
+def describe(info: FederationInfo) -> str:
+    """Return a federation as text: how it is, what is wrong with it, and its settings, those that are not as usual
+    first."""
+    usual = FederationSettings().model_dump(mode="json")
+    settings = info.settings.model_dump(mode="json")
+    changed = {name: value for name, value in settings.items() if usual[name] != value}
+    about = {
+        "status": _line(info).partition(": ")[2],
+        "method": info.method,
+        "task": info.task,
+        "devices": f"{info.devices}, {info.devices_stopped} stopped early",
+        "parameters": f"{info.parameters:,}",
+        "model version": info.model_version,
+    }
+    notes = [text for text in (info.waiting_for, info.warning, info.notice) if text]
+    parts = [table((info.name, ""), [(name, str(value)) for name, value in about.items()])]
+    parts += [printable(text) for text in notes]
+    for head, chosen in (("settings", changed), ("as usual", {k: v for k, v in settings.items() if k not in changed})):
+        if chosen:
+            parts.append(table((head, ""), [(name, json.dumps(value)) for name, value in chosen.items()]))
+    if info.status in (FederationStatus.finished, FederationStatus.stopped):
+        parts.append(f"its model: sparrow model download {info.name}")
+    return "\n\n".join(parts)
+
+
+def as_table(found: list[FederationInfo]) -> str:
+    """Return federations as a table."""
+    head = ("federation", "status", "method", "task", "round", "devices", "stopped", "parameters")
+    rows = [
+        (
+            info.name,
+            info.status.value + (f" ({info.reason})" if info.reason else ""),
+            info.method,
+            info.task,
+            f"{info.round} of {info.rounds}",
+            str(info.devices),
+            str(info.devices_stopped),
+            f"{info.parameters:,}",
+        )
+        for info in found
+    ]
+    return table(head, rows)
+
+
+COMMAND = Command(
+    "sparrow federation",
+    "List, look at, create, steer and delete federations.",
+    _options,
+    _run,
+    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

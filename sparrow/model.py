@@ -1,0 +1,80 @@
+"""``sparrow model``: list and download the global models of a federation.
+
+sparrow model list lab
+sparrow model download lab --out lab.onnx
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+from edge_sdk.protocol.messages import ModelInfo
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.table import table
+from sparrow.operating import add_coordinator, connected
+
+FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
+"""By the ending of a file's name: what the coordinator calls the model in this format."""
+
+
+def _options(parser: Parser) -> None:
+    parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in {
+        "list": "the versions that the coordinator keeps",
+        "download": "the newest one, as ONNX or safetensors",
+    }.items():
+        part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        part.add_argument("federation", help="the federation's name")
+        if name == "download":
+            part.add_argument("--out", type=Path, help="FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)")
+        add_coordinator(part)
+
+
+def _run(options: argparse.Namespace) -> None:
+    with connected(options) as transport:
+        transport.federation(options.federation)  # names the others where there is none of this name
+        if options.command == "list":
+            models = transport.models(options.federation)
+            found = [each.model_dump(mode="json") for each in models]
+            print(json.dumps(found) if options.json else as_table(models))
+            return
+        out = options.out or Path(f"{options.federation}.onnx")
+        if out.suffix not in FORMATS:
+            raise WrongUsage(f"--out: {out} is to end in {' or '.join(FORMATS)}")
+        data = transport.model_file(options.federation, FORMATS[out.suffix])
+        out.write_bytes(data)
+        print(json.dumps({"path": str(out), "bytes": len(data)}) if options.json else f"{out}, {len(data):,} B")
+
+
+def as_table(models: list[ModelInfo]) -> str:
+    """Return models as a table."""
+    head = ("version", "round", "bytes", "sha256", "")
+    rows = [
+        (
+            str(model.version),
+            "-" if model.round is None else str(model.round),
+            f"{model.bytes:,}",
+            (model.model_sha256 or "-")[:16],
+            "current" if model.current else "undone" if model.undone else "",
+        )
+        for model in models
+    ]
+    return table(head, rows)
+
+
+COMMAND = Command(
+    "sparrow model",
+    "List and download the global models of a federation.",
+    _options,
+    _run,
+    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

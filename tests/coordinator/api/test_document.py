@@ -1,0 +1,83 @@
+"""The OpenAPI document: every reference leads somewhere, and what it says of answers is what comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparrow.coordinator.api.problems import STATUS
+from sparrow.coordinator.settings import Settings
+
+from .test_contract import serving
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with serving(Settings(data_dir=tmp_path_factory.mktemp("document") / "data")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client):
+    return client.get("/openapi.json").json()
+
+
+def dictionaries(value):
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from dictionaries(each)
+
+
+def calls(document):
+    paths = document["paths"].items()
+    return {call["operationId"]: (path, method, call) for path, each in paths for method, call in each.items()}
+
+
+def test_every_reference_leads_somewhere(document):
+    assert document["openapi"].startswith("3.1")
+    references = {part["$ref"] for part in dictionaries(document) if isinstance(part.get("$ref"), str)}
+    assert len(references) > 20
+    for reference in references:
+        found = document
+        for word in reference.removeprefix("#/").split("/"):
+            found = found[word]
+    assert not [part for part in dictionaries(document) if "$defs" in part]
+
+
+def test_calls_have_short_names_of_their_own_and_say_what_they_do(document):
+    names = [call["operationId"] for each in document["paths"].values() for call in each.values()]
+    assert len(set(names)) == len(names)
+    assert all(len(name) < 24 for name in names)
+    assert all(call["description"] for _, _, call in calls(document).values())
+
+
+def test_every_status_of_an_error_is_declared_as_a_problem_document(document):
+    wanted = {str(int(status)) for status in STATUS.values()}
+    for name, (_, _, call) in calls(document).items():
+        assert wanted <= call["responses"].keys(), name
+    for answer in document["components"]["responses"].values():
+        assert list(answer["content"]) == ["application/problem+json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("get_model", {}),
+        ("get_model_onnx", {}),
+        ("get_manifest", {}),
+        ("get_first", {}),
+        ("get_graph", {"graph": "step"}),
+        ("get_rounds", {}),
+        ("list_devices", {}),
+        ("metrics", {}),
+    ],
+)
+def test_an_answer_has_the_declared_media_type(client, document, name, words):
+    path, method, call = calls(document)[name]
+    answer = client.request(method.upper(), path.format(name="default", **words))
+    declared = list(call["responses"]["200"]["content"])
+    if answer.status_code == 404:  # this federation has none: a problem document says so
+        assert (name, answer.headers["content-type"]) == ("get_first", "application/problem+json")
+    else:
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] in declared

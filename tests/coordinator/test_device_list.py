@@ -1,0 +1,118 @@
+"""What is known of each device: why it failed, whether it is there, and what it did."""
+
+from __future__ import annotations
+
+import pytest
+
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
+
+OOM = "RuntimeError: CUDA out of memory"
+
+
+@pytest.fixture
+def begin(open_coordinator):
+    """Makes a coordinator with a federation of two devices, and lists of its devices."""
+
+    def make(**settings):
+        coordinator = open_coordinator()
+        coordinator.create(**{"cohort": 2, "min_devices": 2, "rounds": 2, **settings})
+        lists = DeviceLists(coordinator.store, coordinator.clock, lambda: 10.0)
+        return coordinator, coordinator.enrol("a", "b"), lists
+
+    return make
+
+
+def of(lists, name):
+    return next(each for each in lists.list("f")[0] if each.name == name)
+
+
+def test_why_work_was_handed_back_is_told_until_the_next_update(begin, answer):
+    coordinator, (one, other), lists = begin()
+    coordinator.rounds.advance()
+    one.hand_back(one.ask(), OOM)
+    failure = of(lists, "a").failure
+    assert (failure.reason, failure.round, failure.kind) == (OOM, 1, "train")
+    assert of(lists, "b").failure is None
+    answer(other)
+    coordinator.clock.pass_seconds(70)
+    coordinator.rounds.advance()
+    answer(one)
+    assert of(lists, "a").failure is None
+
+
+def test_why_a_device_left_is_told_with_work_and_without(begin):
+    coordinator, (one, other), lists = begin()
+    gone = Conditions(available=False, reason=OOM)
+    coordinator.devices.change(other.id, ChangeDevice(conditions=gone))
+    assert of(lists, "b").failure.round is None
+    coordinator.devices.change(other.id, ChangeDevice(conditions=Conditions()))
+    coordinator.rounds.advance()
+    one.ask()
+    coordinator.devices.change(one.id, ChangeDevice(conditions=gone))
+    failure = of(lists, "a").failure
+    assert (failure.reason, failure.round) == (OOM, 1)
+
+
+def test_a_pause_of_its_policy_is_no_failure(begin):
+    coordinator, (one, _), lists = begin()
+    coordinator.devices.change(one.id, ChangeDevice(conditions=Conditions(available=False, reason="heat")))
+    assert (of(lists, "a").doing, of(lists, "a").failure) == (Doing.paused, None)
+
+
+def test_a_missed_deadline_and_silence_are_told_apart(begin):
+    coordinator, (one, _), lists = begin(deadline_seconds=100, silence_seconds=1000)
+    coordinator.rounds.advance()
+    one.ask()
+    coordinator.clock.pass_seconds(101)
+    coordinator.rounds.advance()
+    assert of(lists, "a").failure.reason == "it missed the deadline"
+
+
+def test_nobody_that_died_is_shown_as_ready(begin):
+    coordinator, devices, lists = begin(min_devices=3)
+    assert {each.doing for each in lists.list("f")[0]} == {Doing.ready}
+    coordinator.clock.pass_seconds(60)
+    devices[0].ask()
+    coordinator.last_seen.write()
+    coordinator.clock.pass_seconds(60)
+    assert (of(lists, "a").doing, of(lists, "b").doing) == (Doing.ready, Doing.offline)
+    coordinator.clock.pass_seconds(600)
+    found, count = lists.list("f", DeviceQuery(doing=Doing.offline))
+    assert ([each.name for each in found], count) == (["a", "b"], 2)
+    assert "Devices that are offline: 2" in [each.text for each in coordinator.overviews.look("f").notices]
+
+
+def test_devices_of_a_federation_that_has_ended_are_done(begin, play):
+    coordinator, devices, lists = begin(rounds=1)
+    play(coordinator, devices)
+    assert coordinator.info().status == "finished"
+    coordinator.clock.pass_seconds(3600)
+    assert {each.doing for each in lists.list("f")[0]} == {Doing.done}
+
+
+def test_the_history_of_a_device_has_what_it_did_and_what_came_of_it(begin, answer):
+    coordinator, (one, other), lists = begin(evaluation_interval=1)
+    coordinator.rounds.advance()
+    answer(one)
+    other.hand_back(other.ask(), OOM)
+    coordinator.rounds.advance()
+    answer(one)
+    history = lists.history(one.id, 10)
+    assert (history.federation, history.device.name) == ("f", "a")
+    trained = next(each for each in history.work if each.kind == "train" and each.round == 1)
+    judged = next(each for each in history.work if each.kind == "evaluate")
+    assert (trained.status, trained.reason, judged.accuracy) == ("done", None, 0.5)
+    failed = next(each for each in lists.history(other.id, 10).work if each.kind == "train")
+    assert (failed.status, failed.reason) == ("returned", OOM)
+    assert len(lists.history(one.id, 1).work) == 1
+    with pytest.raises(NotFound, match="does not exist"):
+        lists.history("nobody", 1)
+
+
+def test_the_newest_failures_are_among_the_notices(begin):
+    coordinator, (one, _), _ = begin()
+    coordinator.rounds.advance()
+    one.hand_back(one.ask(), OOM)
+    assert f"a: {OOM}" in [each.text for each in coordinator.overviews.look("f").notices]

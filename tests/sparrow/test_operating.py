@@ -1,0 +1,140 @@
+"""``sparrow federation``, ``device`` and ``model``: what an operator does, and what keeps them from it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.settings import Settings
+
+from ..coordinator.api.test_contract import serving
+from .conftest import ADMIN
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with serving(
+        Settings(data_dir=tmp_path_factory.mktemp("lab") / "data", default_task="", admin_token=ADMIN)
+    ) as client:
+        client.headers["Authorization"] = f"Bearer {ADMIN}"
+        yield client
+
+
+@pytest.fixture
+def night(lab, monkeypatch):
+    """The address of a coordinator with the federation ``night``."""
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    lab.delete("/v1/federations/night")
+    lab.post("/v1/federations", json={"name": "night", "task": "digits", "settings": {"min_devices": 1}})
+    return str(lab.base_url).rstrip("/")
+
+
+DELETE = ("federation", "delete")
+
+
+class Person(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_it_is_gone_for_good_and_its_name_is_free(sparrow, night, lab):
+    code, out, err = sparrow(*DELETE, "night", "--server", night, "--yes", "--json")
+    assert (code, json.loads(out), err) == (0, {"deleted": "night"}, "")
+    assert lab.get("/v1/federations/night").status_code == 404
+    assert sparrow("publish", "--server", night, "--name", "night", "--rounds", "7")[0] == 0
+    assert lab.get("/v1/federations/night").json()["rounds"] == 7
+
+
+def test_who_publishes_is_told_that_nothing_bounds_a_device(sparrow, night, lab):
+    lab.delete("/v1/federations/night")
+    words = ("publish", "--server", night, "--name", "night", "--json")
+    code, out, err = sparrow(*words, "--update-clip", "10")
+    assert (code, json.loads(out)["notice"], err) == (0, None, "")
+    lab.delete("/v1/federations/night")
+    code, out, err = sparrow(*words)
+    assert (code, err) == (0, f"warning: {json.loads(out)['notice']}\n")
+    assert "set update_clip or update_norm_limit, and outlier_mads or robust" in err
+
+
+def test_a_person_is_asked(sparrow, night, lab, monkeypatch):
+    monkeypatch.setattr("sys.stdin", Person("n\n"))
+    code, out, err = sparrow(*DELETE, "night", "--server", night)
+    assert (code, out) == (Exit.INTERRUPTED, "")
+    assert err.endswith("sparrow federation: nothing was changed\n")
+    assert "Delete night for good, its 0 devices, 0 rounds and all its models? [y/N]" in err
+    monkeypatch.setattr("sys.stdin", Person("y\n"))
+    code, out, _ = sparrow(*DELETE, "night", "--server", night)
+    assert (code, out) == (0, "federation night is deleted: 0 devices, 0 rounds\n")
+
+
+def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert "give --yes" in fails(Exit.USAGE, *DELETE, "night", "--server", night)
+    assert "there is no federation 'day'" in fails(Exit.NOT_FOUND, *DELETE, "day", "--server", night, "--yes")
+    device = {"name": "pi", "enrolment_key": "k" * 32}
+    lab.post("/v1/federations/night/devices", json=device).raise_for_status()
+    lab.patch("/v1/federations/night", json={"action": "pause"}).raise_for_status()
+    assert "night is paused: its devices would lose" in fails(Exit.FAILED, *DELETE, "night", "--server", night, "--yes")
+    lab.patch("/v1/federations/night", json={"action": "stop"}).raise_for_status()
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "wrong")
+    assert "set SPARROW_ADMIN_TOKEN" in fails(Exit.REFUSED, *DELETE, "night", "--server", night, "--yes")
+
+
+def test_publishing_what_is_there_is_fine_where_one_says_so(sparrow, fails, night):
+    words = ("publish", "--server", night, "--name", "night")
+    assert sparrow(*words, "--exist-ok", "--min-devices", "1")[0] == 0
+    assert "exists; choose another name" in fails(Exit.FAILED, *words)
+    assert "min_devices: asked for 2, it has 1" in fails(Exit.FAILED, *words, "--exist-ok")
+
+
+def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
+    server = ("--server", night)
+    lab.delete("/v1/federations/made")
+    words = ("rounds=7", "cohort=3", "min_devices=1", 'method_settings={"proximal_weight": 0.5}', "method=fedprox")
+    code, out, _ = sparrow("federation", "create", "made", *words, "--task", "digits", *server)
+    assert (code, out) == (0, "made: waiting, round 0 of 7\n")
+    _, out, _ = sparrow("federation", "list", *server, "--json")
+    assert {"made", "night"} <= {each["name"] for each in json.loads(out)}
+    for action, status in (("pause", "paused"), ("resume", "waiting"), ("stop", "stopped"), ("reopen", "waiting")):
+        code, out, _ = sparrow("federation", action, "made", *server)
+        assert (code, out.startswith(f"made: {status}")) == (0, True), out
+    assert sparrow("federation", "set", "made", "rounds=9", *server)[0] == 0
+    _, out, _ = sparrow("federation", "show", "made", *server)
+    assert ["rounds", "9"] in [line.split() for line in out.splitlines()]
+    assert '"proximal_weight": 0.5' in out
+    assert "rounds: Input should be a valid integer" in fails(
+        Exit.USAGE, "federation", "set", "made", "rounds=x", *server
+    )
+    assert "what can be changed is rounds, cohort" in fails(Exit.USAGE, "federation", "set", "made", "seed=3", *server)
+    assert "did you mean made" in fails(Exit.NOT_FOUND, "federation", "pause", "mad", *server)
+
+
+def test_devices_are_listed_and_revoked(sparrow, fails, night, lab):
+    server = ("--server", night)
+    assert sparrow("device", "list", "night", *server)[1] == "no devices yet\n"
+    device = {"name": "pi", "enrolment_key": "k" * 32, "profile": {"board": "pi5"}}
+    lab.post("/v1/federations/night/devices", json=device).raise_for_status()
+    rows = [line.split() for line in sparrow("device", "list", "night", *server)[1].splitlines()]
+    assert rows[1][:4] == ["pi", "ready", "1", "-"]
+    _, out, _ = sparrow("device", "show", "night", "pi", *server)
+    assert "pi5" in out
+    assert "did you mean pi" in fails(Exit.NOT_FOUND, "device", "show", "night", "pie", *server)
+    assert sparrow("device", "revoke", "night", "pi", "--yes", *server) == (0, "device pi is revoked\n", "")
+    assert json.loads(sparrow("device", "list", "night", "--json", *server)[1])[0]["doing"] == "revoked"
+
+
+def test_a_model_is_downloaded_as_what_its_name_says(sparrow, fails, night, tmp_path):
+    server = ("--server", night)
+    lines = sparrow("model", "list", "night", *server)[1].splitlines()
+    assert lines[1].split()[-1] == "current"
+    for ending, begin in ((".onnx", b"\x08"), (".safetensors", None)):
+        out = tmp_path / f"night{ending}"
+        assert sparrow("model", "download", "night", "--out", str(out), *server)[0] == 0
+        assert out.stat().st_size > 1000
+        assert begin is None or out.read_bytes().startswith(begin)
+    assert "is to end in .onnx or .safetensors" in fails(
+        Exit.USAGE, "model", "download", "night", "--out", "night.pt", *server
+    )
