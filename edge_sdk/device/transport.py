@@ -64,6 +64,7 @@ from edge_sdk.protocol.messages import (
     CompareFederation,
     DeviceHistory,
     DeviceInfo,
+    DeviceReport,
     Enrol,
     Enrolled,
     FederationInfo,
@@ -274,6 +275,10 @@ class Transport:
     def rounds(self, name: str) -> list[RoundRecord]:
         """Return a record per round, the open one last."""
         return self._ask_all(RoundRecord, f"/v1/federations/{name}/rounds")
+
+    def reports(self, name: str, number: int) -> list[DeviceReport]:
+        """Return what each device reported in a round and in the evaluation after it."""
+        return self._ask_all(DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
 
     def devices(self, name: str) -> list[DeviceInfo]:
         """Return the devices of a federation."""

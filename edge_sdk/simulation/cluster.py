@@ -24,8 +24,9 @@ from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.tls import Tls
-from edge_sdk.simulation.fleet import Result, run_fleet
+from edge_sdk.simulation.fleet import run_fleet
 from edge_sdk.simulation.host import Plan
+from edge_sdk.simulation.result import Result
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
@@ -205,7 +206,7 @@ def _sum(results: list[Result]) -> Result:
     """Return the sum of the slices' results."""
     firsts = [each.seconds_to_first for each in results if each.seconds_to_first is not None]
     return Result(
-        devices=sum(each.devices for each in results),
+        hosted=sum(each.hosted for each in results),
         engine=results[0].engine,
         device_rounds=sum(each.device_rounds for each in results),
         evaluations=sum(each.evaluations for each in results),

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
+from edge_sdk.simulation.result import Result, read_ended
 from edge_sdk.tasks import Task
 
 LOOK_SECONDS = 10.0
@@ -49,99 +50,6 @@ LOOK_SECONDS = 10.0
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A federation's last evaluation, means over devices (None for a model that there is not), and its bytes."""
-
-    round: int
-    accuracy_personal: float | None
-    accuracy_personal_decile: float | None
-    accuracy_global: float | None
-    metrics_personal: Mapping[str, float]
-    metrics_global: Mapping[str, float]
-    bytes_up: int
-    bytes_down: int
-    evaluation_bytes_up: int
-    evaluation_bytes_down: int
-
-    def __str__(self) -> str:
-        parts = [
-            f"{name} {100 * accuracy:.1f} %"
-            for name, accuracy in (
-                ("personal models", self.accuracy_personal),
-                ("worst tenth at most", self.accuracy_personal_decile),
-                ("global model", self.accuracy_global),
-            )
-            if accuracy is not None
-        ]
-        metrics = [
-            f"{name} {value:.4g} ({whose})"
-            for whose, named in (("personal", self.metrics_personal), ("global", self.metrics_global))
-            for name, value in named.items()
-        ]
-        up, down, judged_up, judged_down = (
-            f"{count / 1e6:.1f} MB"
-            for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
-        )
-        where = f"on the devices' own test data after round {self.round}"
-        lines = [f"accuracy {where}: {', '.join(parts)}"] if parts else []
-        lines += [f"metrics {where}: {', '.join(metrics)}"] if metrics else []
-        lines.append(f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}")
-        return "\n".join(lines)
-
-
-def read_ended(transport: Transport, federation: str) -> Ended | None:
-    """Return the results of a federation's last evaluation; None before the first."""
-    records = transport.rounds(federation)
-    judged = next((record for record in reversed(records) if record.evaluated_devices), None)
-    if judged is None:
-        return None
-    return Ended(
-        round=judged.round,
-        accuracy_personal=judged.accuracy_personal,
-        accuracy_personal_decile=judged.accuracy_personal_decile,
-        accuracy_global=judged.accuracy_global,
-        metrics_personal=judged.metrics_personal,
-        metrics_global=judged.metrics_global,
-        bytes_up=sum(record.bytes_up for record in records),
-        bytes_down=sum(record.bytes_down for record in records),
-        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
-        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
-    )
-
-
-@dataclass
-class Result:
-    """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
-    ``failed``: how often a device's work came to nothing. ``engine``: what trained.
-
-    ended: how the devices did, this fleet's and others', when the federation had ended; None before.
-    """
-
-    devices: int
-    engine: EngineName
-    device_rounds: int = 0
-    evaluations: int = 0
-    adapted: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    seconds_to_first: float | None = None
-    status: FederationStatus = FederationStatus.waiting
-    ended: Ended | None = None
-
-    def add(self, stepped: Stepped, now: float) -> None:
-        """Count one step."""
-        if stepped.failed is not None and stepped.kind is not Kind.evaluate:
-            self.failed += 1
-        elif stepped.kind in (Kind.train, Kind.personalise):
-            self.device_rounds += 1
-            self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
-        elif stepped.kind is Kind.evaluate:
-            self.evaluations += 1
-        elif stepped.kind is Kind.adapt:
-            self.adapted += 1
 
 
 @translated()
@@ -376,7 +284,7 @@ class _Run:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.result = Result(devices=len(self.mine), engine=self.engine)
+        self.result = Result(hosted=len(self.mine), engine=self.engine)
         self._begin = time.monotonic()
         self._indices = {self.plan.name(index): index for index in self.mine}
 
@@ -394,7 +302,11 @@ class _Run:
             self._all("finish", finishing)
         self._raise_nothing_trained(1)
         self.result.seconds = time.monotonic() - self._begin
-        self.result.ended = read_ended(self.transport, self.plan.federation)
+        self.result.rounds = tuple(self.transport.rounds(self.plan.federation))
+        self.result.ended = ended = read_ended(self.result.rounds)
+        if ended is not None:
+            told = self.transport.reports(self.plan.federation, ended.round)
+            self.result.devices = tuple(report for report in told if report.kind is Kind.evaluate)
         return self.result
 
     def _work(self) -> None:

@@ -14,8 +14,9 @@ import importlib
 import json
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,8 +34,9 @@ from edge_sdk.protocol import tls
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.cluster import run_on_ray
-from edge_sdk.simulation.fleet import Result, connect_to, run_fleet
+from edge_sdk.simulation.fleet import connect_to, run_fleet
 from edge_sdk.simulation.host import Plan
+from edge_sdk.simulation.result import Result, installed
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
@@ -69,7 +71,8 @@ def simulate(
 ) -> Result:
     """Simulate ``devices`` devices until their federation has ended, and return what they did.
 
-    server: the coordinator's address; or app: its ASGI application, or the name of one such as
+    server: the coordinator's address; without, and with a task, one runs in this process and is gone afterwards, as are
+    its models, and the devices' state unless state_dir is given. Or app: its ASGI application, or its name, such as
     ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
     creates the federation unless there is the same one already: the name of an installed task, or a function from a
     device's number to its Task. Without it the federation must be there. settings: of that federation, fields of
@@ -94,8 +97,31 @@ def simulate(
     read_settings(
         settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "adapt", "accelerator", "engine")
     )
-    if (server is None) == (app is None):
+    if server is not None and app is not None:
         raise BadArgument("give the coordinator's address or its application, and not both")
+    if server is None and app is None:
+        if task is None:
+            raise BadArgument("give a task, and a coordinator runs in this process; or the address of one that runs")
+        with tempfile.TemporaryDirectory(prefix="sparrow-") as folder:
+            return simulate(
+                *(None, task),
+                app=_own_coordinator(Path(folder)),
+                devices=devices,
+                federation=federation,
+                new=new,
+                data=data,
+                budgets=budgets,
+                boards=boards,
+                engine=engine,
+                accelerator=accelerator,
+                bfloat16=bfloat16,
+                processes=processes,
+                state_dir=state_dir,
+                in_memory=in_memory or state_dir is None,
+                adapt=adapt,
+                quiet=quiet,
+                **settings,
+            )
     engine, compute = choose_compute(engine, accelerator, None, bfloat16=bfloat16)
     plan = Plan(
         federation,
@@ -153,6 +179,19 @@ def _create(
         publish(server or in_process.ADDRESS, plan.federation, made, exist_ok=True, client=client, **settings)
 
 
+def _own_coordinator(folder: Path) -> Any:
+    """Return the application of a coordinator with its data in ``folder`` and no federation. Raises MissingPart."""
+    main, settings = (installed(f"sparrow.coordinator.{name}", "coordinator") for name in ("main", "settings"))
+    return main.create_app(settings.Settings(data_dir=folder, default_task="", log_level="ERROR"))
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    """Return what the command prints of a fleet's work: not what the coordinator's records have."""
+    found = asdict(replace(result, rounds=(), devices=()))
+    del found["rounds"], found["devices"]
+    return {"devices": found.pop("hosted"), **found}
+
+
 def _load_app(text: str) -> Any:
     """Return the ASGI application at ``module:attribute``."""
     module, _, attribute = text.partition(":")
@@ -202,11 +241,11 @@ def _command(options: argparse.Namespace) -> None:
         gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
         raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
     if options.json:
-        print(json.dumps({"federation": options.federation, **asdict(result)}))
+        print(json.dumps({"federation": options.federation, **_as_json(result)}))
         return
     rate = result.device_rounds / result.seconds if result.seconds else 0.0
     print(
-        f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
+        f"{result.hosted} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
         f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
     )
     if result.ended is not None:

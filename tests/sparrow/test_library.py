@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparrow
 from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.errors import Damaged, FederationDeleted, NotFound, Refused, Unreachable, WrongSettings
+from edge_sdk.errors import BadArgument, Damaged, FederationDeleted, NotFound, Refused, Unreachable, WrongSettings
 from edge_sdk.simulation.in_process import ADDRESS, running
 from edge_sdk.tasks import load_task
 from sparrow import SdkError, Seeded, Task, join, publish, simulate
@@ -152,7 +154,7 @@ def test_a_few_lines_simulate_devices(tmp_path):
     app = create_app(Settings(data_dir=tmp_path, default_task=""))
     brief = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "in_memory": True, "quiet": True}
     done = simulate(app=app, task="digits", devices=3, **brief)
-    assert (done.devices, done.device_rounds) == (3, 3)
+    assert (done.hosted, done.device_rounds) == (3, 3)
     assert done.ended is not None
     assert simulate(app=app, task=lambda index: task(), federation="own", devices=2, **brief).device_rounds == 2
     theirs = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "min_devices": 2}
@@ -163,6 +165,30 @@ def test_a_few_lines_simulate_devices(tmp_path):
     with running(app) as client:
         draws = {each["name"]: each["settings"]["draws"] for each in client.get("/v1/federations").json()}
     assert draws == {"default": "seed", "own": "seed", "theirs": "secret"}
+
+
+def test_the_lines_of_the_docs_run_as_they_are_printed_and_inside_a_running_loop(tmp_path, monkeypatch):
+    """As a notebook runs them; nothing of it stays but what it writes."""
+    page = Path(__file__).parents[2] / "docs" / "fleet.md"
+    code = page.read_text().partition("## From Python")[2].partition("```python\n")[2].partition("```")[0]
+    assert 3 < len(code.splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    names = {}
+
+    async def cell():
+        exec(code, names)
+
+    asyncio.run(cell())
+    table, result = names["result"].to_pandas(), names["result"]
+    assert list(table.index) == [1, 2, 3, 4, 5]
+    assert table["accuracy_personal"].iloc[-1] == result.ended.accuracy_personal > 0.5
+    assert {each.device for each in result.devices} == {f"device-{number}" for number in range(20)}
+    assert [each.name for each in tmp_path.iterdir()] == ["accuracy.png"]
+
+
+def test_nothing_is_simulated_without_a_task(tmp_path):
+    with pytest.raises(BadArgument, match="give a task, and a coordinator runs in this process"):
+        simulate(devices=2)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def undisturbed(machine: Machine) -> dict[str, Any]:
     coordinator, devices = machine()
     coordinator.create(NAME, **SETTINGS)
     result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=devices.folder / "fleet", quiet=True)
-    assert (result.devices, result.device_rounds, result.evaluations) == (DEVICES, ROUNDS * 4, 2 * DEVICES)
+    assert (result.hosted, result.device_rounds, result.evaluations) == (DEVICES, ROUNDS * 4, 2 * DEVICES)
     assert result.status is FederationStatus.finished
     assert result.seconds_to_first is not None
     found = outcome_at(coordinator)
@@ -349,7 +349,7 @@ def test_new_devices_adapt_the_finished_model(coordinator, tmp_path):
     result = run_fleet(
         coordinator.url, plan, processes=1, state_dir=tmp_path / "fleet", quiet=True, on_step=seen.append
     )
-    assert (result.devices, result.adapted) == (DEVICES + 2, 2)
+    assert (result.hosted, result.adapted) == (DEVICES + 2, 2)
     assert sorted(each.index for each in seen if each.kind is Kind.adapt) == [6, 7]
     reports = coordinator.get(f"/v1/federations/{NAME}/rounds/2/reports").json()
     adapted = {each["device"]: each["report"] for each in reports if each["kind"] == "adapt"}

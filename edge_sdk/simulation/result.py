@@ -1,0 +1,148 @@
+"""The outcome of a fleet's work: counts, the federation's records, a table and a plot of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from edge_sdk.engines import EngineName
+from edge_sdk.protocol.errors import MissingPart
+from edge_sdk.protocol.messages import DeviceReport, FederationStatus, Kind, RoundRecord
+from edge_sdk.simulation.host import Stepped
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A federation's last evaluation, means over devices (None for a model that there is not), and its bytes."""
+
+    round: int
+    accuracy_personal: float | None
+    accuracy_personal_decile: float | None
+    accuracy_global: float | None
+    metrics_personal: Mapping[str, float]
+    metrics_global: Mapping[str, float]
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes_up: int
+    evaluation_bytes_down: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {100 * accuracy:.1f} %"
+            for name, accuracy in (
+                ("personal models", self.accuracy_personal),
+                ("worst tenth at most", self.accuracy_personal_decile),
+                ("global model", self.accuracy_global),
+            )
+            if accuracy is not None
+        ]
+        metrics = [
+            f"{name} {value:.4g} ({whose})"
+            for whose, named in (("personal", self.metrics_personal), ("global", self.metrics_global))
+            for name, value in named.items()
+        ]
+        up, down, judged_up, judged_down = (
+            f"{count / 1e6:.1f} MB"
+            for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
+        )
+        where = f"on the devices' own test data after round {self.round}"
+        lines = [f"accuracy {where}: {', '.join(parts)}"] if parts else []
+        lines += [f"metrics {where}: {', '.join(metrics)}"] if metrics else []
+        lines.append(f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}")
+        return "\n".join(lines)
+
+
+def installed(module: str, extra: str) -> Any:
+    """Import a module of an extra. Raises MissingPart."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        install = f"pip install 'sparrow-fl[{extra}]'"
+        raise MissingPart(f"{error.name} is not installed, which this needs: {install}") from error
+
+
+def read_ended(records: Sequence[RoundRecord]) -> Ended | None:
+    """Return the results of a federation's last evaluation; None before the first."""
+    judged = next((record for record in reversed(records) if record.evaluated_devices), None)
+    if judged is None:
+        return None
+    return Ended(
+        round=judged.round,
+        accuracy_personal=judged.accuracy_personal,
+        accuracy_personal_decile=judged.accuracy_personal_decile,
+        accuracy_global=judged.accuracy_global,
+        metrics_personal=judged.metrics_personal,
+        metrics_global=judged.metrics_global,
+        bytes_up=sum(record.bytes_up for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
+        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
+    )
+
+
+@dataclass
+class Result:
+    """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
+    ``failed``: how often a device's work came to nothing. ``engine``: what trained. ``hosted``: how many devices.
+
+    ended: how the devices did, this fleet's and others', when the federation had ended; None before. rounds: its
+    records. devices: what each device reported in the last evaluation, its accuracies among it.
+    """
+
+    hosted: int
+    engine: EngineName
+    device_rounds: int = 0
+    evaluations: int = 0
+    adapted: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    seconds_to_first: float | None = None
+    status: FederationStatus = FederationStatus.waiting
+    ended: Ended | None = None
+    rounds: tuple[RoundRecord, ...] = ()
+    devices: tuple[DeviceReport, ...] = ()
+
+    def to_pandas(self) -> Any:
+        """Return the records of all rounds as a pandas DataFrame, a row each: accuracies, losses, bytes, joules and
+        seconds. Raises MissingPart without pandas."""
+        pandas = installed("pandas", "data")
+        apart = {"download", "train", "upload", "evaluation", "per_update"}
+        rows = [record.model_dump(exclude=apart) for record in self.rounds]
+        return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+
+    def plot(self, path: Path | str | None = None) -> Any:
+        """Return a figure of matplotlib: accuracy by round and by megabytes uploaded. path: where to write it as well.
+        Raises MissingPart without matplotlib."""
+        figure = installed("matplotlib.figure", "bench").Figure(figsize=(9, 3.2), layout="constrained")
+        rounds = [record.round for record in self.rounds]
+        uploaded = [total / 1e6 for total in accumulate(record.bytes_up for record in self.rounds)]
+        scales: tuple[tuple[str, list[Any]], ...] = (("round", rounds), ("MB uploaded", uploaded))
+        for axes, (label, places) in zip(figure.subplots(1, 2), scales, strict=True):
+            for name in ("personal", "global"):
+                found = [getattr(record, f"accuracy_{name}") for record in self.rounds]
+                known = [(place, 100 * value) for place, value in zip(places, found, strict=True) if value is not None]
+                if known:
+                    axes.plot([x for x, _ in known], [y for _, y in known], marker="o", label=f"{name} model")
+            axes.set(xlabel=label, ylabel="accuracy, %", ylim=(0, 100))
+            axes.grid(alpha=0.3)
+            if axes.has_data():
+                axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def add(self, stepped: Stepped, now: float) -> None:
+        """Count one step."""
+        if stepped.failed is not None and stepped.kind is not Kind.evaluate:
+            self.failed += 1
+        elif stepped.kind in (Kind.train, Kind.personalise):
+            self.device_rounds += 1
+            self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
+        elif stepped.kind is Kind.evaluate:
+            self.evaluations += 1
+        elif stepped.kind is Kind.adapt:
+            self.adapted += 1
