@@ -69,32 +69,21 @@ def _cpu_seconds(process: int) -> float:
 
 def measure(secure: bool) -> dict[str, Any]:
     """Return what one federation takes for each of its device-rounds."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), server.free_port()
-        log = folder / "coordinator.log"
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                server.command(port), stdout=out, stderr=out, env=os.environ | server.environment(folder)
-            )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            server.wait_until_healthy(address, process, log)
-            before, begin, wall = _cpu_seconds(process.pid), time.process_time(), time.perf_counter()
-            result = simulate(
-                address,
-                _task,
-                devices=DEVICES,
-                engine="onnx",
-                in_memory=True,
-                quiet=True,
-                adapt=False,
-                secure=secure,
-                **SETTINGS,
-            )
-            devices, seconds = time.process_time() - begin, time.perf_counter() - wall
-            coordinator = _cpu_seconds(process.pid) - before
-        finally:
-            server.stop(process)
+    with tempfile.TemporaryDirectory() as folder, server.started(Path(folder)) as (address, process):
+        before, begin, wall = _cpu_seconds(process), time.process_time(), time.perf_counter()
+        result = simulate(
+            address,
+            _task,
+            devices=DEVICES,
+            engine="onnx",
+            in_memory=True,
+            quiet=True,
+            adapt=False,
+            secure=secure,
+            **SETTINGS,
+        )
+        devices, seconds = time.process_time() - begin, time.perf_counter() - wall
+        coordinator = _cpu_seconds(process) - before
     assert result.ended is not None
     rounds = DEVICES * ROUNDS
     return {

@@ -18,6 +18,13 @@ import httpx
 @contextlib.contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
     """Start ``uvicorn coordinator.main:app`` with its data and log in ``folder``; yield its address."""
+    with started(folder) as (server, _):
+        yield server
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[tuple[str, int]]:
+    """Do as ``coordinator`` does; yield its address and the number of its process."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "coordinator.log").open("a") as log:
@@ -28,7 +35,7 @@ def coordinator(folder: Path) -> Iterator[str]:
         try:
             server = f"http://127.0.0.1:{port}"
             wait_until_healthy(server, process, folder / "coordinator.log")
-            yield server
+            yield server, process.pid
         finally:
             stop(process)
 

@@ -29,24 +29,16 @@ SETTINGS = {
 }
 
 
-def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    """Run the whole experiment."""
-    clock = report.Clock()
-    os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
-    from importlib.metadata import version
-
+def simulate(server: Any, client: Any, devices: int, processes: int) -> None:
+    """Run two apps on the simulation engine. Their modules are to be imported by name, after ``SETTINGS`` are set."""
     from flwr.simulation import run_simulation
 
-    from sparrow.benchmarks.peers import work
-    from sparrow.benchmarks.peers.flower_app import apps
-
-    server, client, last = apps(data, rounds, seed, clock)
     folder = tempfile.mkdtemp(prefix="ray-")
     try:
         run_simulation(
             server,
             client,
-            num_supernodes=peers.DEVICES,
+            num_supernodes=devices,
             backend_config={
                 "init_args": {"num_cpus": processes, "_temp_dir": folder},
                 "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -54,6 +46,19 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
+    """Run the whole experiment."""
+    clock = report.Clock()
+    os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
+    from importlib.metadata import version
+
+    from sparrow.benchmarks.peers import work
+    from sparrow.benchmarks.peers.flower_app import apps
+
+    server, client, last = apps(data, rounds, seed, clock)
+    simulate(server, client, peers.DEVICES, processes)
     clock.stopped = time.time()
     model = work.Net()
     model.load_state_dict(last())

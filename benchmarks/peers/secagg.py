@@ -15,17 +15,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from sparrow.benchmarks.peers.flower import SETTINGS
+from sparrow.benchmarks.peers import flower
 
-os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
+os.environ.update(flower.SETTINGS)  # before flwr and ray are imported, who read it then
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
@@ -37,7 +35,6 @@ from flwr.server import LegacyContext, ServerApp, ServerConfig, SimpleClientMana
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid
-from flwr.simulation import run_simulation
 
 
 @functools.cache
@@ -84,7 +81,6 @@ class InMemory(Grid):  # type: ignore[misc]
         self._devices = devices
         self.device_seconds, self.serialising = 0.0, 0.0
         self.bytes_up = 0
-        self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
         """Nothing is to be kept of it."""
@@ -160,19 +156,7 @@ def simulate(shapes: str, devices: int, rounds: int, secure: SecAggPlusWorkflow 
         DefaultWorkflow(fit_workflow=secure)(grid, legacy)
 
     server.main()(serve)
-    folder = tempfile.mkdtemp(prefix="ray-")
-    try:
-        run_simulation(
-            server,
-            client_app(shapes, secure=secure is not None),
-            num_supernodes=devices,
-            backend_config={
-                "init_args": {"num_cpus": os.cpu_count(), "_temp_dir": folder},
-                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            },
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    flower.simulate(server, client_app(shapes, secure=secure is not None), devices, os.cpu_count() or 1)
 
 
 def main() -> None:

@@ -57,10 +57,11 @@ def hide_extras(
     """Return the words of running statistics that have ``moved`` from ``base``, and of metrics if any are to be told,
     and how many values were clipped. weight: of the update."""
     values, ranges = list(moved), list(_ranges(base))
-    for name, largest in METRICS.items() if metrics is not None else ():
-        value = (metrics or {}).get(name)
-        values += [0.0, 0.0] if value is None else [float(np.clip(value, -largest, largest)), 1.0]
-        ranges += [largest, 1.0]
+    if metrics is not None:
+        for name, largest in METRICS.items():
+            value = metrics.get(name)
+            values += [0.0, 0.0] if value is None else [float(np.clip(value, -largest, largest)), 1.0]
+            ranges += [largest, 1.0]
     return scale.round_fine(np.array(values), np.array(ranges), weight, chance)
 
 
