@@ -192,6 +192,7 @@ def test_a_large_fleet_takes_no_more_queries_and_few_bytes(coordinator, queries)
         queries.clear()
         return what(), len(queries)
 
+    look(lambda: coordinator.overviews.look("f"))  # how long devices may be silent is asked once for all federations
     _, few = look(lambda: coordinator.overviews.look("f"))
     _, few_devices = look(lambda: coordinator.device_lists.list("f", DeviceQuery(limit=50)))
     coordinator.create("large")
@@ -271,7 +272,7 @@ ENDLESS = {"seconds": 1.7e308, "quality": "unavailable"}
     [
         lambda report: {**report, "telemetry": {"download": ENDLESS, "train": ENDLESS}},
         lambda report: {**report, "news": 1},
-        lambda report: {**report, "train_loss": None},
+        lambda report: {**report, "train_loss": "rubbish"},
         {},
         [],
         "rubbish",
