@@ -13,6 +13,7 @@ from edge_sdk.protocol.messages import (
     ChangeDevice,
     DeviceHistory,
     DeviceInfo,
+    DeviceStates,
     Doing,
     Enrol,
     Enrolled,
@@ -55,6 +56,7 @@ def list_devices(
     coordinator: TheCoordinator,
     response: Response,
     search: Annotated[str, Query(max_length=200, description="Part of the name or board")] = "",
+    device: Annotated[str | None, Query(max_length=64, description="The whole name of one")] = None,
     doing: Doing | None = None,
     order: Order = "name",
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -64,9 +66,19 @@ def list_devices(
 
     The header ``Sparrow-Total`` has the number of devices on all pages.
     """
-    found, total = coordinator.device_lists.list(name, DeviceQuery(search, doing, order, offset, limit))
+    found, total = coordinator.device_lists.list(name, DeviceQuery(search, device, doing, order, offset, limit))
     response.headers["Sparrow-Total"] = str(total)
     return found
+
+
+@router.get("/federations/{name}/devices/states", dependencies=[ObserverOnly])
+def device_states(
+    name: str,
+    coordinator: TheCoordinator,
+    most: Annotated[int, Query(ge=1, le=100_000, description="Devices, in natural order of their names")] = 10_000,
+) -> DeviceStates:
+    """Return the name of each device and what it is doing, for a map of all of them."""
+    return coordinator.device_lists.states(name, most)
 
 
 @router.get("/devices/{device_id}", dependencies=[ObserverOnly])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
@@ -17,6 +17,7 @@ from edge_sdk.protocol.messages import (
     DeviceInfo,
     DeviceProfile,
     DeviceRound,
+    DeviceStates,
     Doing,
     FederationStatus,
     Kind,
@@ -36,18 +37,32 @@ from sparrow.coordinator.rounds.secure import PHASES
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
-Order = Literal["name", "budget", "seen", "stopped", "-name", "-budget", "-seen", "-stopped"]
-"""The orders of a list of devices; with a minus, the largest or latest first."""
+# fmt: off
+Order = Literal[
+    "name", "budget", "seen", "stopped", "board", "doing", "accuracy", "seconds",
+    "-name", "-budget", "-seen", "-stopped", "-board", "-doing", "-accuracy", "-seconds",
+]
+# fmt: on
+"""The orders of a list of devices; with a minus, the largest or latest first. Those without a value come last."""
 
-_COLUMNS = {"name": Device.name, "budget": Device.budget, "seen": Device.seen_at, "stopped": Device.stopped_round}
-assert set(_COLUMNS) == {order.removeprefix("-") for order in get_args(Order)}
+_COLUMNS: dict[str, Any] = {
+    "name": Device.sort_name,
+    "budget": Device.budget,
+    "seen": Device.seen_at,
+    "stopped": Device.stopped_round,
+    "board": Device.profile["board"].as_string(),
+    "accuracy": Device.accuracy,
+    "seconds": Device.seconds,
+}
+_BY_NAME = (Device.sort_name, Device.name, Device.id)
 
 
 @dataclass(frozen=True)
 class DeviceQuery:
-    """A selection of a federation's devices. search: part of the name or board, in any case."""
+    """A selection of a federation's devices. search: part of the name or board, in any case. device: a whole name."""
 
     search: str = ""
+    device: str | None = None
     doing: Doing | None = None
     order: Order = "name"
     offset: int = 0
@@ -72,20 +87,32 @@ class DeviceLists:
             if query.search:
                 where = (Device.name, Device.profile["board"].as_string())
                 those.append(or_(*(text.icontains(query.search, autoescape=True) for text in where)))
+            if query.device is not None:
+                those.append(Device.name == query.device)
             if query.doing is not None:
                 those.append(doing == query.doing.value)
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
-            column = _COLUMNS[query.order.removeprefix("-")]
+            column = {**_COLUMNS, "doing": doing}[query.order.removeprefix("-")]
             ordered = column.desc() if query.order.startswith("-") else column.asc()
             page = (
                 select(Device, doing)
                 .where(*those)
-                .order_by(ordered.nulls_last(), Device.name, Device.id)
+                .order_by(ordered.nulls_last(), *_BY_NAME)
                 .offset(query.offset)
                 .limit(query.limit)
                 .options(undefer(Device.profile))
             )
             return [_info(device, Doing(what)) for device, what in db.execute(page)], total
+
+    def states(self, federation_name: str, most: int) -> DeviceStates:
+        """Return what each of the first ``most`` devices is doing, in natural order of their names. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            there = (Device.federation_id == federation.id, Device.status != "revoked")
+            each = select(Device.name, self._doing(federation)).where(*there).order_by(*_BY_NAME).limit(most)
+            found = [(name, Doing(what)) for name, what in db.execute(each)]
+            total = len(found) if len(found) < most else db.scalar(select(func.count()).where(*there)) or 0
+        return DeviceStates(names=tuple(row[0] for row in found), doing=tuple(row[1] for row in found), total=total)
 
     def history(self, device_id: str, most: int) -> DeviceHistory:
         """Return a device, and the last ``most`` pieces of its work, the newest first. Raises NotFound."""
@@ -104,11 +131,12 @@ class DeviceLists:
             work = tuple(_work(each) for each in db.scalars(last))
             return DeviceHistory(device=_info(device, Doing(doing)), federation=federation.name, work=work)
 
-    def count_doing(self, db: Session, federation: Federation) -> dict[Doing, int]:
-        """Return the number of a federation's devices for each ``Doing``."""
-        each = select(self._doing(federation).label("doing")).where(Device.federation_id == federation.id).subquery()
-        rows = db.execute(select(each.c.doing, func.count()).group_by(each.c.doing))
-        return {Doing(row[0]): row[1] for row in rows}
+    def count_doing(self, db: Session, federation: Federation) -> dict[Doing, tuple[int, float]]:
+        """Return for each ``Doing`` the number of a federation's devices, and when the first of them was last seen."""
+        doing = self._doing(federation).label("doing")
+        each = select(doing, Device.seen_at).where(Device.federation_id == federation.id).subquery()
+        rows = db.execute(select(each.c.doing, func.count(), func.min(each.c.seen_at)).group_by(each.c.doing))
+        return {Doing(row[0]): (row[1], row[2]) for row in rows}
 
     def _doing(self, federation: Federation) -> ColumnElement[str]:
         now = self._clock()
@@ -147,6 +175,8 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
         budget=device.budget,
         limited_by=_word(BudgetLimit, device.limited_by),
         failure=_failure(device.failure),
+        accuracy=device.accuracy,
+        seconds=device.seconds,
         profile=read_stored(DeviceProfile, device.profile) or DeviceProfile(board="unreadable"),
         everything=read_stored(Moved, {"bytes_down": device.bytes_down, "bytes_up": device.bytes_up}) or Moved(),
         enrolled_at=iso(device.enrolled_at),

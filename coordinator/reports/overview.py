@@ -36,9 +36,14 @@ _SUMS = ("updates", "bytes_up", "bytes_down", "evaluation_bytes_up", "evaluation
 _LAST = (
     *("accuracy_personal", "accuracy_personal_decile", "accuracy_global"),
     *("loss_personal", "loss_global", "train_loss"),
+    *("device_seconds_median", "device_seconds_slowest"),
 )
 MOST_FAILURES = 5
 """Devices whose failures are told with an overview; the list of devices has all."""
+WELL_BELOW = 0.03
+"""By so much less accuracy than the global model personal ones give cause for a warning."""
+RECENT = 10
+"""Rounds from which it is estimated how long the others will take."""
 _TRAINING = ("download", "train", "upload")
 _PHASES = (*_TRAINING, "evaluation")
 _JOULES = ("joules_measured", "joules_estimated")
@@ -83,39 +88,56 @@ class Overviews:
             whole = 2 * 4 * self._models.manifest(federation).shared_values
             doing = self._devices.count_doing(db, federation)
             evaluating, since_round = _evaluations(db, federation)
+            rows = _rows(db, federation, first)
             return Overview(
                 at=iso(now),
                 federation=info,
                 federations=_lines(db),
                 span=span,
-                points=tuple(_points(_rows(db, federation, first), span, whole)),
+                points=tuple(_points(rows, span, whole)),
                 open_round=_open_round(db, federation, self._records),
+                began_at=_began(db, federation),
+                ends_at=_ends(info, rows, now),
                 **_metrics(db, federation),
                 everything_bytes=federation.published_bytes + _moved(db, federation),
                 evaluating=evaluating,
                 evaluating_since=since_round,
-                doing=doing,
+                doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
-                notices=tuple(self._notices(info, doing, _failures(db, federation))),
+                notices=(*_failures(db, federation), *self._notices(info, doing, rows)),
             )
 
     def _notices(
-        self, info: FederationInfo, doing: dict[Doing, int], failed: Iterable[tuple[str, str]]
+        self, info: FederationInfo, doing: dict[Doing, tuple[int, float]], rows: Sequence[dict[str, Any]]
     ) -> Iterable[Notice]:
+        if Doing.offline in doing:
+            count, since = doing[Doing.offline]
+            remedy = "Look whether they have power and a network, and start sparrow join on them again, or revoke them."
+            yield Notice(kind="offline", text=f"Devices that are offline: {count}", since=iso(since), remedy=remedy)
+        if Doing.away in doing:
+            count, since = doing[Doing.away]
+            text = f"Devices that missed a deadline, fell silent or left, and are not back: {count}"
+            remedy = "They take part again when they ask for work; a longer deadline_seconds helps slow ones."
+            yield Notice(kind="lost", text=text, since=iso(since), remedy=remedy)
+        judged = next((row for row in reversed(rows) if row["accuracy_personal"] is not None), None)
+        if judged is not None and judged["accuracy_personal"] < (judged["accuracy_global"] or 0) - WELL_BELOW:
+            own, common = judged["accuracy_personal"], judged["accuracy_global"]
+            yield Notice(
+                kind="personal",
+                text=f"Personal models are well below the global one: {100 * own:.1f} % to {100 * common:.1f} % in "
+                f"round {judged['number']}",
+                remedy="Devices keep the better of both with personal_model=best; else train them longer "
+                "(local_epochs), or publish with another method.",
+            )
         if info.warning:
             yield Notice(kind="method", text=info.warning)
         for reason, count in _counted(self._metrics.refused, info.name):
-            yield Notice(kind="refused", text=f"Updates refused since this process began: {count} ({reason})")
+            text = f"Updates refused since this process began: {count} ({reason})"
+            yield Notice(kind="refused", text=text, remedy="The coordinator's log names each with its device.")
         for _, count in _counted(self._metrics.left_out, info.name):
             text = f"Updates left out of the model since this process began: {count}"
-            yield Notice(kind="left_out", text=text)
-        for name, reason in failed:
-            yield Notice(kind="failed", text=f"{name}: {reason}")
-        if doing.get(Doing.offline):
-            yield Notice(kind="offline", text=f"Devices that are offline: {doing[Doing.offline]}")
-        if doing.get(Doing.away):
-            text = f"Devices that missed a deadline, fell silent or left, and are not back: {doing[Doing.away]}"
-            yield Notice(kind="lost", text=text)
+            remedy = "Each round's record (left_out) names the devices and why; revoke those that you do not trust."
+            yield Notice(kind="left_out", text=text, remedy=remedy)
 
 
 def span_of(rounds: int) -> int:
@@ -139,6 +161,7 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
     columns += [
         summary[(phase, joules)].as_float().label(f"{phase}_{joules}") for phase in _TRAINING for joules in _JOULES
     ]
+    columns += [summary["slowest"].as_string().label("slowest"), Round.opened_at, Round.closed_at]
     rows = select(Round.number, *columns).where(
         Round.federation_id == federation.id,
         Round.status == "closed",
@@ -173,7 +196,7 @@ def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[R
         def total(name: str, rounds: Sequence[dict[str, Any]] = rounds) -> float:
             return sum(row[name] or 0.0 for row in rounds)
 
-        def last(name: str, rounds: Sequence[dict[str, Any]] = rounds) -> float | None:
+        def last(name: str, rounds: Sequence[dict[str, Any]] = rounds) -> Any:
             return next((row[name] for row in reversed(rounds) if row[name] is not None), None)
 
         yield RoundPoint(
@@ -185,6 +208,7 @@ def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[R
             evaluation_bytes=int(total("evaluation_bytes_up") + total("evaluation_bytes_down")),
             whole_bytes=int(total("updates")) * whole,
             seconds=total("seconds"),
+            slowest=last("slowest"),
             **{name: last(name) for name in _LAST},
             **{f"{phase}_seconds": total(f"{phase}_seconds") for phase in _PHASES},
             **{joules: sum(total(f"{phase}_{joules}") for phase in _TRAINING) for joules in _JOULES},
@@ -218,15 +242,50 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
     )
 
 
-def _failures(db: Session, federation: Federation) -> list[tuple[str, str]]:
-    """Return some devices whose last work came to nothing, and why, those that were heard of last first."""
+def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
+    """Yield some devices whose last work came to nothing, and why, those that were heard of last first."""
+    reason, at = Device.failure["reason"].as_string(), Device.failure["at"].as_float()
     rows = db.execute(
-        select(Device.name, Device.failure["reason"].as_string())
+        select(Device.name, reason, at, func.count().over())
         .where(Device.federation_id == federation.id, Device.status != "revoked", Device.failure.is_not(None))
         .order_by(Device.seen_at.desc(), Device.name)
         .limit(MOST_FAILURES)
-    )
-    return [(name, reason) for name, reason in rows]
+    ).all()
+    for name, why, since, _ in rows:
+        yield Notice(kind="failed", text=f"{name}: {why}", since=since and iso(since), remedy=_remedy(why or ""))
+    if rows and (more := rows[0][3] - len(rows)) > 0:
+        yield Notice(kind="failed", text=f"Other devices whose last work came to nothing: {more}")
+
+
+_REMEDIES = {
+    "out of memory": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
+    "MemoryError": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
+    "missed the deadline": "Give it more time (deadline_seconds), a smaller budget or fewer local_epochs.",
+    "fell silent": "Look whether it has power and a network.",
+    "No space left": "Make room on its disk.",
+}
+
+
+def _remedy(reason: str) -> str:
+    """Return what an operator can do about a failure of a device."""
+    known = (remedy for words, remedy in _REMEDIES.items() if words in reason)
+    return next(known, "It is asked again; its own log says more.")
+
+
+def _began(db: Session, federation: Federation) -> str | None:
+    first = db.scalar(select(func.min(Round.opened_at)).where(Round.federation_id == federation.id))
+    return None if first is None else iso(first)
+
+
+def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> str | None:
+    """Return when the last round will have closed, if the rest take as long as the last ones did; None if nothing
+    runs or no round has closed."""
+    recent = [row for row in rows if row["number"] >= 1 and row["closed_at"] is not None][-RECENT:]
+    left = info.rounds - (recent[-1]["number"] if recent else 0)
+    if info.status != "running" or not recent or left <= 0:
+        return None
+    each = (recent[-1]["closed_at"] - recent[0]["opened_at"]) / len(recent)
+    return iso(max(now, recent[-1]["closed_at"] + left * each))
 
 
 def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from statistics import fmean
+from statistics import fmean, median
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
@@ -233,6 +233,12 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
     ]
+    spent = sorted(
+        (sum(phase.seconds for phase in (report.telemetry.download, report.telemetry.train, upload)), name)
+        for (_, name, report), upload in zip(
+            ((each, name, report) for each, name, report in trained if report), uploads, strict=True
+        )
+    )
     evaluation_uploads = [_upload(assignment) for assignment, _, receipt in judged if receipt]
     return RoundRecord(
         round=item.number,
@@ -277,6 +283,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         opened_at=iso(item.opened_at),
         closed_at=None if item.closed_at is None else iso(item.closed_at),
         seconds=None if item.closed_at is None else item.closed_at - item.opened_at,
+        device_seconds_median=median(seconds for seconds, _ in spent) if spent else None,
+        device_seconds_slowest=spent[-1][0] if spent else None,
+        slowest=spent[-1][1] if spent else None,
         model_sha256=item.model_sha256,
         base_version=item.base_version,
         model_version=item.model_version,

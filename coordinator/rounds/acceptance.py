@@ -212,6 +212,10 @@ class Acceptance:
             changed["failure"] = None
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
+        if isinstance(report, wire.UpdateReport):
+            changed["seconds"] = report.telemetry.download.seconds + report.telemetry.train.seconds
+        if isinstance(report, wire.Receipt) and (judged := report.personal or report.global_model) is not None:
+            changed["accuracy"] = judged.accuracy
         if isinstance(report, wire.UpdateReport) and device.num_examples is None:
             changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
         values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}

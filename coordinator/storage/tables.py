@@ -5,10 +5,26 @@ Times are seconds since the epoch (UTC). JSON columns hold what the wire's messa
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, false, text
+from sqlalchemy.engine.default import DefaultExecutionContext
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+BY_BYTES = String(160).with_variant(String(160, collation="C"), "postgresql")
+"""Text that every database puts in the same order."""
+
+
+def natural(name: str) -> str:
+    """Return text whose order is the natural one of names: ``device-2`` before ``device-10``, in any case."""
+    numbered = re.sub(r"[0-9]+", lambda found: f"{len(found[0].lstrip('0')):02d}{found[0].lstrip('0')}", name)
+    return numbered.lower()
+
+
+def _sort_name(context: DefaultExecutionContext) -> str:
+    given: dict[str, Any] = context.get_current_parameters()  # type: ignore[no-untyped-call]
+    return natural(given["name"])
 
 
 class Base(DeclarativeBase):
@@ -92,6 +108,8 @@ class Device(Base):
     ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
     the place of ``token_sha256``. ``failure``: why its last work came to nothing (``messages.DeviceFailure``), until
     an update of it is accepted. ``identity_key``: its public key in secure rounds, which never changes.
+    ``sort_name`` puts names in natural order. ``accuracy`` is what it last told, of its personal model or else of the
+    global one; ``seconds`` what its last update took, download and training.
     """
 
     __tablename__ = "devices"
@@ -109,6 +127,7 @@ class Device(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
     name: Mapped[str] = mapped_column(String(64))
+    sort_name: Mapped[str] = mapped_column(BY_BYTES, default=_sort_name, server_default="")
     token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
     token_issued_at: Mapped[float] = mapped_column(server_default="0")
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
@@ -123,6 +142,8 @@ class Device(Base):
     paused: Mapped[str | None] = mapped_column(String(16))
     rest_until: Mapped[float] = mapped_column(default=0.0)
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    accuracy: Mapped[float | None]
+    seconds: Mapped[float | None]
     holds_model: Mapped[bool] = mapped_column(default=False)
     mask: Mapped[str | None] = mapped_column(String(64))
     model: Mapped[str | None] = mapped_column(String(64))

@@ -673,6 +673,10 @@ class DeviceInfo(Answer):
     failure: DeviceFailure | None = Field(
         default=None, description="Why its last work came to nothing; None once an update of it was accepted"
     )
+    accuracy: float | None = Field(
+        default=None, description="On its test data, as it last told: of its personal model, else of the global one"
+    )
+    seconds: float | None = Field(default=None, description="Download and training of its last update")
     profile: DeviceProfile
     everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as it counted them")
     enrolled_at: str
@@ -680,6 +684,15 @@ class DeviceInfo(Answer):
 
 
 # --- assignments -------------------------------------------------------------------------------------------------
+
+
+class DeviceStates(Answer):
+    """``GET /v1/federations/{name}/devices/states``: the first devices in natural order of their names, and what each
+    is doing; two lists of one length. Those that were revoked are left out."""
+
+    names: tuple[str, ...]
+    doing: tuple[Doing, ...]
+    total: int = Field(description="Devices in all: beyond the most that was asked for, the lists have not all")
 
 
 class DeviceRound(Answer):
@@ -979,7 +992,12 @@ class RoundRecord(Answer):
     joules_per_point_estimated: float | None = None
     opened_at: str
     closed_at: str | None
-    seconds: float | None
+    seconds: float | None = Field(description="From its opening to its closing")
+    device_seconds_median: float | None = Field(
+        default=None, description="Download, training and upload of the median device whose update counts"
+    )
+    device_seconds_slowest: float | None = Field(default=None, description="Likewise of the slowest")
+    slowest: str | None = Field(default=None, description="The name of that device")
     model_sha256: str | None
     base_version: int | None = Field(default=None, description="The global model that the round began from")
     model_version: int | None = Field(default=None, description="The one that it ended with")

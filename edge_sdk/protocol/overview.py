@@ -20,7 +20,7 @@ class RoundPoint(Answer):
     Counts, bytes, joules and seconds are sums over these rounds and their devices; accuracy and loss are the last that
     were measured in them. Bytes and joules are training's, transfers included. ``whole_bytes`` is what the same updates
     would have taken had the whole model, in float32, gone both ways. ``seconds`` is what the rounds took, opening to
-    closing; ``*_seconds`` what devices spent.
+    closing; ``*_seconds`` what devices spent. ``device_seconds_*`` and ``slowest`` are those of the last round.
     """
 
     first: int
@@ -43,6 +43,9 @@ class RoundPoint(Answer):
     train_seconds: float
     upload_seconds: float
     evaluation_seconds: float
+    device_seconds_median: float | None = Field(description="Of the devices whose updates count")
+    device_seconds_slowest: float | None
+    slowest: str | None = Field(description="The name of the slowest device")
 
 
 class OpenRound(Answer):
@@ -78,8 +81,10 @@ class FederationLine(Answer):
 class Notice(Answer):
     """Something an operator should know of."""
 
-    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline"]
+    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline", "personal"]
     text: str
+    since: str | None = Field(default=None, description="When it began, where that is known")
+    remedy: str | None = Field(default=None, description="What to do about it")
 
 
 class Overview(Answer):
@@ -92,6 +97,10 @@ class Overview(Answer):
     span: int = Field(description="Rounds in a point: a power of two")
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
+    began_at: str | None = Field(description="When its first round was opened")
+    ends_at: str | None = Field(
+        description="When its last round will have closed, if the rest take as long as the last ones did"
+    )
     metrics_personal: dict[str, float] = Field(
         default={}, description="The task's metrics, means over devices of the last evaluation: of personal models"
     )
