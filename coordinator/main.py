@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
-from sparrow.coordinator.api import connections, devices, document, federations, pages, problems, status
+from sparrow.coordinator.api import connections, devices, document, federations, pages, problems, sign_in, status
 from sparrow.coordinator.api.device_calls import DeviceCalls
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
@@ -104,7 +104,13 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     inside_out = (CallsAtOnce, UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText)
     for middleware in (*inside_out, RequestIds):
         app.add_middleware(middleware)
-    for module in (devices, federations, status, pages):  # looked through in this order: devices call most often
+    for module in (
+        devices,
+        federations,
+        status,
+        pages,
+        sign_in,
+    ):  # looked through in this order: devices call most often
         app.include_router(module.router)
     problems.install(app)
     return app

@@ -60,6 +60,15 @@ def is_admin(identity: Identity) -> bool:
     return True
 
 
+def may_look(identity: Identity) -> bool:
+    """Return whether the caller is an observer of any federation, or an administrator. Raises WrongHost."""
+    try:
+        _need(identity, own_federation(identity), "observer", "admin")
+    except NotAuthenticated:
+        return False
+    return True
+
+
 async def admin(identity: TheIdentity) -> None:
     """Raise NotAuthenticated unless the caller is an administrator."""
     check_admin(identity)
@@ -73,11 +82,6 @@ async def enroller(identity: TheIdentity, request: Request) -> None:
 async def observer(identity: TheIdentity, request: Request) -> None:
     """Raise NotAuthenticated unless the caller is an observer of this federation, or an administrator."""
     _need(identity, _named(request), "observer", "admin")
-
-
-async def any_observer(identity: TheIdentity) -> None:
-    """Raise NotAuthenticated unless the caller is an observer of any federation, or an administrator."""
-    _need(identity, own_federation(identity), "observer", "admin")
 
 
 def own_federation(identity: Identity) -> str | None:
@@ -128,7 +132,6 @@ def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> No
 
 AdminOnly = Depends(admin)
 ObserverOnly = Depends(observer)
-AnyObserverOnly = Depends(any_observer)
 MemberOnly = Depends(member)
 ProspectiveMemberOnly = Depends(prospective_member)
 EnrollerOnly = Depends(enroller)

@@ -32,12 +32,13 @@ from sparrow.coordinator.api.access import (
     check_admin,
 )
 from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
+from sparrow.coordinator.api.packing import PackedRoute
 from sparrow.coordinator.errors import NotAllowed
 from sparrow.coordinator.fleet.access import Holder
 from sparrow.coordinator.fleet.devices import Caller
 from sparrow.coordinator.reports.device_list import DeviceQuery, Order
 
-router = APIRouter(prefix="/v1", tags=["devices"])
+router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
 
 
 @router.post("/federations/{name}/devices", status_code=201, dependencies=[EnrollerOnly])

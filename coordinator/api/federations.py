@@ -41,11 +41,12 @@ from sparrow.coordinator.api.access import (
 from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from sparrow.coordinator.api.live import follow, seen_by
 from sparrow.coordinator.api.middleware.authentication import Identity, identify
+from sparrow.coordinator.api.packing import HEADERS, PackedRoute, packed_events, takes_gzip
 from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
 from sparrow.coordinator.web import links
 
-router = APIRouter(prefix="/v1/federations", tags=["federations"])
+router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 
 
 @router.post(
@@ -188,7 +189,12 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
         return identity
 
     stream = follow(coordinator.live_views.of(name), admit)
-    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    packs = takes_gzip(request)
+    return StreamingResponse(
+        packed_events(stream) if packs else stream,
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", **(HEADERS if packs else {})},
+    )
 
 
 @router.post("/{name}/join-link", dependencies=[ObserverOnly])
@@ -204,7 +210,8 @@ def make_join_link(
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
     """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
-    return Response(coordinator.federations.manifest(name).text, media_type="application/json")
+    as_it_is = {"Cache-Control": "no-transform"}
+    return Response(coordinator.federations.manifest(name).text, media_type="application/json", headers=as_it_is)
 
 
 @router.get("/{name}/model", dependencies=[MemberOnly])

@@ -10,6 +10,7 @@ from sparrow.coordinator.api.access import is_admin, own_federation
 from sparrow.coordinator.api.live_views import LiveView
 from sparrow.coordinator.api.middleware.authentication import Identity
 from sparrow.coordinator.errors import NotAuthenticated, NotFound, Unavailable
+from sparrow.coordinator.fleet.access import Holder
 
 STILL_HERE_SECONDS = 15.0
 
@@ -39,7 +40,7 @@ async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> As
         told = {point.first: point for point in overview.points}
         had = overview
         news = seen_by(identity, overview.model_copy(update={"points": ()}))
-        now = news.model_dump_json(exclude={"at"})
+        now = news.model_dump_json(exclude={"at", "ends_at"})
         if fresh or now != before:
             yield f"event: overview\ndata: {news.model_copy(update={'points': fresh}).model_dump_json()}\n\n"
             before, said = now, loop.time()
@@ -53,5 +54,9 @@ def seen_by(identity: Identity, overview: Overview) -> Overview:
     rights."""
     only = own_federation(identity)
     lines = tuple(line for line in overview.federations if only in (None, line.name))
-    rights = {"enrolment_guarded": "enrolment" in identity.guarded, "may_change": is_admin(identity)}
+    rights = {
+        "enrolment_guarded": "enrolment" in identity.guarded,
+        "may_change": is_admin(identity),
+        "signed_in": isinstance(identity.caller, Holder),
+    }
     return overview.model_copy(update={"federations": lines, **rights})

@@ -1,5 +1,5 @@
-"""The operator's page, for which a browser asks its user for a token by itself (HTTP Basic) where one is needed, and
-the page that is a device: it and its files need none, its calls do."""
+"""The operator's page, which leads to a form where a token is needed (``api.sign_in``), and the page that is a device.
+Files of both need none, their calls do."""
 
 from __future__ import annotations
 
@@ -7,34 +7,27 @@ from fastapi import APIRouter, Request, Response
 
 from edge_sdk.protocol.messages import FederationName
 from sparrow.coordinator import dashboard, web
-from sparrow.coordinator.api.access import AdminOnly, AnyObserverOnly, TheCoordinator, TheIdentity, own_federation
+from sparrow.coordinator.api import sign_in
+from sparrow.coordinator.api.access import TheCoordinator, TheIdentity, may_look, own_federation
 from sparrow.coordinator.api.bodies import ranged
-from sparrow.coordinator.api.middleware.authentication import Identity
-from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.web import runtime
-
-EMPTY = b'data-federation=""'
 
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/", dependencies=[AnyObserverOnly])
+@router.get("/")
 def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
     """Return the page; of the newest federation, unless ``?federation=`` names one."""
-    return _page(request, coordinator, identity)
+    if not may_look(identity):
+        return sign_in.form(request, again=identity.failure is not None)
+    federation = own_federation(identity) or coordinator.overviews.newest() or ""
+    return _operators(request, dashboard.load("index.html").filled(federation=federation))
 
 
-@router.get("/admin", dependencies=[AdminOnly])
-def admin(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """Return the same page for administrators: here a browser asks for an admin token."""
-    return _page(request, coordinator, identity)
-
-
-@router.get("/page/{name}", dependencies=[AnyObserverOnly])
+@router.get("/page/{name}")
 def file(name: str, request: Request) -> Response:
     """Return a file of the page."""
-    body, media_type = dashboard.load(name)
-    return _answer(request, body, media_type)
+    return _operators(request, dashboard.load(name))
 
 
 @router.get("/join/{name}")
@@ -62,13 +55,8 @@ def _for_browsers(request: Request, file: web.File, kept: str) -> Response:
     return answer
 
 
-def _page(request: Request, coordinator: Coordinator, identity: Identity) -> Response:
-    federation = own_federation(identity) or coordinator.overviews.newest() or ""
-    body, media_type = dashboard.load("index.html")
-    return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{federation}"'.encode())), media_type)
-
-
-def _answer(request: Request, body: bytes, media_type: str) -> Response:
-    answer = ranged(request, body, media_type)
-    answer.headers.update(dashboard.HEADERS)
+def _operators(request: Request, file: web.File) -> Response:
+    body, encoding = file.body(request.headers.get("accept-encoding", ""))
+    answer = ranged(request, body, file.media_type)
+    answer.headers.update({**dashboard.HEADERS, **encoding})
     return answer

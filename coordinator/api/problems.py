@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
-PAGES = ("/", "/admin", "/docs")
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
+"""The header of a 401. It has no browser ask its user: pages have a form for that (``api.sign_in``)."""
+
 MOST_DETAIL = 2000
 RETRY_SECONDS = 5
 """The pause before a retry after a failure that passes by itself or that an operator repairs."""
@@ -58,13 +60,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unforeseen)
 
 
-def challenge(path: str) -> dict[str, str]:
-    """Return the header of a 401. On a page it has a browser ask its user for a token, which is the password."""
-    page = path in PAGES or path.startswith("/page/")
-    how = 'Basic realm="Sparrow: any name, and a token as the password", charset="UTF-8"' if page else "Bearer"
-    return {"WWW-Authenticate": how}
-
-
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it.
 
@@ -88,7 +83,7 @@ def answer_of(path: str, error: Exception) -> JSONResponse | None:
     any other error."""
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), None)
     if status is not None:
-        headers = challenge(path) if status == 401 else {}
+        headers = dict(CHALLENGE) if status == 401 else {}
         if status >= 500:
             headers["Retry-After"] = str(RETRY_SECONDS)
         return problem(status, type(error).__name__, str(error), headers)

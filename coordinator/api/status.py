@@ -14,7 +14,8 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 
 from sparrow.coordinator import dashboard
-from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity
+from sparrow.coordinator.api import sign_in
+from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity, may_look
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.fleet.access import KINDS
 
@@ -50,9 +51,11 @@ def metrics(coordinator: TheCoordinator) -> Response:
     )
 
 
-@router.get("/docs", include_in_schema=False, dependencies=[ObserverOnly])
-def docs(request: Request) -> HTMLResponse:
+@router.get("/docs", include_in_schema=False)
+def docs(request: Request, identity: TheIdentity) -> Response:
     """Return a page of all calls and messages: the OpenAPI document, without a script of anybody's."""
+    if not may_look(identity):
+        return sign_in.form(request, again=identity.failure is not None, page="docs")
     return HTMLResponse("\n".join(_lines(request.app.openapi())), headers=dashboard.HEADERS)
 
 
@@ -66,8 +69,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     """Yield an OpenAPI document as HTML."""
     title = escape(document["info"]["title"])
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    yield f'<link rel="stylesheet" href="/page/dashboard.css"><main><h1>{title}</h1>'
-    yield '<p><a href="/openapi.json">openapi.json</a> says the same to programs.</p><h2>Calls</h2>'
+    yield f'<link rel="stylesheet" href="page/dashboard.css"><main><h1>{title}</h1>'
+    yield '<p><a href="openapi.json">openapi.json</a> says the same to programs.</p><h2>Calls</h2>'
     for path, calls in document["paths"].items():
         for method, call in calls.items():
             yield f"<h3>{method.upper()} {escape(path)}</h3><p>{escape(call.get('description', ''))}</p>"

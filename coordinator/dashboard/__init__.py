@@ -5,14 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator import web
 
-MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "txt": "text/plain; charset=utf-8",
-}
 OWN = Path(__file__).with_name("static")
 HEADERS = {
     "Cache-Control": "no-cache",  # asked each time, answered by 304 while it is the same
@@ -20,13 +14,11 @@ HEADERS = {
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
+    "Vary": "Accept-Encoding",
 }
 
 
 @cache
-def load(name: str) -> tuple[bytes, str]:
-    """Return a file of the page and its media type. Raises NotFound."""
-    path = {path.name: path for path in OWN.iterdir()}.get(name)
-    if path is None:
-        raise NotFound(f"the page has no file {name!r}")
-    return path.read_bytes(), MEDIA_TYPES[path.suffix.removeprefix(".")]
+def load(name: str) -> web.File:
+    """Return a file of the page. Raises NotFound."""
+    return web.read(OWN, name)

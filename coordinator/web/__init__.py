@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from pathlib import Path
 
 from edge_sdk.protocol.manifest import Manifest
@@ -54,16 +55,33 @@ class File:
         """Return what a caller takes who accepts these encodings, and the headers that say so."""
         if "gzip" in encodings.lower():
             return self.packed, {"Content-Encoding": "gzip"}
-        return gzip.decompress(self.packed), {}
+        return self.plain, {}
+
+    @property
+    def plain(self) -> bytes:
+        """Its bytes as they are."""
+        return gzip.decompress(self.packed)
+
+    def filled(self, **values: str) -> File:
+        """Return the same file with ``{name}`` replaced by text that is escaped for HTML."""
+        text = self.plain.decode()
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", escape(value))
+        return File(gzip.compress(text.encode(), mtime=0), self.media_type)
+
+
+def read(folder: Path, name: str) -> File:
+    """Return a file in a folder of files for browsers. Raises NotFound."""
+    path = {path.name: path for path in folder.iterdir()}.get(name)
+    if path is None:
+        raise NotFound(f"the page has no file {name!r}")
+    return File(gzip.compress(path.read_bytes(), mtime=0), MEDIA_TYPES[path.suffix])
 
 
 @cache
 def load(name: str) -> File:
     """Return a file of the page. Raises NotFound."""
-    path = {path.name: path for path in OWN.iterdir()}.get(name)
-    if path is None:
-        raise NotFound(f"the page has no file {name!r}")
-    return File(gzip.compress(path.read_bytes(), mtime=0), MEDIA_TYPES[path.suffix])
+    return read(OWN, name)
 
 
 def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manifest: Manifest) -> str | None:

@@ -115,3 +115,4 @@ class Overview(Answer):
     notices: tuple[Notice, ...]
     enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")
+    signed_in: bool = Field(default=False, description="Whether the caller has an operator's token")

@@ -8,7 +8,6 @@ middlewares of this file.
 from __future__ import annotations
 
 import asyncio
-import base64
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,7 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import READY, Middleware
-from sparrow.coordinator.api.problems import challenge, problem, unavailable
+from sparrow.coordinator.api.problems import CHALLENGE, problem, unavailable
+from sparrow.coordinator.api.sign_in import PAGES, kept_token
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
 from sparrow.coordinator.fleet.access import KINDS, PREFIXES, Holder, Kind
@@ -31,8 +31,9 @@ TOKEN_NEEDED = (
 )
 
 
-OPEN = (READY, "/join/", "/web/")
-"""Where paths begin that need no token: readiness, and the page that is a device, which is the same for everybody."""
+OPEN = (READY, "/join/", "/web/", "/page/")
+"""Where paths begin that need no token: readiness, the page that is a device, and files of pages, which are the same
+for everybody."""
 
 IDENTIFY_SECONDS = 1.0
 """How long ``/readyz`` waits until it is known who asks: that decides only whether the reason is told."""
@@ -80,16 +81,9 @@ class UnknownCallers(Middleware):
 
 
 def secret_of(scope: Scope) -> str | None:
-    """Return the token that was sent: as Bearer, or by a browser as the password that it asked its user for."""
+    """Return the token that was sent: as Bearer, or by the browser of somebody who has signed in."""
     scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
-    if scheme.lower() == "basic":
-        try:
-            sent = base64.b64decode(sent, validate=True).decode().partition(":")[2]
-        except ValueError:
-            return None
-    elif scheme.lower() != "bearer":
-        return None
-    return sent.strip() or None
+    return sent.strip() or None if scheme.lower() == "bearer" else kept_token(scope)
 
 
 async def identify(coordinator: Coordinator, scope: Scope) -> Identity:
@@ -147,10 +141,12 @@ def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Rec
 
 
 def _refusal(identity: Identity, path: str) -> Response | None:
+    if path in PAGES or path.startswith(OPEN):
+        return None
     if isinstance(identity.failure, TokenExpired):
-        return problem(401, "TokenExpired", str(identity.failure), challenge(path))
+        return problem(401, "TokenExpired", str(identity.failure), CHALLENGE)
     if isinstance(identity.failure, FederationDeleted):
         return problem(410, "FederationDeleted", str(identity.failure))
-    if identity.caller is None and len(identity.guarded) == len(KINDS) and not path.startswith(OPEN):
-        return problem(401, "NotAuthenticated", TOKEN_NEEDED, challenge(path))
+    if identity.caller is None and len(identity.guarded) == len(KINDS):
+        return problem(401, "NotAuthenticated", TOKEN_NEEDED, CHALLENGE)
     return None

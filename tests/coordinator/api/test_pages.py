@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from urllib.parse import parse_qs, urlsplit
@@ -25,10 +24,6 @@ TOKENS = {
 PAGES = ["/", "/docs", *(f"/page/{path.name}" for path in OWN.iterdir())]
 
 
-def basic(password, name="anybody"):
-    return {"Authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
-
-
 @pytest.mark.parametrize("path", PAGES)
 def test_the_page_comes_from_here_alone(open_app, path):
     client = open_app()
@@ -46,9 +41,41 @@ def test_the_page_comes_from_here_alone(open_app, path):
 
 
 def test_the_page_is_small_enough_for_a_phone(open_app):
+    """Files that nobody needs at first are loaded later; here all count."""
     client = open_app()
-    own = sum(len(client.get(path).content) for path in PAGES if "uPlot" not in path and path != "/docs")
-    assert own < 100_000
+    sent = [client.get(path, headers={"Accept-Encoding": "gzip"}) for path in PAGES if path != "/docs"]
+    assert {answer.headers["content-encoding"] for answer in sent} == {"gzip"}
+    assert sum(int(answer.headers["content-length"]) for answer in sent) < 60_000
+    plain = client.get("/page/uPlot.js", headers={"Accept-Encoding": "identity"})
+    assert ("content-encoding" in plain.headers, plain.headers["vary"]) == (False, "Accept-Encoding")
+
+
+def test_long_answers_are_compressed_for_who_takes_them(open_app):
+    client, path = open_app(), "/v1/federations/default/devices"
+    for index in range(20):
+        client.post(path, json={"name": f"pi-{index}", "enrolment_key": "k" * 32})
+    packed, plain = (client.get(path, headers={"Accept-Encoding": how}) for how in ("gzip", "identity"))
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 4
+    assert packed.json() == plain.json()
+    assert "content-encoding" not in client.get("/healthz").headers, "short ones are not"
+
+
+def test_devices_are_listed_by_what_one_looks_for(open_app):
+    client, path = open_app(), "/v1/federations/default/devices"
+    for name in ("pi-10", "pi-9", "Pi-2", "pi-02"):
+        client.post(path, json={"name": name, "enrolment_key": "k" * 32})
+    natural = ["Pi-2", "pi-02", "pi-9", "pi-10"]
+    assert [each["name"] for each in client.get(path).json()] == natural
+    for order in ("accuracy", "-accuracy", "seconds", "board", "doing", "-doing"):
+        assert len(client.get(path, params={"order": order}).json()) == 4
+    assert [each["name"] for each in client.get(path, params={"device": "pi-9"}).json()] == ["pi-9"]
+    states = client.get(f"{path}/states", params={"most": 3}).json()
+    assert states == {
+        "names": natural[:3],
+        "doing": [each["doing"] for each in client.get(path).json()[:3]],
+        "total": 4,
+    }
 
 
 def test_the_page_knows_the_newest_federation(open_app):
@@ -64,41 +91,102 @@ def test_no_other_file_is_served(open_app, name):
     assert open_app().get(f"/page/{name}").status_code == 404
 
 
-def test_a_browser_asks_its_user_for_a_token_and_sends_it_as_a_password(open_app):
+def signed_in(client, token, **headers):
+    """The headers of a browser whose user has signed in."""
+    form = {"token": token, "federation": "default"}
+    answer = client.post("/sign-in", data=form, headers=headers, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "./?federation=default")
+    rules = answer.headers["set-cookie"].lower()
+    assert all(rule in rules for rule in ("httponly", "samesite=strict", "path=/"))
+    client.cookies.clear()
+    return {"Cookie": answer.headers["set-cookie"].partition(";")[0]}
+
+
+def test_who_is_not_signed_in_is_led_to_a_form_and_back(open_app):
     client = open_app(**TOKENS)
-    for path in (*PAGES, "/admin", "/docs"):
-        answer = client.get(path)
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"].startswith('Basic realm="Sparrow')
+    for path, form in (
+        ("/", "sign-in"),
+        ("/?federation=lab", "sign-in?federation=lab"),
+        ("/docs", "sign-in?page=docs"),
+    ):
+        answer = client.get(path, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, form)
+        asked = client.get(f"/{form}")
+        assert (asked.status_code, asked.headers["cache-control"]) == (200, "no-store")
+        assert "form-action 'self'" in asked.headers["content-security-policy"]
     assert client.get("/v1/federations").headers["www-authenticate"] == "Bearer"
-    for path in (*PAGES, "/docs", "/v1/federations", "/v1/federations/default/overview", "/metrics"):
-        assert client.get(path, headers=basic("an-observer-s-secret")).status_code == 200
-    assert client.get("/admin", headers=basic("the-chief-s-secret")).status_code == 200
-    refused = client.get("/admin", headers=basic("an-observer-s-secret"))
-    assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
+    looks = signed_in(client, "an-observer-s-secret")
+    for path in ("/", "/docs", "/v1/federations", "/v1/federations/default/overview", "/metrics"):
+        assert client.get(path, headers=looks, follow_redirects=False).status_code == 200, path
+    docs = client.post("/sign-in", data={"token": "the-chief-s-secret", "page": "docs"}, follow_redirects=False)
+    assert docs.headers["location"] == "docs"
 
 
 @pytest.mark.parametrize(
-    "sent", ["Basic", "Basic !!!", "Basic " + base64.b64encode(b"\xff\xfe").decode(), "Digest eye"]
+    ("form", "status", "said"),
+    [
+        ({"token": "made-up"}, 401, "no observer"),
+        ({"token": ""}, 401, "no observer"),
+        ({"token": "the enrolment token"}, 401, "with which devices join"),
+        ({}, 401, "no observer"),
+        ({"token": "<b>", "federation": '"><script>'}, 401, "no observer"),
+        ({"token": "x" * 5000}, 413, "TooLarge"),
+        ({str(index): "x" for index in range(20)}, 422, "load the page again"),
+    ],
 )
-def test_what_is_no_password_is_none(open_app, sent):
-    assert open_app(**TOKENS).get("/", headers={"Authorization": sent}).status_code == 401
+def test_what_is_no_token_to_look_with_signs_nobody_in(open_app, form, status, said):
+    client = open_app(**TOKENS)
+    answer = client.post("/sign-in", data=form, follow_redirects=False)
+    assert (answer.status_code, said in answer.text) == (status, True)
+    assert "set-cookie" not in answer.headers
+    assert "<script" not in answer.text
+    assert client.post("/sign-in", content=b"\xff=%ff", follow_redirects=False).status_code in (401, 422)
+
+
+def test_who_signs_out_or_whose_token_is_over_is_led_to_the_form(open_app):
+    client = open_app(**TOKENS)
+    out = client.post("/sign-out", headers=signed_in(client, "the-chief-s-secret"), follow_redirects=False)
+    assert (out.status_code, out.headers["location"]) == (303, "sign-in?note=out")
+    assert "max-age=0" in out.headers["set-cookie"].lower()
+    kept = {"Cookie": "sparrow-token=former"}
+    led = client.get("/", headers=kept, follow_redirects=False)
+    assert led.headers["location"] == "sign-in?note=again"
+    assert "signed out" in client.get("/sign-in?note=again").text
+    assert client.get("/v1/federations", headers=kept).status_code == 401
+
+
+def test_a_cookie_belongs_to_a_port(open_app):
+    client = open_app(**TOKENS)
+    sent = {"token": "an-observer-s-secret"}
+    answer = client.post("/sign-in", data=sent, headers={"Host": "127.0.0.1:8001"}, follow_redirects=False)
+    kept = {"Cookie": "theme=dark; " + answer.headers["set-cookie"].partition(";")[0]}
+    client.cookies.clear()
+    assert kept["Cookie"].startswith("theme=dark; sparrow-8001=")
+    for host, status in (("127.0.0.1:8001", 200), ("127.0.0.1:8002", 401)):
+        assert client.get("/v1/federations", headers={**kept, "Host": host}).status_code == status
+
+
+def test_signing_in_for_another_site_is_refused(open_app):
+    client = open_app(**TOKENS)
+    for path in ("/sign-in", "/sign-out"):
+        sent = client.post(path, data={"token": "the-chief-s-secret"}, headers={"Sec-Fetch-Site": "cross-site"})
+        assert sent.status_code == 403
 
 
 def test_the_page_knows_whether_its_user_may_change_things(open_app):
     client = open_app(**TOKENS)
     path = "/v1/federations/default/overview"
-    assert client.get(path, headers=basic("an-observer-s-secret")).json()["may_change"] is False
-    assert client.get(path, headers=basic("the-chief-s-secret")).json()["may_change"] is True
+    assert client.get(path, headers=signed_in(client, "an-observer-s-secret")).json()["may_change"] is False
+    assert client.get(path, headers=signed_in(client, "the-chief-s-secret")).json()["may_change"] is True
     assert (
         client.patch(
-            "/v1/federations/default", json={"action": "pause"}, headers=basic("an-observer-s-secret")
+            "/v1/federations/default", json={"action": "pause"}, headers=signed_in(client, "an-observer-s-secret")
         ).status_code
         == 401
     )
     assert (
         client.patch(
-            "/v1/federations/default", json={"action": "pause"}, headers=basic("the-chief-s-secret")
+            "/v1/federations/default", json={"action": "pause"}, headers=signed_in(client, "the-chief-s-secret")
         ).status_code
         == 200
     )
@@ -121,7 +209,8 @@ def test_the_page_knows_whether_its_user_may_change_things(open_app):
 )
 def test_a_page_of_another_site_changes_nothing(open_app, tokens, headers, status):
     client = open_app(**tokens)
-    sent = {**headers, **(basic("the-chief-s-secret") if tokens else {})}
+    host = {"Host": headers["Host"]} if "Host" in headers else {}
+    sent = {**headers, **(signed_in(client, "the-chief-s-secret", **host) if tokens else {})}
     answer = client.patch("/v1/federations/default", json={"action": "pause"}, headers=sent)
     assert answer.status_code == status
     assert client.get("/", headers=sent).status_code == 200, "to look is no change"
@@ -231,7 +320,7 @@ def test_a_federation_without_pages_has_no_link(open_app):
 
 def test_the_link_has_the_enrolment_token_where_one_is_needed_and_no_other(open_app, pages_train):
     client = open_app(**TOKENS)
-    look, overview = basic("an-observer-s-secret"), "/v1/federations/default/overview"
+    look, overview = signed_in(client, "an-observer-s-secret"), "/v1/federations/default/overview"
     assert client.get(overview, headers=look).json()["enrolment_guarded"] is True
     for token, said in (
         (None, "set SPARROW_ENROLMENT_TOKEN"),
@@ -263,10 +352,10 @@ def test_links_are_for_who_may_look(open_app):
     body = {"server": SERVER, "token": "the enrolment token"}
     for headers, status in (
         ({}, 401),
-        (basic("the enrolment token"), 401),
-        (basic("an-observer-s-secret"), 200),
-        (basic("the-chief-s-secret"), 200),
-        ({**basic("the-chief-s-secret"), "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Cookie": "sparrow-token=the%20enrolment%20token"}, 401),
+        (signed_in(client, "an-observer-s-secret"), 200),
+        (signed_in(client, "the-chief-s-secret"), 200),
+        ({**signed_in(client, "the-chief-s-secret"), "Sec-Fetch-Site": "cross-site"}, 403),
     ):
         assert client.post(LINK, json=body, headers=headers).status_code == status
 
@@ -280,7 +369,7 @@ def test_the_token_of_a_link_is_neither_logged_nor_kept(open_app, caplog, tmp_pa
         {"server": SERVER, "token": secret, "more": secret},
         {"server": [secret], "token": secret},
     ):
-        answer = client.post(LINK, json=body, headers=basic("an-observer-s-secret"))
+        answer = client.post(LINK, json=body, headers=signed_in(client, "an-observer-s-secret"))
         assert (answer.status_code == 200) == (secret.replace(" ", "%20") in answer.text)
         assert secret not in answer.text
     messages = (MakeJoinLink(server=SERVER, token=secret), JoinLink(link=f"{SERVER}/#token={secret[:3]}", svg=secret))

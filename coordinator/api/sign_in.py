@@ -1,0 +1,111 @@
+"""Signing in to the pages for people: a form takes a token, and a cookie keeps it until the browser is closed.
+
+The cookie is sent to this coordinator alone, on no other site's behalf, and no script can read it. Its name has the
+port, because browsers keep one set of cookies for all ports of a machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlencode
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from starlette.types import Scope
+
+from edge_sdk.protocol.messages import FederationName
+from sparrow.coordinator import dashboard
+from sparrow.coordinator.api.bodies import read_body
+from sparrow.coordinator.api.headers import header
+from sparrow.coordinator.app import Coordinator
+from sparrow.coordinator.errors import BadContent, NotAuthenticated
+from sparrow.coordinator.fleet.access import Holder
+
+LONGEST_FORM = 4096
+"""Of a token, the name of a federation, and a page's."""
+
+PAGES = ("/", "/docs", "/sign-in", "/sign-out")
+"""Pages that everybody gets, or is led from to the form."""
+
+AGAIN = "You were signed out: the token has expired, or is not valid any more."
+WRONG = "This is no observer's or admin's token of this coordinator."
+NOTES = {"again": AGAIN, "out": "You are signed out."}
+
+router = APIRouter(include_in_schema=False)
+
+
+def kept_token(scope: Scope) -> str | None:
+    """Return the token that a browser keeps for this coordinator."""
+    begins = f"{_cookie(header(scope, b'host') or '')}="
+    for pair in (header(scope, b"cookie") or "").split(";"):
+        if pair.strip().startswith(begins):
+            return unquote(pair.strip().removeprefix(begins)) or None
+    return None
+
+
+def form(request: Request, *, again: bool, page: str = "") -> Response:
+    """Return the way to the form, and from there to ``page``. again: whether a token was sent that is not valid."""
+    wanted = {"federation": request.query_params.get("federation", ""), "page": page, "note": "again" if again else ""}
+    query = urlencode({key: value for key, value in wanted.items() if value})
+    return RedirectResponse(f"sign-in?{query}" if query else "sign-in", 303)
+
+
+@router.get("/sign-in")
+def ask(federation: FederationName | None = None, page: str = "", note: str = "") -> HTMLResponse:
+    """Return the form."""
+    return _form(federation or "", page, NOTES.get(note, ""))
+
+
+@router.post("/sign-in")
+async def sign_in(request: Request) -> Response:
+    """Take a token, keep it in the browser, and lead to the page that was asked for; where it is none, ask again."""
+    coordinator: Coordinator = request.app.state.coordinator
+    try:
+        sent = parse_qs((await read_body(request, LONGEST_FORM)).decode(), max_num_fields=8)
+    except ValueError:
+        raise BadContent("the form cannot be read; load the page again") from None
+    token, federation, page = (sent.get(name, [""])[0].strip() for name in ("token", "federation", "page"))
+    holder = await coordinator.look_ups.run(_holder, coordinator, token) if token else None
+    if holder is None or holder.kind == "enrolment":
+        enrols = f"{WRONG} It is one with which devices join." if holder else WRONG
+        answer = _form(federation, page, enrols)
+        answer.status_code = 401
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+    to = "docs" if page == "docs" else f"./?{urlencode({'federation': federation})}" if federation else "./"
+    led = RedirectResponse(to, 303)
+    led.set_cookie(_cookie(request.headers.get("host", "")), quote(token, safe=""), **_rules(request))
+    return led
+
+
+@router.post("/sign-out")
+def sign_out(request: Request) -> Response:
+    """Have the browser forget its token."""
+    led = RedirectResponse("sign-in?note=out", 303)
+    led.delete_cookie(_cookie(request.headers.get("host", "")), **_rules(request))
+    return led
+
+
+def _holder(coordinator: Coordinator, token: str) -> Holder | None:
+    try:
+        return coordinator.tokens.find(token)
+    except NotAuthenticated:  # it has expired
+        return None
+
+
+def _rules(request: Request) -> dict[str, Any]:
+    return {"path": "/", "secure": request.url.scheme == "https", "httponly": True, "samesite": "strict"}
+
+
+def _cookie(host: str) -> str:
+    port = host.rpartition(":")[2]
+    return f"sparrow-{port if port.isdigit() else 'token'}"
+
+
+def _form(federation: str, page: str, note: str) -> HTMLResponse:
+    body = dashboard.load("sign-in.html").filled(federation=federation, page=page, note=note).plain
+    headers = {**dashboard.HEADERS, "Cache-Control": "no-store"}
+    headers["Content-Security-Policy"] = headers["Content-Security-Policy"].replace(
+        "form-action 'none'", "form-action 'self'"
+    )
+    return HTMLResponse(body, headers=headers)
