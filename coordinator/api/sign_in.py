@@ -104,7 +104,8 @@ def _cookie(host: str) -> str:
 
 def _form(federation: str, page: str, note: str) -> HTMLResponse:
     body = dashboard.load("sign-in.html").filled(federation=federation, page=page, note=note).plain
-    headers = {**dashboard.HEADERS, "Cache-Control": "no-store"}
+    # Without a referrer the form would come from nowhere (Origin: null), and be refused where no TLS is.
+    headers = {**dashboard.HEADERS, "Cache-Control": "no-store", "Referrer-Policy": "same-origin"}
     headers["Content-Security-Policy"] = headers["Content-Security-Policy"].replace(
         "form-action 'none'", "form-action 'self'"
     )

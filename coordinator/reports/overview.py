@@ -104,7 +104,12 @@ class Overviews:
                 evaluating_since=since_round,
                 doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
-                notices=(*_failures(db, federation), *self._notices(info, doing, rows)),
+                notices=(
+                    *_failures(db, federation),
+                    *self._notices(
+                        info, doing, [row for row in rows if not since_round or row["number"] < since_round]
+                    ),
+                ),
             )
 
     def _notices(

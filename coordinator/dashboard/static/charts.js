@@ -1,16 +1,16 @@
 // One chart: a figure with a drawing (uPlot), a sentence that says the newest values, and the same numbers as a table.
 // Arrow keys move through the rounds while the drawing has the focus.
 
-const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
-const STYLES = ["solid", "dashed", "dotted", "double"]; // of the legend's marks
+const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4], [1, 2], [14, 3]];
+const STYLES = ["solid", "dashed", "dotted", "double", "dotted", "dashed"]; // of the legend's marks
 const HEIGHT = 240;
 const all = new Set();
 
 export class Chart {
   /** lines: [{label, value: point -> number or null}]; format: number -> text, with its unit; least: the scale's lower
-      end, where it is not the smallest value; most: what no value exceeds. */
-  constructor(place, title, lines, format, least, most) {
-    Object.assign(this, { lines, format, least, most: most ?? Infinity, points: [] });
+      end, where it is not the smallest value; most: what no value exceeds; height: of the drawing, px. */
+  constructor(place, title, lines, format, least, most, height = HEIGHT) {
+    Object.assign(this, { lines, format, least, most: most ?? Infinity, height, points: [] });
     this.plot = element("div", { className: "plot", tabIndex: 0 });
     this.plot.setAttribute("role", "img");
     this.said = element("p");
@@ -90,7 +90,7 @@ export class Chart {
   }
 
   size() {
-    return { width: Math.max(200, this.plot.clientWidth), height: HEIGHT };
+    return { width: Math.max(200, this.plot.clientWidth), height: this.height };
   }
 
   fill() {
@@ -115,7 +115,7 @@ export class Chart {
     const now = this.index ?? last + (move > 0 ? -1 : 1);
     this.index = Math.min(last, Math.max(0, now + move));
     const point = this.points[this.index];
-    this.drawing.setCursor({ left: this.drawing.valToPos(point.round, "x"), top: HEIGHT / 3 });
+    this.drawing.setCursor({ left: this.drawing.valToPos(point.round, "x"), top: this.height / 3 });
     const values = this.shown.map((line) => [line.label, line.value(point)]).filter(([, value]) => value != null);
     const said = values.map(([label, value]) => `${label} ${this.format(value)}`).join(", ");
     this.at.textContent = `Round ${point.round}: ${said || "not measured"}`;

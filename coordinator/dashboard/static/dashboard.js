@@ -1,61 +1,18 @@
-// The page: one stream of events says how a federation stands; devices come in pages; changes are PATCH calls.
+// The page: one stream of events says how a federation stands, and its first screen answers five questions.
 
+import { call, fail, mended, put, reason } from "./calls.js";
+import * as changes from "./changes.js";
 import { Chart, element } from "./charts.js";
+import * as devices from "./devices.js";
+import { ago, bytes, joules, many, percent, plain, points, seconds, setClock, since, until } from "./text.js";
 
-const PAGE = 50;
-const DEVICES_SECONDS = 5; // at most so often, where something happens
-const IDLE_SECONDS = 30; // where nothing does: when a device was last seen changes all the same
 const [RETRY_SECONDS, LONGEST_RETRY_SECONDS] = [3, 60];
+const OTHERS_SECONDS = 30; // how often a federation that is compared with is looked at again
+const NOTHING_SECONDS = 3; // how often it is asked whether there is a federation
 const $ = (id) => document.getElementById(id);
 const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
 const api = `v1/federations/${encodeURIComponent(name)}`;
-
-// --- words and numbers ----------------------------------------------------------------------------------------------
-
-const DOING = {
-  training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
-  paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
-  stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended", offline: "offline",
-};
-const PAUSED = {
-  charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",
-  network: "network metered", load: "busy", memory: "memory short", storage: "storage short", hours: "outside its hours",
-  energy: "energy spent",
-};
 const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", operator: "stopped by an operator" };
-
-const SPACE = "\u00a0"; // a number stays with its unit
-
-function scaled(value, units, step) {
-  let unit = 0;
-  while (Math.abs(value) >= step && unit < units.length - 1) [value, unit] = [value / step, unit + 1];
-  const digits = value === 0 || Math.abs(value) >= 100 || (unit === 0 && Number.isInteger(value)) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
-  return `${Number(value.toFixed(digits))}${SPACE}${units[unit]}`;
-}
-const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"], 1000);
-const joules = (value) => scaled(value, ["J", "kJ", "MJ", "GJ"], 1000);
-const percent = (value) => `${(100 * value).toFixed(1)}${SPACE}%`;
-const plain = (value) => String(Number(value.toPrecision(3)));
-const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
-
-function seconds(value) {
-  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => value >= 2 * size) ?? [1, "s"];
-  return `${Number((value / size).toFixed(size > 1 ? 1 : value < 10 ? 2 : 0))}${SPACE}${unit}`;
-}
-
-/** Set an element's text where it is another: what is read out to a user is read out at each change. */
-function put(id, text) {
-  if ($(id).textContent !== text) $(id).textContent = text;
-}
-
-function since(iso) {
-  return Math.max(0, (Date.now() + skew - Date.parse(iso)) / 1000);
-}
-
-function ago(iso) {
-  const past = since(iso);
-  return past < 60 ? "less than a minute ago" : `${seconds(past)} ago`;
-}
 
 // --- charts ---------------------------------------------------------------------------------------------------------
 
@@ -70,6 +27,10 @@ const CHARTS = [
   ["Loss", plain, [
     ["personal", (p) => p.loss_personal], ["global", (p) => p.loss_global], ["training", (p) => p.train_loss],
   ]],
+  ["Duration of a round", seconds, [
+    ["by the clock", per((p) => p.seconds)], ["slowest device", (p) => p.device_seconds_slowest],
+    ["median device", (p) => p.device_seconds_median],
+  ], 0],
   ["Bytes a round", bytes, [
     ["up", per((p) => p.bytes_up)], ["down", per((p) => p.bytes_down)], ["whole model both ways", per((p) => p.whole_bytes)],
   ], 0],
@@ -80,81 +41,279 @@ const CHARTS = [
     ["training", per((p) => p.train_seconds)], ["download", per((p) => p.download_seconds)],
     ["upload", per((p) => p.upload_seconds)], ["evaluation", per((p) => p.evaluation_seconds)],
   ], 0],
-].map(([title, format, lines, least, most]) =>
-  new Chart($("charts"), title, lines.map(([label, value]) => ({ label, value })), format, least, most));
+].map(([title, format, lines, least, most]) => {
+  const own = lines.map(([label, value]) => ({ label, value }));
+  return { own, chart: new Chart($("charts"), title, own, format, least, most) };
+});
 
-// --- how it stands --------------------------------------------------------------------------------------------------
+function drawCharts(rounds) {
+  const other = others.get($("compare").value);
+  const found = other ? beside(rounds, other.points) : rounds;
+  $("charts-place").hidden = !found.length;
+  if (!found.length) return;
+  for (const { own, chart } of CHARTS) {
+    const theirs = own.slice(0, 2).map(({ label, value }) => ({ label: `${$("compare").value}: ${label}`, value: (p) => p.other && value(p.other) }));
+    const mine = own.map(({ label, value }) => ({ label, value: (p) => (p.alone ? null : value(p)) }));
+    chart.lines = other ? [...mine, ...theirs] : own;
+    chart.draw(found);
+  }
+}
 
-let overview;
-let points = new Map();
-let skew = 0; // the coordinator's clock less ours, ms
+/** The points of two federations as one series: of rounds that only the other has, there is ``other`` alone. */
+function beside(rounds, theirs) {
+  const found = new Map(rounds.map((point) => [point.round, { ...point }]));
+  for (const point of theirs)
+    found.set(point.round, { alone: true, first: point.first, round: point.round, ...found.get(point.round), other: point });
+  return [...found.values()].sort((one, other) => one.round - other.round);
+}
 
-function show(news) {
-  if (!overview || overview.span !== news.span || fresh) points = new Map();
-  fresh = false;
-  overview = news;
-  skew = Date.parse(news.at) - Date.now();
-  for (const point of news.points) points.set(point.first, point);
-  const rounds = [...points.values()].sort((one, other) => one.round - other.round);
-  const { federation } = news;
-  document.title = `${federation.name}: ${federation.status}, round ${federation.round} – Sparrow`;
-  $("name").textContent = federation.name;
-  $("status").textContent = $("status").className = federation.status;
-  $("status").classList.add("badge");
-  put("state", stateOf(federation));
-  $("invite").hidden = !federation.device_kinds.includes("page");
-  showFederations(news);
-  $("tiles").replaceChildren(...tilesOf(news, rounds).map(([term, value, more]) => element("div", {}, [
-    element("dt", { textContent: term }),
-    element("dd", { textContent: value }, more ? [element("small", { textContent: more })] : []),
-  ])));
-  $("warnings").hidden = !news.notices.length;
-  $("notices").replaceChildren(...news.notices.map(({ text }) => element("li", { textContent: text })));
-  $("no-rounds").hidden = rounds.length > 0;
-  if (rounds.length) for (const chart of CHARTS) chart.draw(rounds);
-  showRunning();
-  showAdmin(federation);
-  showDownloads(federation);
-  showKinds();
-  refreshDevices();
+// --- other federations ------------------------------------------------------------------------------------------------
+
+const others = new Map(); // overviews, by name
+
+/** Look at the one that is compared with, and at training alone on the same task, which ours is to surpass. */
+async function lookAtOthers() {
+  const alone = overview?.federations.find((line) => line.method === "local" && line.task === overview.federation.task && line.name !== name);
+  for (const other of new Set([$("compare").value, alone?.name])) {
+    if (!other) continue;
+    const answer = await fetch(`v1/federations/${encodeURIComponent(other)}/overview`).catch(() => null);
+    if (answer?.ok) others.set(other, await answer.json());
+    else others.delete(other);
+  }
+  if (overview) showAll();
 }
 
 function showFederations({ federation, federations }) {
   const known = federations.some((line) => line.name === name) ? federations : [federation, ...federations];
   const texts = known.map((line) => `${line.name} (${line.status})`);
-  const select = $("federation");
-  if (select.dataset.of === texts.join()) return; // or it would close while its user chooses
-  select.dataset.of = texts.join();
-  select.replaceChildren(...known.map((line, index) =>
+  if ($("federation").dataset.of === texts.join()) return; // or it would close while its user chooses
+  $("federation").dataset.of = texts.join();
+  $("federation").replaceChildren(...known.map((line, index) =>
     element("option", { value: line.name, selected: line.name === name, textContent: texts[index] })));
+  const chosen = $("compare").value;
+  const rest = known.filter((line) => line.name !== name);
+  $("compare").replaceChildren(element("option", { value: "", textContent: "nothing" }), ...rest.map((line) =>
+    element("option", { value: line.name, selected: line.name === chosen, textContent: `${line.name} (${line.method})` })));
+  $("compare-with").hidden = !rest.length;
+  lookAtOthers();
+}
+
+// --- how it stands --------------------------------------------------------------------------------------------------
+
+let overview;
+let known = new Map();
+let rounds = [];
+
+function show(news) {
+  if (!overview || overview.span !== news.span || fresh) known = new Map();
+  fresh = false;
+  overview = news;
+  setClock(news.at);
+  for (const point of news.points) known.set(point.first, point);
+  rounds = [...known.values()].sort((one, other) => one.round - other.round);
+  const { federation } = news;
+  document.title = `${federation.name}: ${federation.status}, round ${federation.round} – Sparrow`;
+  put("name", federation.name);
+  put("status", federation.status);
+  $("status").className = `badge ${federation.status}`;
+  put("state", stateOf(federation));
+  $("nothing").hidden = true;
+  for (const each of document.querySelectorAll(".of-one")) each.hidden = false;
+  $("invite").hidden = !federation.device_kinds.includes("page");
+  $("sign-out").hidden = !news.signed_in;
+  $("sign-in").hidden = news.may_change;
+  showFederations(news);
+  showAll();
+  changes.show(federation, news.may_change);
+  showDownloads(federation);
+  devices.refresh();
+}
+
+function showAll() {
+  showHealth();
+  showAccuracy();
+  showFleet();
+  showCost();
+  showTime();
+  showJoining();
+  showFigures();
+  drawCharts(rounds);
 }
 
 function stateOf(federation) {
-  const parts = [];
-  if (federation.reason) parts.push(`ended: ${REASONS[federation.reason] ?? federation.reason}`);
-  if (federation.status === "waiting") parts.push(`begins when ${many(federation.settings.min_devices, "device")} have enrolled`);
-  if (federation.waiting_for) parts.push(`waiting for ${federation.waiting_for}`);
-  if (federation.rollback_version != null) parts.push(`goes back to model ${federation.rollback_version} when this round has closed`);
-  if (federation.replacing) parts.push("takes a new version of its model when this round has closed");
-  if (!federation.global_model_usable) parts.push("its global model cannot be used alone: devices export their own");
-  return parts.join("; ");
+  return [
+    `${federation.method} on ${federation.task}`,
+    federation.reason && `ended: ${REASONS[federation.reason] ?? federation.reason}`,
+    federation.waiting_for && `waiting for ${federation.waiting_for}`,
+    federation.rollback_version != null && `goes back to model ${federation.rollback_version} when this round has closed`,
+    federation.replacing && "takes a new version of its model when this round has closed",
+    !federation.global_model_usable && "its global model cannot be used alone: devices export their own",
+  ].filter(Boolean).join("; ");
 }
 
-function tilesOf({ federation, doing, evaluating, everything_bytes: everything, metrics_personal: own, metrics_global: common }, rounds) {
-  const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
-  const last = (of) => rounds.map(of).findLast((value) => value != null);
-  const sent = sum((p) => p.bytes_up + p.bytes_down);
-  const whole = sum((p) => p.whole_bytes);
+const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
+const last = (of, from = rounds) => from.map(of).findLast((value) => value != null);
+
+/** Show an answer. value: in large letters; lines: texts or elements below. */
+function answer(id, value, lines) {
+  put(`${id}-value`, value);
+  const made = lines.filter(Boolean).map((line) => element("li", {}, [line]));
+  const text = made.map((line) => line.textContent).join("\n");
+  if ($(`${id}-lines`).dataset.of === text) return; // or a button in it would lose the focus
+  $(`${id}-lines`).dataset.of = text;
+  $(`${id}-lines`).replaceChildren(...made);
+}
+
+const button = (text, act) => {
+  const made = element("button", { type: "button", className: "link", textContent: text });
+  made.addEventListener("click", act);
+  return made;
+};
+
+function showHealth() {
+  const { federation, notices, doing } = overview;
+  const missing = federation.settings.min_devices - federation.devices;
+  const well = { waiting: "Waiting", running: "Well", paused: "Paused", finished: "Finished", stopped: "Stopped" }[federation.status];
+  $("health").classList.toggle("troubled", notices.length > 0);
+  const [worst, ...more] = notices;
+  answer("health", notices.length ? "Needs attention" : well, [
+    ...(worst ? told(worst) : []),
+    !worst && federation.status === "waiting" && missing > 0 && `Begins when ${many(missing, "more device")} ${missing === 1 ? "has" : "have"} joined`,
+    !worst && federation.status === "running" && (doing.training ?? 0) > 0 && `${many(doing.training, "device")} training`,
+    !worst && federation.status !== "waiting" && "No device failed, none is missing",
+  ]);
+  $("more-notices").hidden = !more.length;
+  put("more-notices-count", many(more.length, "more notice"));
+  const texts = more.map((each) => told(each).join(" "));
+  if ($("notices").dataset.of !== texts.join("\n")) {
+    $("notices").dataset.of = texts.join("\n");
+    $("notices").replaceChildren(...texts.map((textContent) => element("li", { textContent })));
+  }
+}
+
+/** A notice in words: what, since when, what to do. */
+function told({ text, since: when, remedy }) {
+  return [when ? `${text} (since ${ago(when).replace(" ago", "")})` : text, remedy].filter(Boolean);
+}
+
+function showAccuracy() {
+  // A round that some devices still judge says little: they answer at different times.
+  const settled = rounds.filter((point) => !overview.evaluating || point.round < overview.evaluating_since);
+  const judged = settled.some((point) => point.accuracy_personal != null || point.accuracy_global != null) ? settled : rounds;
+  const of = last((p) => p.accuracy_personal, judged) != null ? (p) => p.accuracy_personal : (p) => p.accuracy_global;
+  const [now, before] = judged.filter((point) => of(point) != null).reverse();
+  const shared = last((p) => p.accuracy_global, judged);
+  const alone = [...others.values()].find((each) => each.federation.method === "local" && each.federation.task === overview.federation.task);
+  const local = alone && last((p) => p.accuracy_personal, alone.points);
+  const metrics = Object.entries({ ...overview.metrics_global, ...overview.metrics_personal });
+  answer("accuracy", now ? percent(of(now)) : "Not judged yet", [
+    now && (now.accuracy_personal != null ? "mean of personal models" : "global model, mean over devices"),
+    now?.accuracy_personal_decile != null &&
+      button(`worst decile ${percent(now.accuracy_personal_decile)}`, () => devices.list({ by: "accuracy", search: "", doing: "" })),
+    before && `${points(of(now) - of(before))} since round ${before.round}`,
+    now && local != null && `${points(of(now) - local)} against training alone (${alone.federation.name})`,
+    now?.accuracy_personal != null && shared != null && `global model ${percent(shared)}`,
+    ...metrics.slice(0, 2).map(([metric, value]) => `${metric} ${plain(value)}`),
+  ]);
+}
+
+function showFleet() {
+  const { federation, doing } = overview;
+  const gone = (doing.offline ?? 0) + (doing.away ?? 0);
+  const kept = (doing.paused ?? 0) + (doing.resting ?? 0) + (doing.small_budget ?? 0);
+  const ended = ["finished", "stopped"].includes(federation.status);
+  const newest = rounds.findLast((point) => point.slowest);
+  answer("fleet", federation.devices ? (ended ? many(federation.devices, "device") : `${(federation.devices - gone).toLocaleString("en")} of ${many(federation.devices, "device")}`) : "No device yet", [
+    gone > 0 && button(`${many(gone, "device")} gone`, () => devices.list({ doing: doing.offline ? "offline" : "away", search: "" })),
+    kept > 0 && `${many(kept, "device")} paused, resting or too small`,
+    federation.devices_stopped > 0 && `${many(federation.devices_stopped, "device")} stopped early`,
+    newest && button(`slowest: ${newest.slowest}, ${seconds(newest.device_seconds_slowest)}`, () => devices.list({ by: "-seconds", search: "", doing: "" })),
+    newest && `median device ${seconds(newest.device_seconds_median)} a round`,
+  ]);
+}
+
+function showCost() {
+  const { federation, everything_bytes: everything } = overview;
+  const [sent, whole] = [sum((p) => p.bytes_up + p.bytes_down), sum((p) => p.whole_bytes)];
+  const [measured, estimated] = [sum((p) => p.joules_measured), sum((p) => p.joules_estimated)];
+  const all = Math.max(everything, sent);
+  answer("cost", bytes(all), [
+    "everything counted, both ways",
+    federation.devices > 0 && all > 0 && `${bytes(all / federation.devices)} a device`,
+    whole > 0 && `training ${percent(sent / whole)} of whole models`,
+    measured > 0 && `${joules(measured)} measured`,
+    estimated > 0 && `${joules(estimated)} estimated`,
+    federation.privacy && `privacy spent: ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`,
+  ]);
+}
+
+const PHASES = ["keys", "shares", "train", "agree", "unmask"];
+
+function showTime() {
+  const { federation, open_round: running, began_at: began, ends_at: ends, evaluating } = overview;
+  const taken = sum((p) => p.seconds);
+  const each = rounds.length ? taken / rounds.reduce((total, point) => total + point.round - point.first + 1, 0) : null;
+  const ended = ["finished", "stopped"].includes(federation.status);
+  const value = ended ? "Ended" : ends ? `Ends in ${seconds(Math.max(1, until(ends)))}` : federation.status === "waiting" ? "Not begun" : `Round ${federation.round + 1}`;
+  answer("time", value, [
+    `${federation.round} of ${many(federation.rounds, "round")} closed`,
+    began && `began ${ago(began)}`,
+    ended && taken > 0 && `trained for ${seconds(taken)}`,
+    each && `a round takes ${seconds(each)}`,
+    running && federation.status === "paused" && "paused",
+    running && federation.status !== "paused" && roundOf(running),
+    running?.waiting_for.length > 0 && `waits for ${waitedFor(running)}`,
+    evaluating > 0 && `${many(evaluating, "device")} evaluating`,
+  ]);
+  $("progress").hidden = !running && !federation.round;
+  $("progress").max = Math.max(1, federation.rounds);
+  $("progress").value = federation.round + (running ? Math.min(1, running.done / Math.max(1, running.target)) : 0);
+  $("waiting").hidden = !running?.waiting_for.length;
+  if (!running) return;
+  const more = running.cohort - running.done - running.returned - running.expired - running.waiting_for.length;
+  const names = running.waiting_for.map((one) =>
+    `${one.device} (${one.kind} since ${seconds(Math.round(since(one.since)))}, heard ${seconds(Math.round(since(one.heard_at)))} ago)`);
+  put("waiting-names", names.join(", ") + (more > 0 ? ` and ${more} more` : ""));
+}
+
+/** The open round in words. */
+function roundOf(running) {
+  const left = until(running.deadline_at);
+  return [
+    `${running.done} of ${many(running.cohort, "answer")}${running.target < running.cohort ? `, closes at ${running.target}` : ""}`,
+    running.phase && `phase ${PHASES.indexOf(running.phase) + 1} of ${PHASES.length} (${running.phase})`,
+    running.returned && `${running.returned} handed back`,
+    running.expired && `${running.expired} too late`,
+    running.extensions && `extended ${many(running.extensions, "time")}`,
+    left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed",
+  ].filter(Boolean).join("; ");
+}
+
+function waitedFor({ waiting_for: [first, ...more] }) {
+  return `${first.device}, ${seconds(Math.round(since(first.since)))}${more.length ? ` and ${more.length} more` : ""}`;
+}
+
+/** How a device joins, while the federation waits for some. */
+function showJoining() {
+  const { federation, enrolment_guarded: guarded } = overview;
+  $("joining").hidden = federation.status !== "waiting";
+  const server = new URL(".", location.href).href.replace(/\/$/, "");
+  put("join-command", `sparrow join --server ${server} --federation ${federation.name}`);
+  $("join-token").hidden = !guarded;
+}
+
+function showFigures() {
+  const { federation, doing, evaluating, everything_bytes: everything, metrics_personal: own, metrics_global: common } = overview;
+  const [sent, whole] = [sum((p) => p.bytes_up + p.bytes_down), sum((p) => p.whole_bytes)];
   const [measured, estimated] = [sum((p) => p.joules_measured), sum((p) => p.joules_estimated)];
   const [personal, decile, shared] = [last((p) => p.accuracy_personal), last((p) => p.accuracy_personal_decile), last((p) => p.accuracy_global)];
-  const at = doing.training ?? 0;
-  return [
+  const figures = [
     ["Round", `${federation.round} of ${federation.rounds}`, `${federation.method} on ${federation.task}`],
-    ["Devices", `${federation.devices}`, `${at} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
+    ["Devices", `${federation.devices}`, `${doing.training ?? 0} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
     personal != null && ["Personal accuracy", percent(personal), decile != null && `bottom decile ${percent(decile)}`],
     shared != null && ["Global accuracy", percent(shared), "mean over devices"],
-    ...Object.entries(own).map(([name, value]) => [`Personal ${name}`, value.toPrecision(3), "mean over devices"]),
-    ...Object.entries(common).map(([name, value]) => [`Global ${name}`, value.toPrecision(3), "mean over devices"]),
+    ...Object.entries(own).map(([metric, value]) => [`Personal ${metric}`, value.toPrecision(3), "mean over devices"]),
+    ...Object.entries(common).map(([metric, value]) => [`Global ${metric}`, value.toPrecision(3), "mean over devices"]),
     federation.frozen_bytes > 0 && ["Frozen, bytes", bytes(federation.frozen_bytes), "downloaded once by each device, never sent"],
     whole > 0 && ["Training, bytes", bytes(sent), `both ways, ${percent(sent / whole)} of sending the whole model`],
     everything > 0 && ["Everything, bytes", bytes(Math.max(everything, sent)), "with evaluation, publication and all other calls"],
@@ -162,37 +321,10 @@ function tilesOf({ federation, doing, evaluating, everything_bytes: everything, 
     estimated > 0 && ["Energy, estimated", joules(estimated), "training and transfer"],
     federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}, ${federation.privacy.adjacency.replace("_", "-")}`],
   ].filter(Boolean);
-}
-
-const PHASES = ["keys", "shares", "train", "agree", "unmask"];
-
-/** Where a secure round is, as text; nothing for any other. */
-function phaseOf(running) {
-  return running.phase ? `, phase ${PHASES.indexOf(running.phase) + 1} of ${PHASES.length} (${running.phase})` : "";
-}
-
-function showRunning() {
-  const running = overview?.open_round;
-  $("running").hidden = !running;
-  if (!running) return;
-  const left = (Date.parse(running.deadline_at) - Date.now() - skew) / 1000;
-  const went = [
-    running.returned && `${many(running.returned, "device")} handed back`,
-    running.expired && `${many(running.expired, "device")} too late`,
-    running.extensions && `extended ${many(running.extensions, "time")}`,
-  ].filter(Boolean);
-  const paused = overview.federation.status === "paused";
-  const deadline = paused ? "paused" : left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed";
-  $("running-text").textContent = [
-    `Round ${running.round}${phaseOf(running)}: ${running.done} of ${many(running.cohort, "device")} answered; closes at ${running.target}`, ...went, deadline,
-  ].join("; ");
-  $("progress").max = Math.max(1, running.target);
-  $("progress").value = Math.min(running.done, running.target);
-  const more = running.cohort - running.done - running.returned - running.expired - running.waiting_for.length;
-  $("waiting").hidden = !running.waiting_for.length;
-  const names = running.waiting_for.map((each) =>
-    `${each.device} (${each.kind} since ${seconds(Math.round(since(each.since)))}, heard ${seconds(Math.round(since(each.heard_at)))} ago)`);
-  $("waiting-names").textContent = names.join(", ") + (more > 0 ? ` and ${more} more` : "");
+  $("tiles").replaceChildren(...figures.map(([term, value, more]) => element("div", {}, [
+    element("dt", { textContent: term }),
+    element("dd", { textContent: value }, more ? [element("small", { textContent: more })] : []),
+  ])));
 }
 
 function showDownloads(federation) {
@@ -208,239 +340,27 @@ function showDownloads(federation) {
   );
 }
 
-// --- devices --------------------------------------------------------------------------------------------------------
+// --- where there is nothing to show -----------------------------------------------------------------------------------
 
-let offset = 0;
-let devicesAt = -Infinity;
-let devicesNext;
-let devicesAsked;
-
-function showKinds() {
-  const select = $("find").elements.doing;
-  for (const [value, text] of Object.entries(DOING)) {
-    const known = [...select.options].find((option) => option.value === value);
-    const option = known ?? select.appendChild(element("option", { value }));
-    option.textContent = `${text} (${overview.doing[value] ?? 0})`;
+/** Say what to do instead. Asks again until there is something. */
+async function showNothing() {
+  const found = await fetch("v1/federations").catch(() => null);
+  const federations = found?.ok ? await found.json() : [];
+  if (!name && federations.length) return location.reload();
+  for (const each of document.querySelectorAll(".of-one")) each.hidden = true;
+  $("nothing").hidden = false;
+  put("nothing-title", name ? `There is no federation ${name}` : "No federation yet");
+  put("nothing-text", federations.length ? "These exist:" : "Make one, and this page shows it: a built-in task, or a model of your own.");
+  $("nothing-commands").hidden = federations.length > 0;
+  put("nothing-server", ` --server ${new URL(".", location.href).href.replace(/\/$/, "")}`);
+  const links = federations.map((each) => each.name);
+  if ($("nothing-links").dataset.of !== links.join()) {
+    $("nothing-links").dataset.of = links.join();
+    $("nothing-links").replaceChildren(...links.map((each) =>
+      element("li", {}, [element("a", { href: `?${new URLSearchParams({ federation: each })}`, textContent: each })])));
   }
-}
-
-async function showDevices() {
-  devicesAt = performance.now();
-  clearTimeout(devicesNext);
-  devicesNext = setTimeout(showDevices, IDLE_SECONDS * 1000);
-  const wanted = new URLSearchParams({ limit: PAGE, offset });
-  for (const [key, value] of new FormData($("find"))) if (value) wanted.set(key, value);
-  const asked = (devicesAsked = wanted.toString());
-  const answer = await call("GET", `${api}/devices?${wanted}`);
-  if (!answer || asked !== devicesAsked || $("ask").open || $("history").open) return; // whose button is to have the focus again
-  const devices = await answer.json();
-  const total = Number(answer.headers.get("Sparrow-Total"));
-  if (!devices.length && offset) return turn(-offset);
-  const body = $("devices").tBodies[0];
-  const focused = document.activeElement?.dataset?.focus;
-  body.replaceChildren(...devices.map(rowOf));
-  if (focused) body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
-  $("devices").querySelector("th.actions").hidden = !overview?.may_change;
-  put("count", total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.");
-  $("previous").disabled = !offset;
-  $("next").disabled = offset + devices.length >= total;
-}
-
-function rowOf(device) {
-  const cells = [
-    element("th", { scope: "row" }, [nameOf(device)]),
-    element("td", { textContent: device.profile.board || "unknown" }),
-    element("td", { className: "number", textContent: device.budget.toLocaleString("en", { maximumFractionDigits: 3 }) }),
-    element("td", {}, [whatOf(device), ...(device.failure ? [element("p", { className: "failure", textContent: whyOf(device.failure) })] : [])]),
-    element("td", {}, [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
-  ];
-  if (overview?.may_change) {
-    const revoke = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${device.name}`, disabled: device.doing === "revoked" });
-    revoke.dataset.focus = `revoke ${device.device_id}`;
-    revoke.addEventListener("click", async () => {
-      if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
-      if (await call("PATCH", `v1/devices/${device.device_id}`, { revoked: true })) await showDevices();
-    });
-    cells.push(element("td", {}, [revoke]));
-  }
-  return element("tr", {}, cells);
-}
-
-/** The name of a device, with which its history is opened. */
-function nameOf(device) {
-  const button = element("button", { type: "button", className: "link", textContent: device.name, ariaHasPopup: "dialog" });
-  button.dataset.focus = `history ${device.device_id}`;
-  button.addEventListener("click", () => showHistory(device));
-  return button;
-}
-
-function whyOf(failure) {
-  return `${failure.reason}${failure.round ? ` (${failure.kind}, round ${failure.round})` : ""}, ${ago(failure.at)}`;
-}
-
-async function showHistory({ device_id: id, name }) {
-  const answer = await call("GET", `v1/devices/${id}?most=100`);
-  if (!answer) return;
-  const { device, work } = await answer.json();
-  const shown = (value, text) => (value == null ? "–" : text(value));
-  const rows = work.map((each) => element("tr", {}, [
-    element("th", { scope: "row", className: "number", textContent: each.round }),
-    ...[
-      each.kind, each.reason ? `${each.status}: ${each.reason}` : each.status,
-      shown(each.loss, (loss) => loss.toPrecision(3)), shown(each.accuracy ?? each.accuracy_global, percent),
-      shown(each.seconds, seconds), shown(each.bytes_up, bytes), shown(each.bytes_down, bytes), shown(each.joules, joules),
-    ].map((textContent) => element("td", { textContent })),
-  ]));
-  $("history-title").textContent = name;
-  $("history-about").textContent = [
-    device.profile.board, device.profile.system, `budget ${device.budget}`, whatOf(device), `last seen ${ago(device.seen_at)}`,
-  ].filter(Boolean).join(" · ");
-  $("history-failure").hidden = !device.failure;
-  $("history-failure").textContent = device.failure ? whyOf(device.failure) : "";
-  $("history-work").tBodies[0].replaceChildren(...rows);
-  $("history-none").hidden = rows.length > 0;
-  $("history").showModal();
-}
-
-function whatOf(device) {
-  if (device.doing === "stopped") return `stopped at round ${device.stopped_round}`;
-  if (device.doing === "paused") return `paused: ${PAUSED[device.paused] ?? device.paused}`;
-  if (device.doing === "small_budget") return `budget below the ${overview?.smallest_budget} that is needed`;
-  return DOING[device.doing] ?? device.doing;
-}
-
-function refreshDevices() {
-  clearTimeout(devicesNext);
-  devicesNext = setTimeout(showDevices, Math.max(0, devicesAt + DEVICES_SECONDS * 1000 - performance.now()));
-}
-
-function turn(by) {
-  offset = Math.max(0, offset + by);
-  return showDevices();
-}
-
-let typing;
-$("find").addEventListener("input", () => {
-  clearTimeout(typing);
-  typing = setTimeout(() => turn(-offset), 200);
-});
-$("find").addEventListener("submit", (event) => event.preventDefault());
-$("previous").addEventListener("click", () => turn(-PAGE));
-$("next").addEventListener("click", () => turn(PAGE));
-
-// --- changes --------------------------------------------------------------------------------------------------------
-
-const ACTIONS = {
-  waiting: ["pause", "stop", "delete"], running: ["pause", "stop"], paused: ["resume", "stop"],
-  finished: ["reopen", "delete"], stopped: ["reopen", "delete"],
-};
-const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen", delete: "Delete" };
-
-function showAdmin(federation) {
-  $("administer").hidden = overview.may_change;
-  $("admin").hidden = !overview.may_change;
-  if (!overview.may_change) return;
-  const actions = ACTIONS[federation.status];
-  if ($("actions").dataset.of !== actions.join()) {
-    $("actions").dataset.of = actions.join();
-    const focused = $("actions").contains(document.activeElement);
-    $("actions").replaceChildren(...actions.map((action) => {
-      const button = element("button", { type: "button", textContent: LABELS[action] });
-      button.addEventListener("click", () => act(action));
-      return button;
-    }));
-    if (focused) $("actions").firstElementChild.focus();
-  }
-  const { cohort, deadline_seconds: deadline } = federation.settings;
-  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds: deadline })) {
-    const field = $("settings").elements[key];
-    if (!field.dataset.touched) field.value = value;
-  }
-}
-
-async function remove(federation) {
-  const whole = `${many(federation.devices, "device")}, ${many(federation.round, "round")} and all its models`;
-  if (!(await sure(`Delete ${federation.name} for good, with ${whole}?`, "Delete"))) return;
-  disconnect(); // or its end would be told as an error
-  if (await call("DELETE", api)) location.replace(location.pathname); // to the newest of the others
-  else connect();
-}
-
-async function act(action) {
-  const { federation } = overview;
-  if (action === "delete") return remove(federation);
-  const change = { action };
-  if (action === "stop" && !(await sure(`Stop ${federation.name}? Its devices export what they have and leave.`, "Stop"))) return;
-  const field = $("settings").elements.rounds;
-  if (action === "reopen" && Number(field.value) > federation.rounds) change.rounds = Number(field.value);
-  if (!(await call("PATCH", api, change))) return;
-  if (change.rounds) delete field.dataset.touched;
-  said(`${LABELS[action]}: done.`);
-}
-
-$("settings").addEventListener("input", (event) => { event.target.dataset.touched = "yes"; });
-$("settings").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  // Only what was typed: the rest may have been changed by somebody else meanwhile.
-  const fields = [...event.currentTarget.elements].filter((field) => field.dataset.touched);
-  if (!fields.length) return said("Nothing was changed.");
-  if (!(await call("PATCH", api, Object.fromEntries(fields.map((field) => [field.name, Number(field.value)]))))) return;
-  for (const field of fields) delete field.dataset.touched;
-  said("Saved.");
-});
-
-function said(text) {
-  $("done").textContent = text;
-}
-
-function sure(question, yes) {
-  const dialog = $("ask");
-  $("question").textContent = question;
-  $("yes").textContent = yes;
-  dialog.returnValue = "no";
-  dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
-}
-
-// Most who look at a page invite nobody: what that takes is loaded when it is asked for.
-$("invite").addEventListener("click", async () => {
-  const { invite } = await import("./invite.js").catch(() => ({}));
-  if (invite) invite(`${api}/join-link`, overview.enrolment_guarded, reason);
-  else fail("The coordinator did not answer: try again.", true);
-});
-
-/** The answer, or null where there is none: then the page says why. */
-async function call(method, path, body) {
-  const headers = body ? { "Content-Type": "application/json" } : {};
-  const looking = method === "GET";
-  try {
-    const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
-    if (!answer.ok) {
-      fail(await reason(answer), looking);
-      return null;
-    }
-    mended(looking);
-    return answer;
-  } catch (error) {
-    if (!looking) fail("The coordinator did not answer: look whether this was changed before you try again.", looking);
-    return null;
-  }
-}
-
-async function reason(answer) {
-  const problem = await answer.json().catch(() => ({}));
-  return problem.detail ?? `${answer.url}: ${answer.status}`;
-}
-
-function fail(text, looking) {
-  put("error", text);
-  $("error").hidden = false;
-  $("error").dataset.looking = looking ? "yes" : "";
-}
-
-/** What was said of a look is over with the next one that works; of a change, with the next change. */
-function mended(looking) {
-  if (!looking || $("error").dataset.looking) $("error").hidden = true;
+  if (federations.some((each) => each.name === name)) return listen();
+  setTimeout(showNothing, NOTHING_SECONDS * 1000);
 }
 
 // --- the stream -----------------------------------------------------------------------------------------------------
@@ -461,17 +381,24 @@ function connect() {
   mine.addEventListener("open", () => {
     [fresh, pause] = [true, RETRY_SECONDS];
     tell("live", false);
-    mended(true);
+    mended();
   });
   mine.addEventListener("overview", (event) => show(JSON.parse(event.data)));
   mine.addEventListener("error", async () => {
     tell("connection lost, trying again", true);
     if (mine.readyState !== EventSource.CLOSED) return; // it tries again by itself
-    const answer = await fetch(`${api}/overview`).catch(() => null); // says why, where it is not just down
-    const why = answer && !answer.ok ? await reason(answer) : null;
+    const answered = await fetch(`${api}/overview`).catch(() => null); // says why, where it is not just down
+    const why = answered && !answered.ok ? await reason(answered) : null;
     if (mine !== source) return;
-    if (why) fail(why, true);
-    if ([401, 404].includes(answer?.status)) return tell("not connected: load this page again", true);
+    if (answered?.status === 404) {
+      tell("no such federation", false);
+      return showNothing();
+    }
+    if (why) fail(why);
+    if (answered?.status === 401) {
+      $("sign-in").hidden = false;
+      return tell("signed out: sign in again", true);
+    }
     retry = setTimeout(connect, pause * 1000);
     pause = Math.min(2 * pause, LONGEST_RETRY_SECONDS);
   });
@@ -479,7 +406,7 @@ function connect() {
 
 function disconnect() {
   clearTimeout(retry);
-  clearTimeout(devicesNext);
+  devices.pause();
   source?.close();
   source = null;
 }
@@ -491,14 +418,29 @@ function listen() {
 }
 
 $("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
-setInterval(showRunning, 1000);
-$("administer").search = location.search;
+$("compare").addEventListener("change", lookAtOthers);
+$("sign-in").search = location.search || (name ? `?${new URLSearchParams({ federation: name })}` : "");
+$("sign-out").addEventListener("click", async () => {
+  disconnect();
+  if (await call("POST", "sign-out")) location.assign("sign-in?note=out");
+});
+// Most who look at a page invite nobody: what that takes is loaded when it is asked for.
+$("invite").addEventListener("click", async () => {
+  const { invite } = await import("./invite.js").catch(() => ({}));
+  if (invite) invite(`${api}/join-link`, overview.enrolment_guarded, reason);
+  else fail("The coordinator did not answer: try again.");
+});
+
+devices.begin(api, () => overview, changes.sure);
+changes.begin(api, disconnect, connect);
+setInterval(() => overview && !document.hidden && showTime(), 1000);
+setInterval(() => overview?.federation.status === "running" && !document.hidden && lookAtOthers(), OTHERS_SECONDS * 1000);
 if (name) {
   listen();
-  document.addEventListener("visibilitychange", listen);
+  document.addEventListener("visibilitychange", () => overview && listen());
   addEventListener("pagehide", disconnect);
   addEventListener("pageshow", (event) => event.persisted && listen());
 } else {
   tell("no federation", false);
-  fail("There is no federation yet. Publish one (sparrow publish), then load this page again.", true);
+  showNothing();
 }

@@ -1020,7 +1020,7 @@ def test_without_a_token_nothing_is_learnt_but_health(open_app):
             answer = client.request(method, path, headers=headers, follow_redirects=False)
             if path in ("/healthz", "/readyz"):
                 assert answer.status_code == 200
-            elif path == "/docs":
+            elif path in ("/", "/docs"):
                 assert (answer.status_code, answer.headers["location"][:7]) == (303, "sign-in")
             else:
                 bodies.add(assert_problem(answer, 401, "token")["detail"])

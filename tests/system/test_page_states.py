@@ -1,0 +1,240 @@
+"""Every state of the page in a real browser: accessible, nothing to scroll sideways, and what one looks for is there.
+
+Pictures of each state go where ``SPARROW_SCREENSHOTS`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from edge_sdk.protocol.messages import ChangeDevice, Conditions
+from sparrow.coordinator.fleet.federations import find
+
+from ..coordinator.fakes import LocalCoordinator
+from ..coordinator.grown import grow
+from . import browsers
+from .browsers import playwright
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+browser, open_page = browsers.browser, browsers.open_page
+pictures, new_coordinator = browsers.pictures, browsers.new_coordinator
+
+OOM = "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB"
+WIDTHS = (360, 768, 1280, 1920)
+HEIGHTS = {360: 740, 768: 1024, 1280: 720, 1920: 1080}
+SERIOUS = ("serious", "critical")
+
+
+@pytest.fixture
+def grown(new_coordinator, clock):
+    """Starts a coordinator over records that were written before; ``status`` is what they say then."""
+
+    def start(write, *, status="paused", **settings):
+        server = new_coordinator(**settings)
+        local = LocalCoordinator(server.data, clock)
+        write(local)
+        with local.store.writing() as db:
+            find(db, "lab").status = status
+        local.store.close()
+        server.start()
+        return server
+
+    return start
+
+
+def devices_and_rounds(devices, rounds, cohort):
+    def write(local):
+        local.create("lab")
+        grow(local.store, devices=devices, rounds=rounds, cohort=cohort, name="lab")
+
+    return write
+
+
+def failing(local):
+    """Three devices, of which one has handed its work back."""
+    local.create("lab", cohort=3, min_devices=3, rounds=5)
+    one, *_ = local.enrol("broken", "two", "three", federation="lab")
+    local.rounds.advance()
+    one.hand_back(one.ask(), OOM)
+
+
+def look_at(page, pictures, state):
+    """Check and photograph a state at each width, light and dark."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+            page.wait_for_timeout(150)  # charts take their new size
+            page.screenshot(path=pictures / f"{state}-{width}-{scheme}.png")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{state} scrolls at {width}"
+            if scheme == "dark" and width not in (360, 1280):
+                continue  # only colours differ
+            found = axe.Axe().run(page).response["violations"]
+            wrong = {
+                each["id"]: [node["html"][:200] for node in each["nodes"]]
+                for each in found
+                if each["impact"] in SERIOUS
+            }
+            assert not wrong, f"{state}, {width} px, {scheme}: {json.dumps(wrong, indent=1)}"
+
+
+def test_no_federation_yet_and_then_one(coordinator, open_page, pictures):
+    page, expect = open_page(coordinator.url), playwright.expect
+    expect(page.locator("#nothing-title")).to_have_text("No federation yet")
+    expect(page.locator("#nothing-commands")).to_contain_text(f"create lab --task digits --server {coordinator.url}")
+    assert page.locator("figure").count() == 0 or not page.locator("figure").first.is_visible()
+    look_at(page, pictures, "empty")
+    coordinator.create("lab")
+    expect(page.locator("#name")).to_have_text("lab")
+
+
+def test_a_wrong_name_leads_to_those_that_there_are(coordinator, open_page, pictures):
+    coordinator.create("lab")
+    page, expect = open_page(f"{coordinator.url}/?federation=lap"), playwright.expect
+    expect(page.locator("#nothing-title")).to_have_text("There is no federation lap")
+    look_at(page, pictures, "wrong-name")
+    page.get_by_role("link", name="lab").click()
+    expect(page.locator("#name")).to_have_text("lab")
+    page.troubles.clear()  # Chromium notes a 404 as an error
+
+
+def test_who_waits_for_devices_is_told_how_they_join(coordinator, open_page, pictures):
+    coordinator.create("lab", min_devices=2)
+    page, expect = open_page(coordinator.url), playwright.expect
+    expect(page.locator("#health-lines")).to_contain_text("Begins when 2 more devices have joined")
+    command = f"sparrow join --server {coordinator.url} --federation lab"
+    expect(page.locator("#join-command")).to_have_text(command)
+    expect(page.locator("#charts-place")).to_be_hidden()
+    look_at(page, pictures, "waiting")
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (360, 740)])
+def test_the_first_screen_answers_five_questions_while_a_federation_runs(
+    coordinator_and_devices, open_page, pictures, size
+):
+    coordinator, device = coordinator_and_devices
+    for name, rounds in (("alone", 3), ("lab", 1000)):
+        settings = {"cohort": 4, "min_devices": 8, "rounds": rounds, "evaluation_interval": 1, "local_epochs": 1}
+        coordinator.create(name, **settings, method="local" if name == "alone" else "fedspu")
+    fleet = ("--devices", "8", "--budgets", "0.3,1", "--boards", "pi4b", "--processes", "1")
+    assert device.fleet(coordinator.url, "alone", *fleet, "--state-dir", str(device.folder / "alone")).wait(60) == 0
+    device.fleet(coordinator.url, "lab", *fleet)
+    page, expect = open_page(f"{coordinator.url}/?federation=lab"), playwright.expect
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    expect(page.locator("#health-value")).to_have_text("Well")
+    expect(page.locator("#accuracy-lines")).to_contain_text("worst decile")
+    expect(page.locator("#accuracy-lines")).to_contain_text("against training alone (alone)")
+    expect(page.locator("#fleet-value")).to_have_text("8 of 8 devices")
+    expect(page.locator("#fleet-lines")).to_contain_text("slowest: device-")
+    expect(page.locator("#cost-value")).to_contain_text("B")
+    expect(page.locator("#cost-lines")).to_contain_text("J")
+    expect(page.locator("#time-value")).to_contain_text("Ends in")
+    bottoms = page.evaluate(
+        "[...document.querySelectorAll('.answers article, #legend')].map((each) => each.getBoundingClientRect().bottom)"
+    )
+    assert max(bottoms) <= size[1], "without scrolling"
+    page.get_by_role("button", name="worst decile").click()
+    listed = coordinator.get("/v1/federations/lab/devices?order=accuracy").json()
+    assert len(listed) == 8
+    expect(page.locator("#devices tbody tr").first.locator("td").nth(2)).to_contain_text("%")
+    page.get_by_label("Compare with").select_option("alone")
+    compared = page.get_by_role("figure", name="Accuracy", exact=True)
+    expect(compared).to_contain_text("alone: personal mean")
+    page.locator("#devices tbody th button").first.click()
+    history = page.get_by_role("dialog")
+    for what in ("Accuracy", "Loss", "Seconds", "Bytes", "Joules"):
+        expect(history.get_by_role("figure", name=f"{what} of this device").locator("canvas")).to_be_visible()
+    page.keyboard.press("Escape")
+    if size[0] == 1280:
+        look_at(page, pictures, "running")
+
+
+def test_a_device_that_fails_is_found_with_its_reason(grown, open_page, pictures):
+    server = grown(failing, status="running")
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#health-value")).to_have_text("Needs attention")
+    expect(page.locator("#health-lines")).to_contain_text(f"broken: {OOM}")
+    expect(page.locator("#health-lines")).to_contain_text("smaller budget")
+    expect(page.locator("#devices tbody tr").first).to_contain_text(OOM)
+    look_at(page, pictures, "error")
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.get_by_role("button", name="broken", exact=True).click()
+    history = page.get_by_role("dialog", name="broken")
+    expect(history.locator("#history-failure")).to_contain_text(OOM)
+    expect(history.locator("#history-work tbody tr")).to_contain_text(f"returned: {OOM}")
+    look_at(page, pictures, "history")
+    page.keyboard.press("Escape")
+    page.locator("#strip").click(position={"x": 3, "y": 3})
+    expect(page.get_by_role("dialog", name="broken")).to_be_visible()
+
+
+def test_ten_minutes_after_all_devices_died_none_is_ready(grown, open_page):
+    def died(local):
+        local.create("lab", cohort=2, min_devices=4, rounds=9)
+        for device in local.enrol("one", "two", "three", federation="lab"):
+            local.devices.change(device.id, ChangeDevice(conditions=Conditions()))
+
+    server = grown(died, status="waiting")  # whose clock is years ahead of the one by which these were heard of
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#legend")).to_have_text("3 offline")
+    expect(page.locator("#health-lines")).to_contain_text("Devices that are offline: 3")
+    assert [each.split()[0] for each in page.locator("#devices tbody tr td:nth-of-type(5)").all_text_contents()] == [
+        "offline"
+    ] * 3
+    command = [sys.executable, "-m", "sparrow", "device", "list", "lab", "--server", server.url]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (listed.count("offline"), listed.count("ready")) == (3, 0)
+
+
+def test_ten_thousand_devices(grown, open_page, pictures):
+    server = grown(devices_and_rounds(10_000, 1000, 200))
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#strip")).to_have_attribute("aria-label", re.compile("offline"))
+    look_at(page, pictures, "large")
+
+
+def test_one_that_has_finished(grown, open_page, pictures):
+    server = grown(devices_and_rounds(30, 40, 10), status="finished")
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#health-value")).to_have_text("Finished")
+    expect(page.locator("#legend")).to_contain_text("done")
+    look_at(page, pictures, "finished")
+
+
+def test_the_form_of_who_is_signed_out(new_coordinator, open_page, pictures):
+    server = new_coordinator(COORDINATOR_OBSERVER_TOKEN="an-observer-s-secret")
+    server.start()
+    page = open_page(server.url)
+    playwright.expect(page.get_by_label("Token")).to_be_focused()
+    look_at(page, pictures, "signed-out")
+
+
+def test_what_cannot_be_undone_is_not_under_the_enter_key(grown, open_page):
+    server = grown(devices_and_rounds(3, 2, 2), status="finished")
+    page, expect = open_page(server.url), playwright.expect
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert server.get("/v1/federations").json()[0]["name"] == "lab"
+
+
+def test_columns_sort_and_say_so(grown, open_page):
+    server = grown(devices_and_rounds(12, 2, 2))
+    page, expect = open_page(server.url), playwright.expect
+    names = page.locator("#devices tbody th")
+    head = page.get_by_role("columnheader", name="Budget")
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    expect(names.first).to_have_text("device-00000")
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(names.first).to_have_text("device-00004")
+    page.get_by_role("button", name="Last seen").click()
+    expect(names.first).to_have_text("device-00011")
