@@ -28,6 +28,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 
 
+UNKNOWN = "unrecognized arguments: "
+"""The beginning of argparse's message."""
+
+
 class WrongUsage(Exception):
     """An option, argument or setting cannot work; the text says which and why."""
 
@@ -51,12 +55,21 @@ class Parser(argparse.ArgumentParser):
                 "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
             )
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError for a value that is no choice, with the nearest one. (argparse's own, of each Python's
+        own wording, tells no nearest one.)"""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"there is no {value!r}{nearest(str(value), choices)}; choose one of {', '.join(choices)}"
+            )
+
     def error(self, message: str) -> NoReturn:
         """End with the mistake and where to read on, in one line."""
-        for word in message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else ():
-            if word.startswith("--"):
-                message += nearest(word.partition("=")[0], self._option_string_actions)
-                break
+        if message.startswith(UNKNOWN):
+            words = message.removeprefix(UNKNOWN).split()
+            wrong = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+            message = f"there is no option {wrong}{nearest(wrong, _options_of(self))}" if wrong else message
         self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
 
 
@@ -93,22 +106,6 @@ class Command:
         parser = self.parser(prog)
         options = parser.parse_args(arguments)
         return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
-
-
-def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add the option ``--json``. more: what else there is to say of it."""
-    parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
-
-
-def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
-    """Add the option ``--wait``, which says how long a coordinator may be silent, s."""
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=seconds,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long (default: %(default)g)",
-    )
 
 
 def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> int:
@@ -180,6 +177,15 @@ def short(prog: str) -> str:
     return prog.removeprefix("python -m ")
 
 
+def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of the commands within it."""
+    yield from parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from _options_of(part)
+
+
 def _exit_code(error: BaseException) -> Exit | None:
     """Return the exit code of an error that its user can do something about; None for a bug."""
     if isinstance(error, KeyboardInterrupt):
@@ -213,7 +219,7 @@ def _reader_gone() -> bool:
     except (OSError, ValueError):  # it is no file
         return False
     if gone:
-        _drop_output()
+        drop_output()
     return gone
 
 
@@ -222,10 +228,10 @@ def _give_up_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        drop_output()
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Discard the rest of the output, over which the interpreter would fail when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

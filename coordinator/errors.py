@@ -292,7 +292,7 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+    return f"{where}: {first['msg']}{more}; the page at /docs describes this call"
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """``sparrow evaluate``: have a running coordinator evaluate its global model on a test file.
 
-    sparrow evaluate --server http://HOST:8000 --federation digits --data test.npz
+    sparrow evaluate digits --server http://HOST:8000 --data test.npz
 
 The file is what numpy.savez wrote: samples as the model takes them, scaled as in training, and their classes. Exit
 codes: docs/cli.md.
@@ -19,7 +19,8 @@ import numpy as np
 
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_json, add_server
 from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
 
 SECONDS = 600.0
@@ -74,8 +75,8 @@ def evaluate(
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
-    parser.add_argument("--federation", default="default", help="the federation's name (default: %(default)s)")
+    parser.add_argument("federation", metavar="FEDERATION", help="the federation's name")
+    add_server(parser)
     parser.add_argument("--data", type=Path, required=True, help="test file, as numpy.savez writes it")
     parser.add_argument("--inputs", default="inputs", help="its array of samples (default: %(default)s)")
     parser.add_argument("--targets", default="targets", help="its array of classes (default: %(default)s)")

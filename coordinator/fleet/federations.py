@@ -604,7 +604,7 @@ def _unbounded(settings: FederationSettings) -> str | None:
         return None
     return (
         "nothing bounds how far one device can move the global model: where you do not trust every device, set "
-        "update_clip or update_norm_limit, and outlier_mads or robust (docs/security.md)"
+        "update_clip or update_norm_limit, and outlier_mads or robust"
     )
 
 

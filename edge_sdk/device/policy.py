@@ -206,7 +206,9 @@ def read_policy(path: Path) -> dict[str, object]:
     except OSError as error:
         raise BadArgument(f"{path}: {error.strerror}; give --policy a TOML file, auto or none") from None
     except ValueError as error:
-        raise BadArgument(f"{path}: {error}; write a policy as KEY = VALUE lines, see docs/budget.md") from None
+        raise BadArgument(
+            f"{path}: {error}; write a policy as KEY = VALUE lines; sparrow join --help-settings lists them"
+        ) from None
     _checked(found)
     return found
 

@@ -207,7 +207,7 @@ def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
             plain = False
             log.warning(
                 "tokens go to %s over plain http: whoever can listen on the network can take them; use https://, and "
-                "--ca FILE where its certificate is of an authority of your own (docs/operating.md)",
+                "--ca FILE where its certificate is of an authority of your own",
                 url.host,
             )
 

@@ -46,7 +46,7 @@ def test_watts_that_cannot_be_read_are_refused_with_an_example(capsys):
 
 
 def test_a_coordinator_that_never_answers_ends_in_advice(tmp_path, capsys):
-    command = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(tmp_path), "--quiet"]
+    command = ["--server", "http://127.0.0.1:9", "--wait", "0", "--state-dir", str(tmp_path), "--quiet"]
     assert join.main(command) == Exit.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
 
@@ -155,34 +155,34 @@ def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
     ],
 )
 def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):
-    assert join.main(["--server", "http://127.0.0.1:9", "--patience", "0", *more]) == Exit.USAGE
+    assert join.main(["--server", "http://127.0.0.1:9", "--wait", "0", *more]) == Exit.USAGE
     assert said in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_names_the_option(capsys):
-    assert publish.main(["--server", "http://127.0.0.1:9", "--name", "x", "--learning-rate", "-1"]) == Exit.USAGE
+    assert publish.main(["--server", "http://127.0.0.1:9", "x", "--learning-rate", "-1"]) == Exit.USAGE
     assert "--learning-rate: -1 cannot work; give a number above 0" in capsys.readouterr().err
 
 
 def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
     state = tmp_path / "state"
-    command = ["--server", "http://127.0.0.1:9", "--name", "pi kitchen", "--state-dir", str(state)]
+    command = ["--server", "http://127.0.0.1:9", "--device-name", "pi kitchen", "--state-dir", str(state)]
     assert join.main(command) == Exit.USAGE
-    assert "choose another --name" in capsys.readouterr().err
+    assert "choose another --device-name" in capsys.readouterr().err
     assert not state.exists()
 
 
 def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "model.onnx"
-    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--patience", "0"]) == Exit.USAGE
+    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--wait", "0"]) == Exit.USAGE
     assert "give another --export" in capsys.readouterr().err
 
 
 def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "state"
-    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--patience", "0"]) == Exit.FAILED
+    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--wait", "0"]) == Exit.FAILED
     assert "give another --state-dir" in capsys.readouterr().err
 
 
@@ -202,7 +202,7 @@ def test_two_coordinators_have_folders_of_their_own():
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
-    command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
+    command = ["--server", "http://127.0.0.1:9", "x", "--optimizer", "adam", "--momentum", "0.9"]
     assert publish.main(command) == Exit.USAGE
     assert "sparrow publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
 

@@ -79,12 +79,22 @@ def calls(tmp_path):
 
     def words(server, name):
         return {
-            "status": [server],
-            "track": [server, "default", "--json"],
-            "publish": ["--server", server, "--name", "lab", "--wait", "0"],
-            "join": ["--server", server, "--name", "pi", "--state-dir", tmp_path / "pi", "--patience", "0", "--quiet"],
-            "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--patience", "0"],
-            "evaluate": ["--server", server, "--data", samples],
+            "status": ["--server", server],
+            "track": ["default", "--server", server, "--json", "--wait", "0"],
+            "publish": ["lab", "--server", server, "--wait", "0"],
+            "join": [
+                "--server",
+                server,
+                "--device-name",
+                "pi",
+                "--state-dir",
+                tmp_path / "pi",
+                "--wait",
+                "0",
+                "--quiet",
+            ],
+            "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--wait", "0"],
+            "evaluate": ["default", "--server", server, "--data", samples],
         }[name]
 
     return words
@@ -186,7 +196,7 @@ def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path))
     line = fails(Exit.USAGE, "serve", "--port", "80000")
     assert line == "sparrow serve: --port 80000: there is no such port; choose one from 1 to 65535, or 0 for any"
-    assert "80000" in fails(Exit.USAGE, "status", "http://127.0.0.1:80000")
+    assert "80000" in fails(Exit.USAGE, "status", "--server", "http://127.0.0.1:80000")
 
 
 def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monkeypatch):
@@ -207,7 +217,7 @@ def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
     line = fails(Exit.USAGE, "serve")
     assert "COORDINATOR_DEFUALT_TASK is not a setting (did you mean COORDINATOR_DEFAULT_TASK?)" in line
-    assert "--rouds 3 (did you mean --rounds?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
+    assert "there is no option --rouds (did you mean --rounds?)" in sparrow("publish", "x", "--rouds", "3")[2]
     assert "there is no command 'jion' (did you mean join?)" in sparrow("jion")[2]
 
 
@@ -241,7 +251,7 @@ def test_a_device_without_torch_cannot_train(fails, monkeypatch, name):
 
 def test_a_device_without_torch_joins_unless_it_asks_for_it(fails, closed, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    where = ["join", "--server", closed, "--patience", "0"]
+    where = ["join", "--server", closed, "--wait", "0", "--quiet"]
     assert "does not answer" in fails(Exit.UNREACHABLE, *where)
     for asked in (["--engine", "torch"], ["--bfloat16"]):
         assert "because PyTorch is not installed" in fails(Exit.CANNOT, *where, *asked)
@@ -249,7 +259,7 @@ def test_a_device_without_torch_joins_unless_it_asks_for_it(fails, closed, monke
 
 def test_a_budget_that_does_not_fit_is_more_than_this_machine_can(fails, guarded, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
-    where = ["--server", guarded, "--name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
+    where = ["--server", guarded, "--device-name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
     assert "MiB" in fails(
         Exit.CANNOT, "join", *where, "--budget", "1", "--memory-limit", "1", "--quiet", "--engine", "torch"
     )
@@ -293,8 +303,8 @@ def test_a_token_that_is_wrong_is_refused(fails, calls, guarded, name, monkeypat
 
 def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
     monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
-    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", guarded, "none")
-    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", guarded, "none", "--json")
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", "none", "--server", guarded)
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", "none", "--server", guarded, "--json")
 
 
 def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, guarded, calls, monkeypatch):
@@ -312,13 +322,13 @@ def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, gu
         ["predict", "none.onnx", "--input", "none.npy"],
         ["export", "none", "--output", "m.onnx", "--quiet"],
         ["devices", "--root", "none"],
-        ["evaluate", "--server", "http://127.0.0.1:9", "--data", "none.npz"],
+        ["evaluate", "default", "--data", "none.npz"],
         ["backup", "copy"],
         ["restore", "none"],
         ["token", "list"],
         ["profile", "--task", "none"],
         ["profile", "--task", "npz", "--data", "none.npz"],
-        ["publish", "--server", "http://127.0.0.1:9", "--name", "lab", "--task", "none"],
+        ["publish", "lab", "--task", "none"],
         ["serve", "--ssl-certfile", "none.pem"],
     ],
     ids=" ".join,
@@ -372,7 +382,7 @@ def test_a_result_that_does_not_fit_on_standard_output():
 def test_a_full_disk_keeps_a_device_from_beginning(fails, guarded, small_disk, monkeypatch):
     fill(small_disk)
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
-    where = ["--server", guarded, "--name", "full", "--data", "index=0,of=2", "--patience", "0", "--quiet"]
+    where = ["--server", guarded, "--device-name", "full", "--data", "index=0,of=2", "--wait", "0", "--quiet"]
     line = fails(Exit.FULL, "join", *where, "--budget", "1", "--policy", "none", "--state-dir", small_disk / "device")
     assert "make room, and give the same command again" in line
 
@@ -400,7 +410,7 @@ def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
         "edge_sdk.publish.connect",
         lambda server, trust: httpx.Client(base_url=server, transport=httpx.MockTransport(answer)),
     )
-    line = fails(Exit.FULL, "publish", "--server", "http://full", "--name", "lab", "--wait", "0")
+    line = fails(Exit.FULL, "publish", "lab", "--server", "http://full", "--wait", "0")
     assert "the coordinator's disk is full" in line
 
 
@@ -416,7 +426,7 @@ def test_a_device_that_waits_can_be_interrupted(sparrow, calls, closed, name, sa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(transport.Transport.__init__, "__kwdefaults__", {**KEEP, "sleep": interrupt})
-    words = [word for word in calls(closed, name) if word not in ("--patience", "0")]
+    words = [word for word in calls(closed, name) if word not in ("--wait", "0")]
     code, out, err = sparrow(name, *words)
     assert (code, out) == (Exit.INTERRUPTED, "")
     assert says in err.splitlines()[-1]
@@ -538,16 +548,19 @@ def test_tokens_through_the_one_command(sparrow, tmp_path, monkeypatch):
     assert made["secret"].startswith("sparrow_enrol_")
     (listed,) = json.loads(sparrow("token", "list", "--json")[1])
     assert (listed["id"], listed["status"]) == (made["id"], "valid")
-    assert json.loads(sparrow("token", "revoke", made["id"], "--json")[1]) == {"id": made["id"], "revoked": True}
-    assert sparrow("token", "revoke", "nobody")[0] == Exit.NOT_FOUND
+    assert json.loads(sparrow("token", "revoke", made["id"], "--yes", "--json")[1]) == {
+        "id": made["id"],
+        "revoked": True,
+    }
+    assert sparrow("token", "revoke", "nobody", "--yes")[0] == Exit.NOT_FOUND
 
 
 def test_a_federation_is_published_and_told_as_json(sparrow, guarded, monkeypatch):
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
-    code, out, _ = sparrow("publish", "--server", guarded, "--name", "told", "--rounds", "7", "--json")
+    code, out, _ = sparrow("publish", "told", "--server", guarded, "--rounds", "7", "--json")
     assert code == Exit.DONE
     assert json.loads(out)["settings"]["rounds"] == 7
-    assert "a federation called 'told' exists" in sparrow("publish", "--server", guarded, "--name", "told")[2]
+    assert "a federation called 'told' exists" in sparrow("publish", "told", "--server", guarded)[2]
 
 
 def test_wrong_usage_and_the_operating_system_have_codes_as_well():
