@@ -127,7 +127,7 @@ def _report(
 
 
 def _options(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
     own = commands.add_parser("compare", help="methods side by side on your own data")
     own.add_argument("--task", default="npz", help="a task built in or installed (default: %(default)s)")

@@ -28,8 +28,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 
 
-UNKNOWN = "unrecognized arguments: "
-"""The beginning of argparse's message."""
+UNKNOWN, REQUIRED = "unrecognized arguments: ", "the following arguments are required: "
+"""Beginnings of argparse's messages."""
 
 
 class WrongUsage(Exception):
@@ -49,11 +49,26 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, traceable: bool = True, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._words: list[str] = []
         if traceable:
             # No default: a sub-command's would overwrite what was given before it.
             self.add_argument(
                 "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
             )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and tell what was not understood apart."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        found, left = super().parse_known_args(self._words, namespace)
+        # Before Python 3.12.7 an argument of any number takes nothing where an option stands before its words.
+        many = [each for each in self._actions if each.nargs == argparse.ZERO_OR_MORE and not each.option_strings]
+        if many and left and not getattr(found, many[0].dest) and not any(word.startswith("-") for word in left):
+            try:
+                setattr(found, many[0].dest, self._get_values(many[0], left))
+            except argparse.ArgumentError as error:
+                self.error(str(error))
+            left = []
+        return found, left
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise ArgumentError for a value that is no choice, with the nearest one. (argparse's own, of each Python's
@@ -66,10 +81,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with the mistake and where to read on, in one line."""
-        if message.startswith(UNKNOWN):
-            words = message.removeprefix(UNKNOWN).split()
-            wrong = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
-            message = f"there is no option {wrong}{nearest(wrong, _options_of(self))}" if wrong else message
+        if message.startswith((UNKNOWN, REQUIRED)):  # a misspelt option may be the one that is required
+            words = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else self._words
+            known = list(_options_of(self))
+            options = (word.partition("=")[0] for word in words if word.startswith("--") and word != "--")
+            wrong = next((each for each in options if not any(name.startswith(each) for name in known)), "")
+            message = f"there is no option {wrong}{nearest(wrong, known)}" if wrong else message
         self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
 
 

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from urllib.parse import quote
 from zipfile import BadZipFile
 
 import httpx
@@ -20,6 +21,7 @@ import numpy as np
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
 from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.nearest import nearest
 from sparrow.command_line.options import add_json, add_server
 from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
 
@@ -45,15 +47,17 @@ def evaluate(
     if not data.is_file():
         raise FileNotFoundError(f"there is no file {data}")
     try:
-        with data.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with data.open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
     except KeyError as missing:
         raise BadTestFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
         raise BadTestFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
     token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
-    headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
-    url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
+    allowed = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": checkpoint.MEDIA_TYPE, **allowed}
+    federations = f"{server.rstrip('/')}/v1/federations"
+    url = f"{federations}/{quote(federation, safe='')}/model/evaluation"
     try:
         verify = trust.context() if trust else True
         answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS, verify=verify)
@@ -70,6 +74,13 @@ def evaluate(
             raise NoAnswer(
                 f"the server at {server} is not a coordinator (HTTP {answer.status_code}); check --server"
             ) from None
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            there = httpx.get(federations, headers=allowed, timeout=SECONDS, verify=verify)
+            names = [each["name"] for each in there.json()] if there.is_success else []
+            if names and federation not in names:
+                detail = (
+                    f"there is no federation {federation!r}; there are {', '.join(names)}{nearest(federation, names)}"
+                )
         raise EvaluationRefused(answer.status_code, detail)
     return Evaluation.model_validate_json(answer.content)
 

@@ -23,6 +23,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.nearest import nearest
 from sparrow.command_line.options import add_json, add_yes, sure
 from sparrow.command_line.table import table
 from sparrow.coordinator.clock import SteadyClock
@@ -60,10 +61,20 @@ def create(
     db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
 ) -> tuple[Token, str]:
     """Create a token; return it and its secret. seconds: how long it is valid; None for ever. Raises NotFound."""
-    federation_id = None if federation is None else find(db, federation).id
+    federation_id = None if federation is None else _named(db, federation).id
     token, secret = new_token(kind, now, note=note, uses=uses, seconds=seconds, federation_id=federation_id)
     db.add(token)
     return token, secret
+
+
+def _named(db: Session, name: str) -> Federation:
+    """Return the federation of this name. Raises NotFound, naming those that there are."""
+    try:
+        return find(db, name)
+    except NotFound:
+        there = sorted(db.scalars(select(Federation.name)))
+        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet"
+        raise NotFound(f"there is no federation {name!r}; {said}") from None
 
 
 def revoke(db: Session, wanted: str, now: float) -> str:
@@ -163,7 +174,7 @@ SOON = f"{REMEMBER_SECONDS:g} seconds where a coordinator runs"
 
 
 def _options(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = commands.add_parser("create", help="make a token and print its secret")
     making.add_argument("kind", choices=KINDS)
     making.add_argument("--note", type=_note, default="", help="what it is for, up to 200 characters")

@@ -105,7 +105,7 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "DifferentUpdate": DifferentUpdate,
     "Finished": FederationOver,
     "FederationDeleted": FederationDeleted,
-    "NoSuchMethod": NotInstalled,
+    **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), NotInstalled),
     **dict.fromkeys(("BadContent", "InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), BadContent),
     **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), BadContent),
     "TooManyRequests": TooManyRequests,
