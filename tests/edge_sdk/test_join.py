@@ -1,5 +1,6 @@
 """What the command line says; whole federations are in tests/system."""
 
+import io
 import json
 import sys
 from contextlib import closing
@@ -21,7 +22,7 @@ from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, Moved
+from edge_sdk.protocol.messages import BudgetLimit, Kind, Moved
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
@@ -150,7 +151,7 @@ def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
     ("more", "said"),
     [
         (["--policy", "none.toml"], "give --policy a TOML file, auto or none"),
-        (["--policy", "none", "--limit", "pause=70"], "pause: Extra inputs are not permitted; there are on_mains"),
+        (["--policy", "none", "--limit", "pause=70"], "pause: there is no such setting; there are on_mains"),
         (["--policy", "none", "--limit", "hours=night"], "is not a part of a day; give 22:00-07:00"),
     ],
 )
@@ -191,6 +192,49 @@ def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     bar.start(session=None)
     bar.waiting("connection refused", 2.0)
     assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
+
+
+class Shown:
+    """What a bar shows of a session."""
+
+    def __init__(self):
+        self.info, self.progress = SimpleNamespace(rounds=3), SimpleNamespace(last_round=0, stopped_round=None)
+
+    def play(self, bar):
+        bar.start(self)
+        for number in (1, 2):
+            for step in range(1, 5):
+                bar.training(SimpleNamespace(kind=Kind.train), step, 4, 1 / step)
+                bar.after(self)
+            self.progress.last_round = number
+            bar.after(self)
+        bar.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_a_terminal_progress_is_a_line_a_round(capsys, monkeypatch):
+    Shown().play(join._Bar(quiet=False))
+    assert capsys.readouterr().err == "round 1 of 3, loss 0.250\nround 2 of 3, loss 0.250\n"
+    Shown().play(join._Bar(quiet=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    Shown().play(join._Bar(quiet=False))
+    assert "\r" in terminal.getvalue()
+    assert "round 1 of 3" not in terminal.getvalue()
+
+
+def test_a_device_names_its_state_folder_once_at_the_start(tmp_path, capsys):
+    command = ["--server", "http://127.0.0.1:9", "--wait", "0", "--device-name", "pi", "--state-dir", str(tmp_path)]
+    assert join.main(command) == Exit.UNREACHABLE
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == f"pi keeps its state in {tmp_path}"
+    assert "does not answer" in last
+    join.main([*command, "--quiet"])
+    assert "keeps its state" not in capsys.readouterr().err
 
 
 def test_two_coordinators_have_folders_of_their_own():

@@ -207,6 +207,15 @@ def test_a_qr_code_is_light_on_dark_whatever_the_terminals_colours_and_fits_it()
     assert bare == status.drawn(link, coloured=False).splitlines()
 
 
+def test_colours_are_for_terminals_and_not_where_they_are_unwanted(sparrow, open_lab, named, monkeypatch):
+    words = ("status", "default", "--server", named(open_lab), "--join-link")
+    assert "\033[" not in sparrow(*words)[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "\033[" in sparrow(*words)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033[" not in sparrow(*words)[1]
+
+
 def test_a_link_has_the_enrolment_token_that_it_needs(sparrow, fails, guarded, named, monkeypatch):
     words = ("status", "default", "--server", named(guarded), "--join-link")
     assert "set SPARROW_ENROLMENT_TOKEN" in fails(Exit.REFUSED, *words)
