@@ -39,6 +39,8 @@ STEERING = {
 }
 """Commands that need no more than a federation's name, and what they do."""
 
+NONE = "no federations; sparrow federation create NAME --task digits makes one"
+
 CHANGEABLE = tuple(name for name in ChangeFederation.model_fields if name not in ("action", "model_version"))
 """Settings that can be changed later."""
 
@@ -85,9 +87,7 @@ def _run(options: argparse.Namespace) -> None:
         elif isinstance(found, FederationInfo):
             print(describe(found) if options.command == "show" else _line(found))
         elif found is not None:
-            print(
-                as_table(found) if found else "no federations; sparrow federation create NAME --task digits makes one"
-            )
+            print(as_table(found) if found else NONE)
 
 
 def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInfo] | FederationInfo | None:

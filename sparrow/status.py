@@ -35,7 +35,7 @@ from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json, add_server, add_wait, coloured
 from sparrow.command_line.table import printable, table
 from sparrow.device import as_table as as_table_of_devices
-from sparrow.federation import as_table
+from sparrow.federation import NONE, as_table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
@@ -85,7 +85,7 @@ def as_json(status: Status) -> str:
 def as_text(status: Status) -> str:
     """For a person: tables; of many rounds and devices the newest."""
     parts = [f"{status.server}: {'ready' if status.trouble is None else f'not ready: {status.trouble}'}"]
-    parts.append(as_table(status.federations) if status.federations else "no federations; make one: sparrow publish")
+    parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
     parts += [_awaited(name, work) for name, work in status.open_work.items()]

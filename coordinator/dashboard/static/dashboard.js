@@ -500,5 +500,5 @@ if (name) {
   addEventListener("pageshow", (event) => event.persisted && listen());
 } else {
   tell("no federation", false);
-  fail("There is no federation yet. Publish one (sparrow publish), then load this page again.", true);
+  fail("There is no federation yet. Publish one (sparrow publish NAME), then load this page again.", true);
 }
