@@ -127,7 +127,7 @@ def _report(
 
 
 def _options(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
     own = commands.add_parser("compare", help="methods side by side on your own data")
     own.add_argument("--task", default="npz", help="a task built in or installed (default: %(default)s)")
@@ -145,9 +145,7 @@ def _options(parser: Parser) -> None:
     own.add_argument("--devices", type=int, help="number of devices (default: that of people or files)")
     own.add_argument("--rounds", type=int, help="rounds of every method (default: that of sparrow publish)")
     own.add_argument("--seeds", type=int, default=3, help="number of repetitions (default: %(default)s)")
-    own.add_argument(
-        "--partition", metavar="RULE", help="distribution of one file: dirichlet,alpha=0.3, ... (docs/tasks.md)"
-    )
+    own.add_argument("--partition", metavar="RULE", help="distribution of one file: dirichlet,alpha=0.3, ...")
     own.add_argument(
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of every method"
     )
@@ -167,12 +165,12 @@ def _options(parser: Parser) -> None:
     report = commands.add_parser("report", help="tables and plots of the recorded trials")
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
-    report.add_argument("--results", type=Path, help="other rows, such as docs/results/NAME.jsonl")
+    report.add_argument("--results", type=Path, help="other rows: a NAME.jsonl")
     report.add_argument(
         "--pictures", nargs="*", choices=KINDS, metavar="KIND", default=KINDS, help=f"of {', '.join(KINDS)}"
     )
     report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
-    commands.add_parser("claims", help="write the measured figures of docs/results/*.md from their rows")
+    commands.add_parser("claims", help="write the measured figures of results/*.md from their rows")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:

@@ -149,9 +149,9 @@ def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Po
             home.mkdir()
             command = [
                 *(sys.executable, "-m", "edge_sdk.join", "--server", server, "--federation", "demo"),
-                *("--name", name(index), "--budget", str(budget), "--state-dir", str(home / "state")),
+                *("--device-name", name(index), "--budget", str(budget), "--state-dir", str(home / "state")),
                 *("--data", f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}", "--watts", WATTS),
-                *("--export", str(home / "model.onnx"), "--patience", "60", "--threads", "1", "--quiet"),
+                *("--export", str(home / "model.onnx"), "--wait", "60", "--threads", "1", "--quiet"),
                 *("--engine", "onnx"),
                 *("--policy", "none"),  # five devices share this machine, and each would wait for the others
             ]

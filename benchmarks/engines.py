@@ -149,7 +149,17 @@ def footprint(task: str, batch: int, turns: int = TURNS) -> Row:
             for engine, place in ENGINES.items():
                 name = f"{engine}-{turn}"
                 publish(server, name, task, rounds=2, cohort=1, min_devices=1, batch_size=batch)
-                options = ["--server", server, "--federation", name, "--name", "device", "--engine", engine, *data]
+                options = [
+                    "--server",
+                    server,
+                    "--federation",
+                    name,
+                    "--device-name",
+                    "device",
+                    "--engine",
+                    engine,
+                    *data,
+                ]
                 options += ["--budget", "1", "--threads", "1", "--policy", "none", "--quiet"]
                 done = subprocess.run(
                     [sys.executable, "-c", DEVICE, place, *options, "--state-dir", f"{folder}/{name}"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -90,11 +91,13 @@ def run(
     every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
     wanted = [trial for trial in every if (not only or trial.label in only) and (not seeds or trial.seed in seeds)]
     check([trial for trial in wanted if trial.name not in done or done[trial.name].trial != trial], where)
-    with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True) as bar:
-        for trial in bar:
+    with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True, disable=None) as bar:
+        for number, trial in enumerate(bar, start=1):
             bar.set_postfix_str(trial.name)
             if trial.name in done and done[trial.name].trial == trial:
                 continue
+            if bar.disable:  # no terminal: a line for each trial
+                print(f"{name}: trial {number} of {len(wanted)}, {trial.name}", file=sys.stderr, flush=True)
             trained = _same_training(trial, done.values())
             alike = [each for each in every if each.training == trial.training]
             for each in [rows.of_global_model(trained, trial)] if trained else run_trial(alike, where):

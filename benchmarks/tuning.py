@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,11 +87,13 @@ def tune(
         file.unlink(missing_ok=True)
     done = {_key(each.trial): each for each in rows.read(file)}
     choices = {}
-    with tqdm(desc=f"tuning {name}", unit="trial") as bar:
+    with tqdm(desc=f"tuning {name}", unit="trial", disable=None) as bar:
 
         def result(trial: Trial, others: Sequence[Trial]) -> Recorded | None:
             if _key(trial) not in done and (not only or trial.label in only):
                 bar.set_postfix_str(trial.name)
+                if bar.disable:  # no terminal: a line for each trial
+                    print(f"tuning {name}: {trial.name}", file=sys.stderr, flush=True)
                 retuned = [each for each in others if _key(each) not in done and _train_alike(each, trial)]
                 for each in run_trial([trial], where, retuned):
                     done[_key(each.trial)] = each

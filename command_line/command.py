@@ -28,6 +28,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 
 
+UNKNOWN, REQUIRED = "unrecognized arguments: ", "the following arguments are required: "
+"""Beginnings of argparse's messages."""
+
+
 class WrongUsage(Exception):
     """An option, argument or setting cannot work; the text says which and why."""
 
@@ -45,18 +49,44 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, traceable: bool = True, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._words: list[str] = []
         if traceable:
             # No default: a sub-command's would overwrite what was given before it.
             self.add_argument(
                 "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
             )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and tell what was not understood apart."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        found, left = super().parse_known_args(self._words, namespace)
+        # Before Python 3.12.7 an argument of any number takes nothing where an option stands before its words.
+        many = [each for each in self._actions if each.nargs == argparse.ZERO_OR_MORE and not each.option_strings]
+        if many and left and not getattr(found, many[0].dest) and not any(word.startswith("-") for word in left):
+            try:
+                setattr(found, many[0].dest, self._get_values(many[0], left))
+            except argparse.ArgumentError as error:
+                self.error(str(error))
+            left = []
+        return found, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError for a value that is no choice, with the nearest one. (argparse's own, of each Python's
+        own wording, tells no nearest one.)"""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"there is no {value!r}{nearest(str(value), choices)}; choose one of {', '.join(choices)}"
+            )
+
     def error(self, message: str) -> NoReturn:
         """End with the mistake and where to read on, in one line."""
-        for word in message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else ():
-            if word.startswith("--"):
-                message += nearest(word.partition("=")[0], self._option_string_actions)
-                break
+        if message.startswith((UNKNOWN, REQUIRED)):  # a misspelt option may be the one that is required
+            words = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else self._words
+            known = list(_options_of(self))
+            options = (word.partition("=")[0] for word in words if word.startswith("--") and word != "--")
+            wrong = next((each for each in options if not any(name.startswith(each) for name in known)), "")
+            message = f"there is no option {wrong}{nearest(wrong, known)}" if wrong else message
         self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
 
 
@@ -93,22 +123,6 @@ class Command:
         parser = self.parser(prog)
         options = parser.parse_args(arguments)
         return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
-
-
-def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add the option ``--json``. more: what else there is to say of it."""
-    parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
-
-
-def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
-    """Add the option ``--wait``, which says how long a coordinator may be silent, s."""
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=seconds,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long (default: %(default)g)",
-    )
 
 
 def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> int:
@@ -180,6 +194,15 @@ def short(prog: str) -> str:
     return prog.removeprefix("python -m ")
 
 
+def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of the commands within it."""
+    yield from parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from _options_of(part)
+
+
 def _exit_code(error: BaseException) -> Exit | None:
     """Return the exit code of an error that its user can do something about; None for a bug."""
     if isinstance(error, KeyboardInterrupt):
@@ -213,7 +236,7 @@ def _reader_gone() -> bool:
     except (OSError, ValueError):  # it is no file
         return False
     if gone:
-        _drop_output()
+        drop_output()
     return gone
 
 
@@ -222,10 +245,10 @@ def _give_up_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        drop_output()
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Discard the rest of the output, over which the interpreter would fail when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

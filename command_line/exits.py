@@ -29,7 +29,7 @@ MEANINGS = {
     Exit.REFUSED: "a token is missing, wrong, or of another kind; set the right one",
     Exit.NOT_FOUND: "a file, federation, task, method, model or token does not exist",
     Exit.FULL: "the disk is full, here or at the coordinator; make room, and give the same command again",
-    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM; nothing is lost",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM, or answered with no; nothing is lost",
 }
 
 

@@ -55,7 +55,7 @@ class SteadyClock:
             if started < last:
                 log.warning(
                     "the machine's clock is %.0f s behind the coordinator's last time, from which it goes on; set the "
-                    "clock, and see docs/operating.md",
+                    "clock, and keep it set (timedatectl set-ntp true)",
                     last - started,
                 )
             offset = max(started, last) - passed()

@@ -28,7 +28,8 @@ CoordinatorError
 │   ├── WrongRange            ask how much of the update has arrived, and send the rest
 │   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 │   └── BadContent            the body breaks the contract; the text says where and what to do
-│       └── NoSuchMethod      the method of a new federation is not installed at the coordinator
+│       ├── NoSuchMethod      the method of a new federation is not installed at the coordinator
+│       └── NoSuchTask        the task of a new federation is not built in
 ├── UnknownMethod         the method of a federation is not installed here, or not any more
 └── OperatorError         a command, or the coordinator's start, cannot go on; its text is for the operator
     ├── BadDatabase, BadObjectStore, NetworkFolder    a setting cannot work: correct it
@@ -152,6 +153,10 @@ class BadContent(RequestError):
 
 class NoSuchMethod(BadContent):
     """The method that a new federation asks for is not installed here."""
+
+
+class NoSuchTask(BadContent):
+    """The task that a new federation asks for is not built in."""
 
 
 class UnknownMethod(CoordinatorError):
@@ -292,7 +297,7 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+    return f"{where}: {first['msg']}{more}; the page at /docs describes this call"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from edge_sdk.protocol.addresses import is_loopback
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import connections, devices, document, federations, pages, problems, sign_in, status
@@ -58,7 +60,8 @@ class _Application(FastAPI):
 def create_app(settings: Settings | None = None, listening: Listening | None = None) -> FastAPI:
     """Return the application with the given settings, or those of the environment.
 
-    listening: the address of its server, to log how a device joins; by default that of uvicorn's command line.
+    listening: the address of the server of ``sparrow serve``, to log how a device joins, and to make tokens where other
+    machines reach it; without, the address is read from uvicorn's command line, and no token is made.
     """
     settings = settings or Settings()
 
@@ -73,6 +76,11 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
             former = starting.forgotten(settings)
             if former is not None:
                 log.warning("%s", former)
+            if listening is not None and not is_loopback(listening.host):
+                keep = partial(starting.keep_tokens, settings.data_dir)
+                secrets = await run_in_threadpool(coordinator.tokens.make_first, keep)
+                for line in starting.first_join(settings, listening, secrets) if secrets else ():
+                    sys.stderr.write(f"{line}\n")  # no line of the log, which others may read
             guarded = await run_in_threadpool(coordinator.tokens.guarded)
             coordinator.tokens.forget()  # so that a token made meanwhile is in force with the first call
             where = listening or starting.by_uvicorn(sys.argv)

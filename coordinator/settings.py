@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.command_line.command import WrongUsage
+from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.fleet.access import KINDS, Kind
 
@@ -186,11 +186,14 @@ def read_settings() -> Settings:
     try:
         return Settings()
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False)
-        raise WrongUsage("; ".join(map(_describe, faults))) from None
+        raise WrongUsage(
+            "; ".join(_describe(*each) for each in faults(error, FederationSettings.model_fields))
+        ) from None
+    except SettingsError as error:  # a value that is to be JSON is none
+        raise WrongUsage(f"COORDINATOR_DEFAULT_SETTINGS: {error.__cause__ or error}; give a JSON object") from None
 
 
-def _describe(fault: Mapping[str, Any]) -> str:
+def _describe(name: str, text: str) -> str:
     """Return a setting's fault after the variable's name; a fault of several settings names them itself."""
-    text = fault["msg"].removeprefix("Value error, ")
-    return f"{(PREFIX + '_'.join(map(str, fault['loc']))).upper()}: {text}" if fault["loc"] else text
+    variable, *within = name.split(".")
+    return f"{'.'.join((PREFIX + variable.upper(), *within))}: {text}" if name else text

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_json
 from sparrow.devices.board import BoardInfo
 from sparrow.devices.external import ExternalMeter, load_phases
 from sparrow.devices.readings import Reading

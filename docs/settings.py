@@ -33,8 +33,9 @@ If no token of a kind is set or was created, its calls are open to everybody. Th
 the coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, a caller
 without one learns nothing except the answers of `/healthz` and `/readyz`. Callers send `Authorization: Bearer
 <token>`. The SDK's commands and Python functions read `SPARROW_ENROLMENT_TOKEN` (join, fleet), `SPARROW_ADMIN_TOKEN`
-(publish, delete, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track). `sparrow token` creates tokens that
-are limited in number and time. [operating.md](operating.md) describes tokens, TLS, rate limits, logs and metrics.
+(publish, federation, device, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track, model). `sparrow token`
+creates tokens that are limited in number and time. [operating.md](operating.md) describes tokens, TLS, rate limits,
+logs and metrics.
 
 ## A federation's
 

@@ -36,8 +36,30 @@ def read_setting(text: str) -> tuple[str, str]:
     """``KEY=VALUE`` of the command line. Raises ArgumentTypeError."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; docs/settings.md lists them")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; --help-settings lists them")
     return key.strip().replace("-", "_"), value.strip()
+
+
+def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:
+    """Add the argument FEDERATION. optional: what is meant by it where it may be left out."""
+    parser.add_argument(
+        "federation",
+        type=federation,
+        nargs=None if optional is None else "?",
+        metavar="FEDERATION",
+        help=optional or "the federation's name",
+    )
+
+
+def federation(text: str) -> str:
+    """Return a federation's name."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is an address; give it as --server {text}")
+    try:
+        check_federation_name(text)
+    except BadArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def check_federation_name(name: object) -> None:

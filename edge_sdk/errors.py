@@ -21,7 +21,7 @@ SdkError
 │   ├── FederationOver           the federation is finished and has nothing left for this device
 │   ├── FederationDeleted        the device's federation was deleted by its operator
 │   ├── BadContent               what was sent breaks the contract: correct it
-│   │   └── NotInstalled         the method is not installed at the coordinator
+│   │   └── NotInstalled         the method or task is not installed at the coordinator
 │   └── NoCoordinator            what answers there is not a coordinator: check the address
 ├── BadArgument                  an argument cannot work: found before anything was done
 │   ├── WrongSettings            a federation cannot be created with these settings: correct them
@@ -165,7 +165,7 @@ class BadContent(Refused):
 
 
 class NotInstalled(BadContent):
-    """The method that was named is not installed at the coordinator."""
+    """The method or task that was named is not installed at the coordinator."""
 
     exit_code = Exit.NOT_FOUND
 

@@ -1,4 +1,4 @@
-"""``python -m edge_sdk.join --server URL``: this device takes part in a federation until it is finished.
+"""``sparrow join --server URL``: this device takes part in a federation until it is finished.
 
 As a library: ``join(server, task, ...)`` with a ``Task`` of one's own.
 
@@ -49,7 +49,8 @@ from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, Fed
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line import allocator
-from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
@@ -163,6 +164,7 @@ def join(
         folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
         stack.callback(folder.close)
         stack.callback(bar.close)
+        bar.tell(f"{name} keeps its state in {folder.path}")
         with EnergyMeter(model=watts) as meter:
             transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
             transport.token = enrolment_token or token_of("enrolment")
@@ -402,7 +404,7 @@ def check_name(name: str) -> None:
     if not re.fullmatch(NAME_PATTERN, name):
         raise BadArgument(
             f"{name!r} cannot be a device's name: up to 64 letters, digits, dots, dashes and underscores, the first a "
-            f"letter or digit; choose another --name"
+            f"letter or digit; choose another --device-name"
         )
 
 
@@ -419,21 +421,26 @@ def check_writable(path: Path) -> None:
 
 
 class _Bar:
-    """A progress bar over rounds, with the steps of the current one beside it."""
+    """A progress bar over rounds, with the steps of the current one beside it; without a terminal a line a round."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._bar: tqdm[Any] | None = None
+        self._round, self._loss = 0, ""
 
     def start(self, session: Session) -> None:
         """Show the federation's rounds."""
-        if not self._quiet:
+        if self._quiet:
+            return
+        self._round = session.progress.last_round
+        if sys.stderr.isatty():
             self._bar = tqdm(
                 total=session.info.rounds, initial=session.progress.last_round, unit="round", desc="waiting", leave=True
             )
 
     def training(self, assignment: Assignment, done: int, total: int, loss: float) -> None:
         """Show that one step is done."""
+        self._loss = f", loss {loss:.3f}"
         if self._bar is not None:
             self._bar.set_description(f"{assignment.kind.value} {done}/{total}", refresh=False)
             self._bar.set_postfix(loss=f"{loss:.3f}", refresh=done == total)
@@ -443,10 +450,18 @@ class _Bar:
         if self._bar is not None:
             self._bar.n = max(self._bar.n, session.progress.last_round)
             self._bar.set_description("stopped" if session.progress.stopped_round else "waiting")
+        elif session.progress.last_round > self._round:
+            self._round = session.progress.last_round
+            self.tell(f"round {self._round} of {session.info.rounds}{self._loss}")
 
     def waiting(self, reason: str, seconds: float) -> None:
         """Report that the coordinator does not answer."""
         self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
+
+    def tell(self, text: str) -> None:
+        """Write a line of progress."""
+        if not self._quiet:
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Write a line of its own, also where the bar is hidden: it is no progress."""
@@ -543,7 +558,7 @@ def as_json(result: Result, energy: str) -> str:
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    name = options.name or default_name()
+    name = options.device_name or default_name()
     allocator.give_back()
 
     def make_task(info: FederationInfo) -> Task:
@@ -562,7 +577,7 @@ def _command(options: argparse.Namespace) -> None:
             budget=options.budget,
             policy=policy,
             export=options.export,
-            patience_seconds=options.patience,
+            patience_seconds=options.wait,
             watts=options.watts,
             accelerator=options.accelerator,
             threads=options.threads,
@@ -582,9 +597,15 @@ def _command(options: argparse.Namespace) -> None:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT or https://HOST")
-    parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
-    parser.add_argument("--name", help="unique in the federation (default: the host's name)")
+    add_server(parser)
+    parser.add_argument(
+        "--federation",
+        type=read.federation,
+        default="default",
+        metavar="NAME",
+        help="which federation to join (default: %(default)s)",
+    )
+    parser.add_argument("--device-name", metavar="NAME", help="unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
     parser.add_argument(
@@ -607,11 +628,12 @@ def _options(parser: Parser) -> None:
         metavar="KEY=VALUE",
         help="a limit of the policy, such as hours=22:00-07:00; may be repeated",
     )
+    add_help_settings(parser, Policy, "the limits of a policy")
     parser.add_argument("--export", type=Path, help="write the personal model here, as the smallest ONNX file")
     parser.add_argument(
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
     )
-    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    add_wait(parser, None)
     parser.add_argument(
         "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
     )
@@ -647,7 +669,7 @@ def _options(parser: Parser) -> None:
         metavar="FILE",
         help="likewise, and with these devices alone: lines NAME KEY",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
     tls.add_options(parser)
@@ -680,7 +702,7 @@ COMMAND = Command(
     "Take part in a federation until it is finished, as a device.",
     _options,
     _command,
-    usage="--server URL [--federation NAME] [--name NAME] [options]",
+    usage="[--server URL] [--federation NAME] [options]",
     epilog="SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one.",
 )
 main = COMMAND.main

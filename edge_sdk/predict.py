@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.errors import MissingPart, SdkError
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.exits import Exit
+from sparrow.command_line.options import add_json
 
 Array = NDArray[Any]
 

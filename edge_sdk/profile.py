@@ -51,7 +51,8 @@ from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.local import as_tensor
-from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.options import add_help_settings, add_json
 from sparrow.devices import memory
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -383,6 +384,7 @@ def _options(parser: Parser) -> None:
         help="other settings: optimizer=adam",
     )
     add_method_set(parser)
+    add_help_settings(parser, FederationSettings, "all settings")
     add_json(parser, ": bytes, seconds, FLOPs")
 
 

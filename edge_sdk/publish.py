@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.arguments import check_federation_name, read_setting
+from edge_sdk.arguments import add_federation, check_federation_name, read_setting
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.protocol import checkpoint, tls
@@ -40,8 +40,9 @@ from edge_sdk.protocol.messages import (
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.metrics import METRICS
-from sparrow.command_line.command import Command, Parser, add_json, add_wait
+from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.faults import faults
+from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.command_line.table import printable
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ def _run(options: argparse.Namespace) -> None:
     task = load_to_publish(options.task, options.data, settings, device="publisher")
     info = publish(
         options.server,
-        options.name,
+        options.federation,
         task,
         running_statistics=options.running_statistics,
         frozen_precision=options.frozen_precision,
@@ -325,10 +326,10 @@ def _fields() -> dict[str, str]:
 
 def _options(parser: Parser) -> None:
     """Add the options; each field of FederationSettings is one, and a brief help only names them."""
-    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
-    parser.add_argument("--name", required=True, help="the federation's name")
+    add_federation(parser)
+    add_server(parser)
     parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
-    parser.add_argument("--data", help="for tasks that build their model from data: a sample file, as a device has it")
+    parser.add_argument("--data", help="sample file, for tasks that build models from data")
     parser.add_argument(
         "--running-statistics",
         choices=get_args(RunningStatistics),
@@ -341,17 +342,14 @@ def _options(parser: Parser) -> None:
         default="auto",
         help="of parameters that nobody trains: auto halves them where the answers stay alike (default: %(default)s)",
     )
-    parser.add_argument(
-        "--exist-ok", action="store_true", help="where the same federation exists already, leave it at that"
-    )
+    parser.add_argument("--exist-ok", action="store_true", help="leave the same federation at that where it exists")
     add_wait(parser, PATIENCE_SECONDS)
     add_json(parser)
     tls.add_options(parser)
     fields = _fields()
     names = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
-    group = parser.add_argument_group(
-        "settings of the federation, each with a value (docs/settings.md)", names if parser.brief else None
-    )
+    group = parser.add_argument_group("settings of the federation, each with a value", names if parser.brief else None)
+    add_help_settings(group, FederationSettings, "all settings")
     for field, meaning in fields.items():
         text = argparse.SUPPRESS if parser.brief else meaning
         group.add_argument(f"--{field.replace('_', '-')}", metavar="X", help=text)
@@ -363,7 +361,7 @@ COMMAND = Command(
     "Create a federation on a running coordinator.",
     _options,
     _run,
-    usage="--server URL --name NAME [--task TASK] [settings]",
+    usage="FEDERATION [--server URL] [--task TASK] [settings]",
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
 main = COMMAND.main

@@ -14,7 +14,8 @@ from typing import get_args
 
 from tqdm import tqdm
 
-from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.options import add_json
 from sparrow.export.build import ACCURACY_LIMIT, Mode, Precision, dense
 from sparrow.export.errors import ExportError
 from sparrow.export.exporter import Options, export_model
@@ -83,7 +84,7 @@ def _export(options: argparse.Namespace) -> Report:
     if options.output.suffix == ".ort":
         raise ExportError(f"{options.output}: name it .onnx; --ort-format writes an .ort beside it")
     steps = STEPS + (0 if options.quick else MEASUREMENTS)
-    with tqdm(total=steps, disable=options.quiet, unit="step") as bar:
+    with tqdm(total=steps, disable=options.quiet or None, unit="step") as bar:
 
         def doing(what: str) -> None:
             bar.set_description(what)

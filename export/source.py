@@ -83,7 +83,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
         if saved.reference is not None:
             raise ExportError(
                 f"{model} is a simulated device's difference from a model of its fleet; export a device that joined "
-                f"with python -m edge_sdk.join"
+                f"with sparrow join"
             )
         if saved.manifest != found.values_digest:
             raise ExportError(f"{model} was trained with another manifest; give the one of its federation")

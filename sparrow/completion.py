@@ -1,4 +1,4 @@
-"""``sparrow completion bash|zsh``: a script that makes the shell complete commands, options and choices.
+"""``sparrow completion bash|zsh|fish``: a script that makes the shell complete commands, options and choices.
 
 It is made once, from the parsers of all parts that are installed here, so completing imports nothing.
 """
@@ -16,7 +16,7 @@ from edge_sdk.protocol.errors import MissingPart
 from sparrow.command_line.command import Command, Parser
 from sparrow.main import COMMANDS, build
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 
 
 def parsers(name: str) -> Sequence[Parser]:
@@ -45,7 +45,8 @@ COMMAND = Command(
     _options,
     _run,
     epilog="bash: sparrow completion bash > ~/.local/share/bash-completion/completions/sparrow; "
-    "zsh: sparrow completion zsh > a folder of $fpath, as _sparrow.",
+    "zsh: sparrow completion zsh > a folder of $fpath, as _sparrow; "
+    "fish: sparrow completion fish > ~/.config/fish/completions/sparrow.fish.",
 )
 main = COMMAND.main
 

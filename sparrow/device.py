@@ -11,13 +11,15 @@ import argparse
 import json
 import sys
 
+from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
 from edge_sdk.protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.nearest import nearest
+from sparrow.command_line.options import add_yes, sure
 from sparrow.command_line.table import printable, table
-from sparrow.operating import add_coordinator, connected, sure
+from sparrow.operating import add_coordinator, connected
 
 SHOWN = 20
 """Pieces of work of a device that are shown to a person."""
@@ -31,11 +33,11 @@ def _options(parser: Parser) -> None:
         "revoke": "take a device's token away for good",
     }.items():
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        part.add_argument("federation", help="the federation's name")
+        add_federation(part)
         if name != "list":
-            part.add_argument("name", help="the device's name")
+            part.add_argument("device", metavar="DEVICE", help="the device's name")
         if name == "revoke":
-            part.add_argument("--yes", action="store_true", help="do not ask")
+            add_yes(part)
         add_coordinator(part)
 
 
@@ -47,7 +49,7 @@ def _run(options: argparse.Namespace) -> None:
             found = [each.model_dump(mode="json") for each in devices]
             print(json.dumps(found) if options.json else as_table(devices) if devices else "no devices yet")
             return
-        device = _named(devices, options.name)
+        device = _named(devices, options.device)
         if options.command == "revoke":
             _revoke(options, transport, device)
             return
@@ -64,8 +66,7 @@ def _named(devices: list[DeviceInfo], name: str) -> DeviceInfo:
 
 
 def _revoke(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
-    if not options.yes:
-        sure(f"Take {device.name}'s token away for good?", f"{device.name} could do nothing here any more")
+    sure(options, f"Take {device.name}'s token away for good?", f"{device.name} could do nothing here any more")
     transport.change_device(device.device_id, ChangeDevice(revoked=True))
     print(json.dumps({"revoked": device.device_id}) if options.json else f"device {printable(device.name)} is revoked")
 

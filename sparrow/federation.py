@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
-from edge_sdk.arguments import read_setting
+from edge_sdk.arguments import add_federation, read_setting
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol.messages import (
     ChangeFederation,
@@ -25,8 +26,10 @@ from edge_sdk.protocol.messages import (
     FederationStatus,
 )
 from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.faults import faults
+from sparrow.command_line.options import add_help_settings, add_yes, sure
 from sparrow.command_line.table import printable, table
-from sparrow.operating import add_coordinator, connected, sure
+from sparrow.operating import add_coordinator, connected
 
 STEERING = {
     "pause": "open no further round",
@@ -36,6 +39,11 @@ STEERING = {
 }
 """Commands that need no more than a federation's name, and what they do."""
 
+NONE = "no federations; sparrow federation create NAME --task digits makes one"
+
+CHANGEABLE = tuple(name for name in ChangeFederation.model_fields if name not in ("action", "model_version"))
+"""Settings that can be changed later."""
+
 
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -43,7 +51,7 @@ def _options(parser: Parser) -> None:
     def part(name: str, text: str, *, named: bool = True) -> argparse.ArgumentParser:
         found: argparse.ArgumentParser = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if named:
-            found.add_argument("name", help="the federation's name")
+            add_federation(found)
         add_coordinator(found)
         return found
 
@@ -51,14 +59,17 @@ def _options(parser: Parser) -> None:
     part("show", "one federation, with all its settings")
     create = part("create", "a federation of a built-in task; sparrow publish takes your own model")
     create.add_argument("--task", required=True, help="a task that the coordinator knows, such as digits")
-    _add_settings(create, "its settings (docs/settings.md)")
+    _add_settings(create, "its settings, such as rounds=50")
+    add_help_settings(create, FederationSettings, "all settings")
     for name, text in STEERING.items():
-        part(name, text)
-    _add_settings(part("set", "change rounds, cohort, deadline_seconds or silence_seconds"), "what to change")
+        steer = part(name, text)
+        if name == "stop":
+            add_yes(steer)
+    _add_settings(part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}"), "what to change: rounds=80")
     back = part("rollback", "go back to the global model of an earlier version")
-    back.add_argument("version", type=int, help="the version, as sparrow model list has it")
-    delete = part("delete", "delete it for good, with records, devices and models")
-    delete.add_argument("--yes", action="store_true", help="do not ask")
+    back.add_argument("version", type=int, metavar="VERSION", help="the version, as sparrow model list has it")
+    add_yes(back)
+    add_yes(part("delete", "delete it for good, with records, devices and models"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, text: str) -> None:
@@ -76,9 +87,7 @@ def _run(options: argparse.Namespace) -> None:
         elif isinstance(found, FederationInfo):
             print(describe(found) if options.command == "show" else _line(found))
         elif found is not None:
-            print(
-                as_table(found) if found else "no federations; sparrow federation create NAME --task digits makes one"
-            )
+            print(as_table(found) if found else NONE)
 
 
 def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInfo] | FederationInfo | None:
@@ -86,7 +95,7 @@ def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInf
         case "list":
             return transport.federations()
         case "show":
-            return transport.federation(options.name)
+            return transport.federation(options.federation)
         case "create":
             return _create(options, transport)
         case "delete":
@@ -95,18 +104,25 @@ def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInf
         case "set":
             if not options.settings:
                 raise WrongUsage("give what to change, such as rounds=80")
-            return _change(transport, options.name, dict(options.settings))
+            return _change(transport, options.federation, dict(options.settings))
         case "rollback":
-            return _change(transport, options.name, {"action": "rollback", "model_version": options.version})
-    return _change(transport, options.name, {"action": options.command})
+            return _roll_back(options, transport)
+        case "stop":
+            info = transport.federation(options.federation)
+            sure(
+                options,
+                f"Stop {info.name} after round {info.round} of {info.rounds}? Its devices end",
+                f"{info.name} would end after round {info.round} of {info.rounds}",
+            )
+    return _change(transport, options.federation, {"action": options.command})
 
 
 def _create(options: argparse.Namespace, transport: Transport) -> FederationInfo:
     try:
         settings = FederationSettings.model_validate({name: _value(text) for name, text in options.settings})
-        wanted = CreateFederation(name=options.name, task=options.task, settings=settings)
     except ValidationError as error:
-        raise WrongUsage(_faults(error)) from None
+        raise WrongUsage(_faults(error, FederationSettings.model_fields)) from None
+    wanted = CreateFederation(name=options.federation, task=options.task, settings=settings)
     return transport.create_federation(wanted.model_dump_json(exclude_unset=True).encode(), "application/json")
 
 
@@ -122,21 +138,29 @@ def _change(transport: Transport, name: str, what: dict[str, Any]) -> Federation
     try:
         change = ChangeFederation.model_validate(what)
     except ValidationError as error:
-        known = ", ".join(field for field in ChangeFederation.model_fields if field not in ("action", "model_version"))
-        raise WrongUsage(f"{_faults(error)}; what can be changed is {known}") from None
+        raise WrongUsage(f"{_faults(error, CHANGEABLE)}; what can be changed is {', '.join(CHANGEABLE)}") from None
     transport.federation(name)  # names the others where there is none of this name
     return transport.change_federation(name, change)
 
 
-def _faults(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+def _faults(error: ValidationError, known: Iterable[str]) -> str:
+    return "; ".join(f"{name}: {text}" if name else text for name, text in faults(error, known))
+
+
+def _roll_back(options: argparse.Namespace, transport: Transport) -> FederationInfo:
+    info = transport.federation(options.federation)
+    sure(
+        options,
+        f"Go back from model {info.model_version} of {info.name} to {options.version}? The rounds between are undone",
+        f"the rounds of {info.name} since model {options.version} would be undone",
+    )
+    return _change(transport, info.name, {"action": "rollback", "model_version": options.version})
 
 
 def _delete(options: argparse.Namespace, transport: Transport) -> None:
-    info = transport.federation(options.name)
+    info = transport.federation(options.federation)
     what = f"{info.devices} devices, {info.round} rounds"
-    if not options.yes:
-        sure(f"Delete {info.name} for good, its {what} and all its models?", f"{info.name} would be gone for good")
+    sure(options, f"Delete {info.name} for good, its {what} and all its models?", f"{info.name} would be gone for good")
     transport.delete_federation(info.name)
     print(
         json.dumps({"deleted": info.name}) if options.json else f"federation {printable(info.name)} is deleted: {what}"

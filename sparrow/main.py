@@ -74,7 +74,7 @@ COMMANDS = {
     "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
     "predict": Source("edge_sdk.predict", "run an exported model", "predict"),
     "bench": Source("sparrow.benchmarks.__main__", "comparisons of methods", "bench", trains=True),
-    "completion": Source("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
+    "completion": Source("sparrow.completion", "print what makes a shell complete these", "completion"),
 }
 
 

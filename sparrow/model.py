@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from edge_sdk.arguments import add_federation
 from edge_sdk.protocol.messages import ModelInfo
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.table import table
@@ -28,7 +29,7 @@ def _options(parser: Parser) -> None:
         "download": "the newest one, as ONNX or safetensors",
     }.items():
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        part.add_argument("federation", help="the federation's name")
+        add_federation(part)
         if name == "download":
             part.add_argument("--out", type=Path, help="FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)")
         add_coordinator(part)

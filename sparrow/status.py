@@ -1,6 +1,6 @@
-"""``sparrow status URL``: what the federations of a running coordinator do, for a person or, as JSON, for a program.
+"""``sparrow status``: what the federations of a running coordinator do, for a person or, as JSON, for a program.
 
-    sparrow status http://192.168.1.5:8000 lab --join-link
+    sparrow status lab --server http://192.168.1.5:8000 --join-link
 
 prints the link with which phones become devices of a federation, and its QR code.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import segno
 
+from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.addresses import in_network, means_caller
@@ -30,10 +31,11 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     RoundRecord,
 )
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_json, add_server, add_wait, coloured
 from sparrow.command_line.table import printable, table
 from sparrow.device import as_table as as_table_of_devices
-from sparrow.federation import as_table
+from sparrow.federation import NONE, as_table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
@@ -83,7 +85,7 @@ def as_json(status: Status) -> str:
 def as_text(status: Status) -> str:
     """For a person: tables; of many rounds and devices the newest."""
     parts = [f"{status.server}: {'ready' if status.trouble is None else f'not ready: {status.trouble}'}"]
-    parts.append(as_table(status.federations) if status.federations else "no federations; make one: sparrow publish")
+    parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
@@ -165,7 +167,7 @@ def check_reachable(address: httpx.URL, federation: str) -> None:
     what = "its name or address on the network" if here is None else "this machine's address on the network"
     raise WrongUsage(
         f"phones cannot reach {address.host}: give {what}, at which the coordinator must listen (sparrow serve --host "
-        f"0.0.0.0): sparrow status {other} {federation} --join-link"
+        f"0.0.0.0): sparrow status {federation} --server {other} --join-link"
     )
 
 
@@ -178,8 +180,7 @@ def drawn(link: str, *, coloured: bool) -> str:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
-    parser.add_argument("federation", nargs="?", help="only this one, with its rounds and devices")
+    add_federation(parser, optional="only this one, with its rounds and devices")
     parser.add_argument(
         "--watch",
         type=float,
@@ -193,6 +194,7 @@ def _options(parser: Parser) -> None:
         action="store_true",
         help="print the link with which phones join the federation, and its QR code",
     )
+    add_server(parser)
     add_wait(parser)
     add_json(parser, ", with --watch a line for each look")
     tls.add_options(parser)
@@ -202,7 +204,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.watch is not None and not options.watch > 0:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
     if options.join_link and (options.federation is None or options.watch is not None):
-        raise WrongUsage("--join-link is for one federation, once: sparrow status SERVER FEDERATION --join-link")
+        raise WrongUsage("--join-link is for one federation, once: sparrow status FEDERATION --join-link")
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait)
         transport.token = token_of("observer", "admin")
@@ -222,7 +224,7 @@ def _tell_link(transport: Transport, server: str, federation: str, *, as_documen
     if as_document:
         print(json.dumps({"link": found.link}))
     else:
-        print(f"{found.link}\n\n{drawn(found.link, coloured=sys.stdout.isatty())}")
+        print(f"{found.link}\n\n{drawn(found.link, coloured=coloured())}")
 
 
 def _tell_state(transport: Transport, options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""``sparrow track URL FEDERATION``: a federation's rounds as curves in TensorBoard or MLflow, live or afterwards.
+"""``sparrow track FEDERATION``: a federation's rounds as curves in TensorBoard or MLflow, live or afterwards.
 
 It follows the coordinator's records over HTTP: any federation, with whatever devices, and nothing in it knows of this.
 A round is written once, when its record is complete. Which ones were written is read from where they were written, so
@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
+from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationStatus, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_json, add_server, add_wait
 from sparrow.trackers import MLflow, TensorBoard, Tracker
 
 EVERY_SECONDS = 5.0
@@ -87,13 +89,12 @@ def curves(record: RoundRecord) -> dict[str, float]:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
-    parser.add_argument("federation", help="its name")
+    add_federation(parser)
     parser.add_argument("--tensorboard", metavar="DIR", help="write event files below this folder")
     parser.add_argument(
         "--mlflow", metavar="URI", help="write to this tracking server or store: http://..., sqlite:///..."
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON document a line for each round")
+    add_json(parser, ", a line for each round")
     parser.add_argument(
         "--every",
         type=float,
@@ -101,13 +102,8 @@ def _options(parser: Parser) -> None:
         metavar="SECONDS",
         help="how often to look (default: %(default)g)",
     )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long at the start (default: %(default)g)",
-    )
+    add_server(parser)
+    add_wait(parser, None)
     tls.add_options(parser)
 
 
@@ -121,7 +117,6 @@ def _run(options: argparse.Namespace) -> None:
         transport = Transport(client, patience_seconds=options.wait, on_wait=_say_waiting)
         transport.token = token_of("observer", "admin")
         info = transport.federation(options.federation)
-        transport.patience_seconds = None  # it was there: it will come back
         trackers: list[Tracker] = []
         if options.tensorboard:
             trackers.append(TensorBoard(options.tensorboard, info))
@@ -154,7 +149,7 @@ COMMAND = Command(
     _options,
     _run,
     epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
-    "coordinator asks for one. docs/tracking.md says what is written.",
+    "coordinator asks for one.",
 )
 main = COMMAND.main
 

@@ -50,7 +50,11 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
         for status in sorted({*STATUS.values(), 500})
     }
     document["components"]["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer", "description": "Of a device or an operator (docs/operating.md)"}
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Of a device (the answer to its enrolment has it) or an operator (sparrow token create)",
+        }
     }
     for path in document["paths"].values():
         for call in path.values():

@@ -44,6 +44,7 @@ STATUS: dict[type[Exception], int] = {
     errors.WrongRange: 416,
     errors.BadContent: 422,
     errors.NoSuchMethod: 422,
+    errors.NoSuchTask: 422,
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.Damaged: 503,

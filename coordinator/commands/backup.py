@@ -32,7 +32,8 @@ from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
-from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.options import add_json
 from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
 from sparrow.coordinator.models.global_models import file_keys, keys_of
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key

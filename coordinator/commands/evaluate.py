@@ -1,6 +1,6 @@
 """``sparrow evaluate``: have a running coordinator evaluate its global model on a test file.
 
-    sparrow evaluate --server http://HOST:8000 --federation digits --data test.npz
+    sparrow evaluate digits --server http://HOST:8000 --data test.npz
 
 The file is what numpy.savez wrote: samples as the model takes them, scaled as in training, and their classes. Exit
 codes: docs/cli.md.
@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from urllib.parse import quote
 from zipfile import BadZipFile
 
 import httpx
@@ -19,7 +20,9 @@ import numpy as np
 
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.nearest import nearest
+from sparrow.command_line.options import add_json, add_server
 from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
 
 SECONDS = 600.0
@@ -44,15 +47,17 @@ def evaluate(
     if not data.is_file():
         raise FileNotFoundError(f"there is no file {data}")
     try:
-        with data.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with data.open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
     except KeyError as missing:
         raise BadTestFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
         raise BadTestFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
     token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
-    headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
-    url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
+    allowed = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": checkpoint.MEDIA_TYPE, **allowed}
+    federations = f"{server.rstrip('/')}/v1/federations"
+    url = f"{federations}/{quote(federation, safe='')}/model/evaluation"
     try:
         verify = trust.context() if trust else True
         answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS, verify=verify)
@@ -69,13 +74,20 @@ def evaluate(
             raise NoAnswer(
                 f"the server at {server} is not a coordinator (HTTP {answer.status_code}); check --server"
             ) from None
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            there = httpx.get(federations, headers=allowed, timeout=SECONDS, verify=verify)
+            names = [each["name"] for each in there.json()] if there.is_success else []
+            if names and federation not in names:
+                detail = (
+                    f"there is no federation {federation!r}; there are {', '.join(names)}{nearest(federation, names)}"
+                )
         raise EvaluationRefused(answer.status_code, detail)
     return Evaluation.model_validate_json(answer.content)
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
-    parser.add_argument("--federation", default="default", help="the federation's name (default: %(default)s)")
+    parser.add_argument("federation", metavar="FEDERATION", help="the federation's name")
+    add_server(parser)
     parser.add_argument("--data", type=Path, required=True, help="test file, as numpy.savez writes it")
     parser.add_argument("--inputs", default="inputs", help="its array of samples (default: %(default)s)")
     parser.add_argument("--targets", default="targets", help="its array of classes (default: %(default)s)")

@@ -1,7 +1,8 @@
 """``sparrow serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
 
 It says in one line why it cannot start. Its settings are environment variables ``COORDINATOR_*``
-(docs/settings.md). For several processes, and for uvicorn's other options, call uvicorn itself.
+(docs/settings.md). Where other machines reach it and there is no token yet, it makes one of each kind. For several
+processes, and for uvicorn's other options, call uvicorn itself.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import uvicorn
 
 from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_help_settings, coloured
 from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.errors import NoPort, StartFailed
-from sparrow.coordinator.settings import read_settings
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.failing import database_errors
 
 LAST_PORT = 65535
@@ -74,6 +76,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve https, with this certificate")
     parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless it is in the same file")
+    add_help_settings(parser, Settings, "the COORDINATOR_* variables", prefix="COORDINATOR_")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -94,6 +97,7 @@ def _run(options: argparse.Namespace) -> None:
                 observed,
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
+                use_colors=coloured(),
             )
         )
         try:
@@ -113,8 +117,9 @@ COMMAND = Command(
     "Run the coordinator.",
     _options,
     _run,
-    epilog="Its settings are COORDINATOR_* (docs/settings.md); without any it makes a federation called default and "
-    "keeps its data in ~/.local/state/sparrow-coordinator.",
+    epilog="Its settings are environment variables COORDINATOR_*; without any it makes a federation called default and "
+    "keeps its data in ~/.local/state/sparrow-coordinator. Where other machines reach it, it makes tokens at its first "
+    "start, unless some are set.",
 )
 main = COMMAND.main
 

@@ -6,8 +6,10 @@ own command line, by uvicorn's own parser.
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,13 @@ from pathlib import Path
 from click import ClickException
 
 from edge_sdk.protocol.addresses import in_network, in_url, is_loopback, is_unspecified
+from sparrow.coordinator.fleet.access import Kind
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.blobs import flush_folder, private
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
+TOKENS_FILE = "tokens.sh"
+"""In the data folder: the tokens that ``sparrow serve`` has made."""
 FORMER = Path("sparrow-data")
 """The former default folder of the data, below the folder in which the coordinator was started."""
 
@@ -49,15 +55,45 @@ def by_uvicorn(arguments: Sequence[str]) -> Listening | None:
     return None
 
 
+def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
+    """Write tokens to ``TOKENS_FILE`` in a folder, where its owner alone reads them, as a shell's variables."""
+    path = folder / TOKENS_FILE
+    path.unlink(missing_ok=True)  # another one's rights would stay
+    with open(path, "w", opener=private) as file:
+        file.writelines(f"export {_variable(kind)}={secret}\n" for kind, secret in secrets.items())
+        file.flush()
+        os.fsync(file.fileno())
+    flush_folder(folder)
+
+
+def first_join(settings: Settings, listening: Listening, secrets: Mapping[Kind, str]) -> Iterator[str]:
+    """Yield what to say once of the tokens that a coordinator made at its first start on a network."""
+    path = settings.data_dir / TOKENS_FILE
+    server = f"--server {listening.url}"
+    yield f"Other machines reach this coordinator, so its calls need tokens. They are kept in {path}; shown this once:"
+    yield ""
+    yield "  a device on another machine joins with"
+    join = f"sparrow join {server}{_federation(settings)}"
+    yield f"    {_variable('enrolment')}={secrets['enrolment']} {join}"
+    yield f"  the page {listening.url}/ asks for a token, which is"
+    yield f"    {secrets['admin']}"
+    yield "  commands on this machine have all of them after"
+    yield f"    . {shlex.quote(str(path))}"
+    yield ""
+    if not listening.tls:
+        yield "Tokens go over plain http: beyond your own network give --ssl-certfile, or use a proxy with TLS."
+
+
 def introduction(settings: Settings, listening: Listening | None, *, enrolment_guarded: bool) -> Iterator[str]:
     """Yield what to say when the coordinator answers. enrolment_guarded: whether devices need a token to enrol."""
     yield f"data folder: {settings.data_dir}"
     if listening is None:
         return
-    federation = "" if settings.default_task else " --federation NAME"
-    token = ", with SPARROW_ENROLMENT_TOKEN set" if enrolment_guarded else ""
+    token = f", with {_variable('enrolment')} set" if enrolment_guarded else ""
     yield f"page: {listening.url}/"
-    yield f"devices join with: sparrow join --server {listening.url}{federation}{token}"
+    yield f"devices join with: sparrow join --server {listening.url}{_federation(settings)}{token}"
+    if (settings.data_dir / TOKENS_FILE).exists():
+        yield f"tokens: {settings.data_dir / TOKENS_FILE}"
     if is_loopback(listening.host):
         yield "only this machine can reach it; --host 0.0.0.0 lets others"
 
@@ -74,6 +110,15 @@ def forgotten(settings: Settings) -> str | None:
         f"{former} has a coordinator's data and is not used, {settings.data_dir} is; to go on with it, set "
         f"COORDINATOR_DATA_DIR={former}"
     )
+
+
+def _federation(settings: Settings) -> str:
+    return "" if settings.default_task else " --federation NAME"
+
+
+def _variable(kind: Kind) -> str:
+    """Return the variable from which commands read a token."""
+    return f"SPARROW_{kind.upper()}_TOKEN"
 
 
 def _in_network(host: str) -> str:

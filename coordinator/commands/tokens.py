@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +22,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.nearest import nearest
+from sparrow.command_line.options import add_json, add_yes, sure
 from sparrow.command_line.table import table
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import NoRecords, NotFound
-from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
+from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, new_token
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.reports.records import iso
@@ -60,20 +61,20 @@ def create(
     db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
 ) -> tuple[Token, str]:
     """Create a token; return it and its secret. seconds: how long it is valid; None for ever. Raises NotFound."""
-    secret = new_secret(kind)
-    token = Token(
-        id=secrets.token_hex(8),
-        kind=kind,
-        note=note,
-        secret_sha256=digest_of(secret),
-        federation_id=None if federation is None else find(db, federation).id,
-        max_uses=uses,
-        uses=0,
-        created_at=now,
-        expires_at=None if seconds is None else now + seconds,
-    )
+    federation_id = None if federation is None else _named(db, federation).id
+    token, secret = new_token(kind, now, note=note, uses=uses, seconds=seconds, federation_id=federation_id)
     db.add(token)
     return token, secret
+
+
+def _named(db: Session, name: str) -> Federation:
+    """Return the federation of this name. Raises NotFound, naming those that there are."""
+    try:
+        return find(db, name)
+    except NotFound:
+        there = sorted(db.scalars(select(Federation.name)))
+        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet"
+        raise NotFound(f"there is no federation {name!r}; {said}") from None
 
 
 def revoke(db: Session, wanted: str, now: float) -> str:
@@ -114,6 +115,8 @@ def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]
 def _run(options: argparse.Namespace) -> None:
     if options.command == "create":
         _check(options)
+    if options.command == "revoke":
+        sure(options, f"Take the token {options.id} away for good?", f"whoever has {options.id} could do nothing here")
     settings = read_settings()
     now = SteadyClock(settings.data_dir)()
     with database_errors(settings.data_dir), records(settings) as db:
@@ -171,7 +174,7 @@ SOON = f"{REMEMBER_SECONDS:g} seconds where a coordinator runs"
 
 
 def _options(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = commands.add_parser("create", help="make a token and print its secret")
     making.add_argument("kind", choices=KINDS)
     making.add_argument("--note", type=_note, default="", help="what it is for, up to 200 characters")
@@ -180,6 +183,7 @@ def _options(parser: Parser) -> None:
     making.add_argument("--federation", help="the only federation that it is for (default: all)")
     listing = commands.add_parser("list", help="show all tokens, without their secrets")
     revoking = commands.add_parser("revoke", help="take a token away, or a device's")
+    add_yes(revoking)
     revoking.add_argument("id", help="of a token, as list shows it, or of a device")
     for command in (making, listing, revoking):
         add_json(command)

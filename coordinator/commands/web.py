@@ -48,7 +48,7 @@ def _download() -> bytes:
         with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer:
             answer.raise_for_status()
             size = int(answer.headers.get("content-length", 0)) or None
-            with tqdm(total=size, unit="B", unit_scale=True, desc=runtime.PACKAGE) as bar:
+            with tqdm(total=size, disable=None, unit="B", unit_scale=True, desc=runtime.PACKAGE) as bar:
                 for part in answer.iter_bytes():
                     body += part
                     bar.update(len(part))

@@ -77,6 +77,31 @@ class Holder:
         return self.federation is None or self.federation == federation
 
 
+def new_token(
+    kind: str,
+    now: float,
+    *,
+    note: str = "",
+    uses: int | None = None,
+    seconds: float | None = None,
+    federation_id: int | None = None,
+) -> tuple[Token, str]:
+    """Return a new token and its secret. seconds: how long it is valid; None for ever."""
+    secret = new_secret(kind)
+    token = Token(
+        id=secrets.token_hex(8),
+        kind=kind,
+        note=note,
+        secret_sha256=digest_of(secret),
+        federation_id=federation_id,
+        max_uses=uses,
+        uses=0,
+        created_at=now,
+        expires_at=None if seconds is None else now + seconds,
+    )
+    return token, secret
+
+
 class Tokens:
     """Every operator's token. given: kind -> the setting's token, for the kinds that have one."""
 
@@ -98,6 +123,21 @@ class Tokens:
                 self._kinds |= frozenset(kind for kind in db.scalars(select(Token.kind).distinct()) if kind in KINDS)
             self._looked_at = self._clock()
         return self._kinds
+
+    def make_first(self, keep: Callable[[Mapping[Kind, str]], None]) -> dict[Kind, str]:
+        """Make a token of each kind and return their secrets; nothing where there is a token, or ever was.
+
+        keep: called with the secrets before they are in force, so that none is in force that nobody has.
+        """
+        if self.guarded():
+            return {}
+        made = {kind: new_token(kind, self._clock(), note="made at the first start on a network") for kind in KINDS}
+        found = {kind: secret for kind, (_, secret) in made.items()}
+        keep(found)
+        with self._store.writing() as db:
+            db.add_all(token for token, _ in made.values())
+        self.forget()
+        return found
 
     def forget(self) -> None:
         """Forget all look-ups: the next call reads the records."""

@@ -39,12 +39,14 @@ from edge_sdk.protocol.messages import (
     ModelInfo,
 )
 from sparrow.command_line.faults import faults
+from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentFederation,
     NameTaken,
     NoGlobalModel,
     NoSuchMethod,
+    NoSuchTask,
     NotFound,
     TooLarge,
     Unavailable,
@@ -563,11 +565,11 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
 
 
 def _built_in(name: str | None) -> BuiltinTask:
-    """Return the built-in task of this name. Raises BadContent."""
+    """Return the built-in task of this name. Raises NoSuchTask."""
     if name not in builtin_tasks():
-        raise BadContent(
-            f"task: {name!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a model of your "
-            f"own with sparrow publish"
+        raise NoSuchTask(
+            f"task: {name!r} is not built in{nearest(str(name), builtin_tasks())}; choose one of "
+            f"{', '.join(builtin_tasks())}, or publish a model of your own with sparrow publish"
         )
     return load_builtin(name)
 
@@ -604,7 +606,7 @@ def _unbounded(settings: FederationSettings) -> str | None:
         return None
     return (
         "nothing bounds how far one device can move the global model: where you do not trust every device, set "
-        "update_clip or update_norm_limit, and outlier_mads or robust (docs/security.md)"
+        "update_clip or update_norm_limit, and outlier_mads or robust"
     )
 
 

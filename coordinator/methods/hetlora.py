@@ -95,7 +95,7 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
     if not adapters(published):
         raise BadContent(
             "hetlora: the model has no low-rank adapter, two linear layers in a row beside a frozen one; add one "
-            "(peft.get_peft_model, docs/adapters.md), or choose heterofl, which narrows whole models"
+            "(peft.get_peft_model), or choose heterofl, which narrows whole models"
         )
     return published
 

@@ -98,7 +98,7 @@ def _hints(link: str, own: str | None) -> Iterator[str]:
     if link.startswith("http://"):
         yield (
             "Over plain http phones may go dark while they train, and have no camera, motion sensors or threads: wake "
-            "lock and these need HTTPS (docs/phone.md)"
+            "lock and these need HTTPS: give the coordinator a certificate, or put a proxy with one before it"
         )
     if not runtime.is_there():
         yield "Pages cannot train here yet: run sparrow web on the coordinator's machine"

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from edge_sdk.arguments import MIB
 from edge_sdk.errors import BadArgument
+from sparrow.command_line.faults import faults
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.readings import Reason
 from sparrow.devices.system import System
@@ -206,7 +207,9 @@ def read_policy(path: Path) -> dict[str, object]:
     except OSError as error:
         raise BadArgument(f"{path}: {error.strerror}; give --policy a TOML file, auto or none") from None
     except ValueError as error:
-        raise BadArgument(f"{path}: {error}; write a policy as KEY = VALUE lines, see docs/budget.md") from None
+        raise BadArgument(
+            f"{path}: {error}; write a policy as KEY = VALUE lines; sparrow join --help-settings lists them"
+        ) from None
     _checked(found)
     return found
 
@@ -215,10 +218,9 @@ def _checked(values: Mapping[str, object]) -> Policy:
     try:
         return Policy.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where, text = faults(error, Policy.model_fields)[0]
         known = "" if where in Policy.model_fields or not where else f"; there are {', '.join(Policy.model_fields)}"
-        raise BadArgument(f"policy: {where + ': ' if where else ''}{first['msg']}{known}") from None
+        raise BadArgument(f"policy: {where + ': ' if where else ''}{text}{known}") from None
 
 
 def _window(text: str) -> tuple[int, int]:

@@ -188,7 +188,7 @@ class FolderLock:
         except BlockingIOError:
             self._file.close()
             raise StateError(
-                f"another process uses {path}; stop it, or give this device a --name or --state-dir of its own"
+                f"another process uses {path}; stop it, or give this device a --device-name or --state-dir of its own"
             ) from None
 
     def close(self) -> None:

@@ -21,7 +21,9 @@ INSTALL = {
         "and then pip install 'sparrow-fl[device-torch]' bring it"
     ),
 }
-ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
+ADVICE = (
+    "it can predict with an exported model: sparrow predict, or where ONNX Runtime has no wheel, one that you build"
+)
 
 
 class CannotTrain(SdkError):

@@ -105,7 +105,7 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "DifferentUpdate": DifferentUpdate,
     "Finished": FederationOver,
     "FederationDeleted": FederationDeleted,
-    "NoSuchMethod": NotInstalled,
+    **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), NotInstalled),
     **dict.fromkeys(("BadContent", "InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), BadContent),
     **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), BadContent),
     "TooManyRequests": TooManyRequests,
@@ -207,7 +207,7 @@ def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
             plain = False
             log.warning(
                 "tokens go to %s over plain http: whoever can listen on the network can take them; use https://, and "
-                "--ca FILE where its certificate is of an authority of your own (docs/operating.md)",
+                "--ca FILE where its certificate is of an authority of your own",
                 url.host,
             )
 

@@ -117,7 +117,7 @@ class Moved(_Request):
 class FederationSettings(_Request):
     """The settings of a federation. Every field is described in docs/settings.md, which a test holds to this class."""
 
-    method: str = Field(default="fedspu", max_length=64, description="The federated method; see docs/methods.md")
+    method: str = Field(default="fedspu", max_length=64, description="The federated method")
     rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
     cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(
@@ -223,7 +223,7 @@ class FederationSettings(_Request):
     )
     secure: bool = Field(
         default=False,
-        description="Secure aggregation: sums of updates come out, never one of them (docs/privacy.md)",
+        description="Secure aggregation: sums of updates come out, never one of them",
     )
     secure_bits: Literal[16, 32] = Field(default=16, description="With secure: bits of a masked value on the wire")
     secure_range: float = Field(
@@ -325,7 +325,7 @@ class FederationSettings(_Request):
         description="Learning rate with which the finished global model becomes a personal one; unset: its round's",
     )
     method_settings: dict[Annotated[str, Field(max_length=64)], OwnSetting] = Field(
-        default_factory=dict, max_length=100, description="What only this method knows; see docs/methods.md"
+        default_factory=dict, max_length=100, description="What only this method knows, as names with values"
     )
 
     @model_validator(mode="after")
@@ -430,7 +430,9 @@ class FederationStatus(str, Enum):
 class PrivacySpent(Answer):
     """The privacy that global models have cost a device so far: (epsilon, delta), for the one drawn most often."""
 
-    epsilon: float = Field(description="Upper bound, of the models alone; see docs/privacy.md for what is outside it")
+    epsilon: float = Field(
+        description="Upper bound, of the published models alone: not of reports, nor of what the coordinator sees"
+    )
     delta: float
     adjacency: Literal["replacement", "zero_out"] = Field(
         description="What the models hardly tell apart: a device's updates from any others, or from zeros"

@@ -89,7 +89,7 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
             return f"it ended the TLS handshake ({(cause.reason or '').lower().replace('_', ' ')}); {CERTIFICATE}"
         if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
-            return "it speaks no TLS; use http://, or give it a certificate (docs/operating.md)"
+            return "it speaks no TLS; use http://, or give it a certificate (sparrow serve --ssl-certfile)"
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -189,7 +189,7 @@ def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, qui
     """Return the results of the slices once all have ended; raise the first error at once."""
     transport.patience_seconds = 0.0  # a bar that stands still is no reason to end
     results: list[Result] = []
-    with tqdm(unit=" round", disable=quiet, dynamic_ncols=True, file=sys.stderr) as bar:
+    with tqdm(unit=" round", disable=quiet or None, dynamic_ncols=True, file=sys.stderr) as bar:
         while runs:
             ended, runs = ray.wait(runs, timeout=LOOK_SECONDS)
             results += ray.get(ended)

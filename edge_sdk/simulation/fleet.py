@@ -426,5 +426,10 @@ class _Run:
 
     def _bar(self, total: int, description: str, unit: str) -> tqdm[Any]:
         return tqdm(
-            total=total, desc=description, unit=f" {unit}", disable=self.quiet, dynamic_ncols=True, file=sys.stderr
+            total=total,
+            desc=description,
+            unit=f" {unit}",
+            disable=self.quiet or None,
+            dynamic_ncols=True,
+            file=sys.stderr,
         )

@@ -25,12 +25,14 @@ from edge_sdk.device.trainable import exit_unless_trainable
 if __name__ == "__main__":
     exit_unless_trainable("sparrow fleet", None)  # before what follows imports what needs 64 bits
 
+from edge_sdk import arguments as read
 from edge_sdk.arguments import read_setting
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
+from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.cluster import run_on_ray
@@ -39,7 +41,8 @@ from edge_sdk.simulation.host import Plan
 from edge_sdk.simulation.result import Result, installed
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import ACCELERATORS
-from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 
@@ -215,7 +218,7 @@ def _command(options: argparse.Namespace) -> None:
     read_settings(settings, "--set ")
     try:
         result = simulate(
-            options.server,
+            None if options.app else options.server,
             options.task,
             devices=options.devices,
             federation=options.federation,
@@ -232,7 +235,7 @@ def _command(options: argparse.Namespace) -> None:
             workers=options.workers,
             state_dir=options.state_dir,
             in_memory=options.memory,
-            patience_seconds=options.patience,
+            patience_seconds=options.wait,
             trust=tls.from_options(options),
             quiet=options.quiet,
             **settings,
@@ -288,11 +291,15 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _options(parser: Parser) -> None:
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT")
+    where = parser.add_mutually_exclusive_group()
+    add_server(where)
     where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
     parser.add_argument(
-        "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
+        "--federation",
+        type=read.federation,
+        default="default",
+        metavar="NAME",
+        help="which federation to join (default: %(default)s)",
     )
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
@@ -301,7 +308,8 @@ def _options(parser: Parser) -> None:
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
     )
     add_method_set(parser)
-    parser.add_argument("--data", help="their data, with {index}, {of} or {name} in it (docs/fleet.md)")
+    add_help_settings(parser, FederationSettings, "all settings")
+    parser.add_argument("--data", help="their data, with {index}, {of} or {name} in it")
     parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ...")
     parser.add_argument(
         "--budgets",
@@ -330,7 +338,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
+        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here",
     )
     parser.add_argument("--workers", type=int, help="with --ray: on so many cores (default: all)")
     keep = parser.add_mutually_exclusive_group()
@@ -338,9 +346,9 @@ def _options(parser: Parser) -> None:
         "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
     )
     keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
-    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    add_wait(parser, None)
     tls.add_options(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
 
@@ -350,7 +358,7 @@ COMMAND = Command(
     "Many simulated devices, each a real session of its own.",
     _options,
     _command,
-    usage="(--server URL | --app MODULE:APP) --devices N [options]",
+    usage="[--server URL | --app MODULE:APP] --devices N [options]",
     epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
     "coordinator asks for them.",
 )

@@ -215,7 +215,7 @@ def load_data_of(name: str, data: str | None, *, device: str, seed: int, batch_s
     if not data:
         raise UnknownTask(
             f"the federation's task {name!r} is not installed here, nor need be: give this device's samples with "
-            f"--data path.npz (x_train, y_train), or join from Python (docs/own-model.md)"
+            f"--data path.npz (x_train, y_train), or join from Python: edge_sdk.join.join(server, task)"
         )
     return replace(load_task("npz", data, device=device, seed=seed, batch_size=batch_size), name=name, model=None)
 
@@ -226,8 +226,8 @@ def _find_loader(task: str) -> Callable[..., Task]:
     found = installed("sparrow.tasks")
     if task not in found:
         raise UnknownTask(
-            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(found)}; one of "
-            f"your own is joined from Python, or installed (docs/own-model.md)"
+            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(found)}; with one of "
+            f"your own call join and publish from Python, or register it under the entry points sparrow.tasks"
         )
     loader: TaskLoader = load(found[task], UnknownTask, what="task")
     return loader

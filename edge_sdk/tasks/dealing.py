@@ -158,8 +158,9 @@ def read_dealing(
         elif key in _TEXTS:
             fields[key] = text
         else:
+            close = nearest(key, (*_FIELDS, *option_types, *_TEXTS, "partition"))
             raise BadOption(
-                f"--data: {key + '=' + text!r} is not understood; {task} takes {_grammar(needs_path)}, and "
+                f"--data: {key + '=' + text!r} is not understood{close}; {task} takes {_grammar(needs_path)}, and "
                 f"partition={name} takes {', '.join(option_types) or 'no options'}"
             )
     if "held_out" in fields and fields.get("test") == "published":

@@ -82,7 +82,8 @@ def _write(path: Path, images: Iterator[tuple[str, bytes]], count: int, shape: t
     os.close(handle)
     try:
         pixels = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=(count, *shape))
-        for row, (source, content) in enumerate(tqdm(images, total=count, desc="decoding images, once", unit="image")):
+        shown = tqdm(images, total=count, desc="decoding images, once", unit="image", disable=None)
+        for row, (source, content) in enumerate(shown):
             pixels[row] = _decode(content, source, shape)
         pixels.flush()
         del pixels

@@ -58,10 +58,10 @@ class SampleFormat:
 
     @property
     def advice(self) -> str:
-        """The kinds of data that may be given, and the page that describes the public set."""
+        """The kinds of data that may be given, and the public set."""
         return (
             f"give a folder or file with {' or '.join(self.archives)}, IDX files, train.csv, train.parquet or folders "
-            f"of images by class (docs/tasks.md); the public set is {self.described}"
+            f"of images by class; the public set is {self.described}"
         )
 
 

@@ -152,8 +152,8 @@ def _run_federation(root: Root) -> None:
 
 
 def _join(url: str, name: str, index: int, folder: str) -> list[str]:
-    federation = ["--server", url, "--name", name, "--data", f"index={index},of=2", "--budget", "0.4", "--quiet"]
-    federation += ["--patience", "300"]
+    federation = ["--server", url, "--device-name", name, "--data", f"index={index},of=2", "--budget", "0.4", "--quiet"]
+    federation += ["--wait", "300"]
     federation += ["--engine", "onnx" if name == EMULATED else "torch"]  # the two engines in one federation
     return ["-m", "edge_sdk.join", *federation, "--state-dir", folder, "--export", f"{folder}/model.onnx"]
 

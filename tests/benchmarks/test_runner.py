@@ -399,7 +399,7 @@ def test_every_experiment_of_the_repository_can_be_read():
 
 
 @pytest.mark.slow
-def test_a_training_that_two_labels_share_is_run_once(tmp_path):
+def test_a_training_that_two_labels_share_is_run_once(tmp_path, capsys):
     """FedAvg is FedAvg+FT less the judging of fine-tuned copies: the same rows as when it is run by itself."""
     tuned = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\nsettings = { finetune_epochs = 1 }\n'
     plain = '[[methods]]\nlabel = "FedAvg"\nmethod = "fedavg"\n'
@@ -410,6 +410,10 @@ def test_a_training_that_two_labels_share_is_run_once(tmp_path):
         file.write_text(head + methods)
         assert main(command("run", file, tmp_path / name, "--processes", "1")) == 0
         found[name] = {each.trial.label: each for each in rows.read(tmp_path / name / "results.jsonl")}
+        said, of = capsys.readouterr().err, methods.count("[[methods]]")
+        lines = [line for line in said.splitlines() if line.startswith("one: trial ")]
+        assert [line.partition(",")[0] for line in lines] == [f"one: trial {n} of {of}" for n in range(1, of + 1)]
+        assert "\r" not in said, "without a terminal there is no bar"
     shared, alone = found["shared"]["FedAvg"], found["alone"]["FedAvg"]
     assert shared.trial == alone.trial
     assert [point.accuracy for point in shared.points] == [point.accuracy for point in alone.points]

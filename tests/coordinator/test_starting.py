@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from edge_sdk.simulation import in_process
 from sparrow.command_line.command import WrongUsage
 from sparrow.coordinator.clock import KEEP_SECONDS, SteadyClock
 from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
+from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings, read_settings
 
 
@@ -73,6 +75,35 @@ def test_a_coordinator_says_how_to_join_it(home):
     (_, _, join) = introduction(settings, Listening("10.0.0.7", 8443, tls=True), enrolment_guarded=True)
     assert join.endswith("--server https://10.0.0.7:8443 --federation NAME, with SPARROW_ENROLMENT_TOKEN set")
     assert len(list(introduction(Settings(), None, enrolment_guarded=False))) == 1
+
+
+@pytest.mark.parametrize(
+    ("listening", "tokens", "made"),
+    [
+        (Listening("192.0.2.7", 8000), {}, True),
+        (Listening("::", 8000, tls=True), {}, True),
+        (Listening("127.0.0.1", 8000), {}, False),
+        (Listening("0.0.0.0", 8000), {"observer_token": "0123456789abcdef"}, False),  # its operator has chosen
+        (None, {}, False),  # uvicorn
+    ],
+)
+def test_tokens_are_made_where_others_reach_it_and_nobody_has_set_any(home, capsys, listening, tokens, made):
+    settings = Settings(data_dir=home / "data", default_task="", **tokens)
+    file = home / "data" / "tokens.sh"
+    for start in (1, 2):
+        with in_process.running(create_app(settings, listening)) as client:
+            status = client.get("/v1/federations").status_code
+        assert (status, file.exists()) == (401 if made or tokens else 200, made)
+        said = capsys.readouterr().err
+        assert ("shown this once" in said) == (made and start == 1)
+        assert ("plain http" in said) == (made and start == 1 and not listening.tls)
+    if made:
+        assert file.stat().st_mode & 0o777 == 0o600
+        secret = file.read_text().partition("SPARROW_ADMIN_TOKEN=")[2].split()[0]
+        with in_process.running(create_app(settings)) as client:  # they stay in force
+            assert client.get("/v1/federations").status_code == 401
+            allowed = {"Authorization": f"Bearer {secret}"}
+            assert client.get("/v1/federations", headers=allowed).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

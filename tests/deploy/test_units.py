@@ -90,7 +90,7 @@ def test_a_device_that_cannot_train_or_was_started_wrongly_is_not_started_again(
 
 
 def test_the_device_starts_with_the_options_of_its_file(tmp_path):
-    more = {"SPARROW_SERVER": "http://127.0.0.1:9", "SPARROW_OPTIONS": "--budget 0.4 --patience 0"}
+    more = {"SPARROW_SERVER": "http://127.0.0.1:9", "SPARROW_OPTIONS": "--budget 0.4 --wait 0"}
     words = command("sparrow-device.service", tmp_path, **more)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (Exit.UNREACHABLE, "")

@@ -63,6 +63,7 @@ class Reader:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self.environment["SPARROW_SERVER"] = f"http://127.0.0.1:{self.port}"
         try:
             for what, text in steps():
                 if what != "run":

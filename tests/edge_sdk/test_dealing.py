@@ -47,7 +47,10 @@ def test_every_entry_is_read():
     [
         ("here,there", "'there' is not understood; mnist takes PATH, index, of"),
         ("of=5,here", "'here' is not understood"),
-        ("here,indx=2", "'indx=2' is not understood; .* partition=dirichlet takes alpha, minimum"),
+        (
+            "here,indx=2",
+            r"'indx=2' is not understood \(did you mean index\?\); .* partition=dirichlet takes alpha, minimum",
+        ),
         ("partition=person,alpha=1", "partition=person takes no options"),
         ("partition=banana", "no partition 'banana'; there are classes, dirichlet, grouped, iid, person, quantity, sh"),
         ("partition=shards,shards=1.5", "shards must be a whole number"),

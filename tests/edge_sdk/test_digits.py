@@ -43,7 +43,7 @@ def test_a_device_loads_the_same_part_again_and_the_same_initial_weights():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("indx=2,of=5", "'indx=2' is not understood; digits takes index, of, seed"),
+        ("indx=2,of=5", r"'indx=2' is not understood \(did you mean index\?\); digits takes index, of, seed"),
         ("2", "'2' is not understood"),
         ("index=two", "index=two; index must be a whole number"),
         ("index=1.5", "index must be a whole number"),

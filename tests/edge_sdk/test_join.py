@@ -1,5 +1,6 @@
 """What the command line says; whole federations are in tests/system."""
 
+import io
 import json
 import sys
 from contextlib import closing
@@ -21,7 +22,7 @@ from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, Moved
+from edge_sdk.protocol.messages import BudgetLimit, Kind, Moved
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
@@ -46,7 +47,7 @@ def test_watts_that_cannot_be_read_are_refused_with_an_example(capsys):
 
 
 def test_a_coordinator_that_never_answers_ends_in_advice(tmp_path, capsys):
-    command = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(tmp_path), "--quiet"]
+    command = ["--server", "http://127.0.0.1:9", "--wait", "0", "--state-dir", str(tmp_path), "--quiet"]
     assert join.main(command) == Exit.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
 
@@ -150,39 +151,39 @@ def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
     ("more", "said"),
     [
         (["--policy", "none.toml"], "give --policy a TOML file, auto or none"),
-        (["--policy", "none", "--limit", "pause=70"], "pause: Extra inputs are not permitted; there are on_mains"),
+        (["--policy", "none", "--limit", "pause=70"], "pause: there is no such setting; there are on_mains"),
         (["--policy", "none", "--limit", "hours=night"], "is not a part of a day; give 22:00-07:00"),
     ],
 )
 def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):
-    assert join.main(["--server", "http://127.0.0.1:9", "--patience", "0", *more]) == Exit.USAGE
+    assert join.main(["--server", "http://127.0.0.1:9", "--wait", "0", *more]) == Exit.USAGE
     assert said in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_names_the_option(capsys):
-    assert publish.main(["--server", "http://127.0.0.1:9", "--name", "x", "--learning-rate", "-1"]) == Exit.USAGE
+    assert publish.main(["--server", "http://127.0.0.1:9", "x", "--learning-rate", "-1"]) == Exit.USAGE
     assert "--learning-rate: -1 cannot work; give a number above 0" in capsys.readouterr().err
 
 
 def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
     state = tmp_path / "state"
-    command = ["--server", "http://127.0.0.1:9", "--name", "pi kitchen", "--state-dir", str(state)]
+    command = ["--server", "http://127.0.0.1:9", "--device-name", "pi kitchen", "--state-dir", str(state)]
     assert join.main(command) == Exit.USAGE
-    assert "choose another --name" in capsys.readouterr().err
+    assert "choose another --device-name" in capsys.readouterr().err
     assert not state.exists()
 
 
 def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "model.onnx"
-    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--patience", "0"]) == Exit.USAGE
+    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--wait", "0"]) == Exit.USAGE
     assert "give another --export" in capsys.readouterr().err
 
 
 def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "state"
-    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--patience", "0"]) == Exit.FAILED
+    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--wait", "0"]) == Exit.FAILED
     assert "give another --state-dir" in capsys.readouterr().err
 
 
@@ -191,6 +192,49 @@ def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     bar.start(session=None)
     bar.waiting("connection refused", 2.0)
     assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
+
+
+class Shown:
+    """What a bar shows of a session."""
+
+    def __init__(self):
+        self.info, self.progress = SimpleNamespace(rounds=3), SimpleNamespace(last_round=0, stopped_round=None)
+
+    def play(self, bar):
+        bar.start(self)
+        for number in (1, 2):
+            for step in range(1, 5):
+                bar.training(SimpleNamespace(kind=Kind.train), step, 4, 1 / step)
+                bar.after(self)
+            self.progress.last_round = number
+            bar.after(self)
+        bar.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_a_terminal_progress_is_a_line_a_round(capsys, monkeypatch):
+    Shown().play(join._Bar(quiet=False))
+    assert capsys.readouterr().err == "round 1 of 3, loss 0.250\nround 2 of 3, loss 0.250\n"
+    Shown().play(join._Bar(quiet=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    Shown().play(join._Bar(quiet=False))
+    assert "\r" in terminal.getvalue()
+    assert "round 1 of 3" not in terminal.getvalue()
+
+
+def test_a_device_names_its_state_folder_once_at_the_start(tmp_path, capsys):
+    command = ["--server", "http://127.0.0.1:9", "--wait", "0", "--device-name", "pi", "--state-dir", str(tmp_path)]
+    assert join.main(command) == Exit.UNREACHABLE
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == f"pi keeps its state in {tmp_path}"
+    assert "does not answer" in last
+    join.main([*command, "--quiet"])
+    assert "keeps its state" not in capsys.readouterr().err
 
 
 def test_two_coordinators_have_folders_of_their_own():
@@ -202,7 +246,7 @@ def test_two_coordinators_have_folders_of_their_own():
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
-    command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
+    command = ["--server", "http://127.0.0.1:9", "x", "--optimizer", "adam", "--momentum", "0.9"]
     assert publish.main(command) == Exit.USAGE
     assert "sparrow publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
 

@@ -81,7 +81,9 @@ def test_a_save_that_was_killed_leaves_the_last_one_whole(folder, small):
 
 
 def test_one_process_at_a_time(folder, tmp_path):
-    with pytest.raises(StateError, match=r"another process uses .*; stop it, or give this device a --name or --state-"):
+    with pytest.raises(
+        StateError, match=r"another process uses .*; stop it, or give this device a --device-name or --state-"
+    ):
         StateFolder(tmp_path / "state")
     folder.close()
     StateFolder(tmp_path / "state").close()

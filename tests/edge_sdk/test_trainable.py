@@ -42,11 +42,11 @@ def test_who_cannot_is_told_why_and_what_it_can_do_in_one_line(python, told):
         trainable.check(**python)
     text = str(refusal.value)
     assert told in text
-    assert "it can predict with an exported model: docs/devices.md" in text
+    assert "it can predict with an exported model: sparrow predict" in text
     assert "\n" not in text
 
 
-def test_the_page_that_it_names_shows_what_it_says():
+def test_the_page_of_devices_shows_what_it_says():
     with pytest.raises(trainable.CannotTrain) as refusal:
         trainable.check(pointer_bytes=4, platform="linux-armv7l")
     assert f"sparrow join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
@@ -65,7 +65,7 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
 @pytest.mark.parametrize("command", ["profile", "publish"])
 def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
-    options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]
+    options = ["--server", "http://127.0.0.1:9", "--wait", "0", "--state-dir", str(state)]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, command, *options],
         capture_output=True,

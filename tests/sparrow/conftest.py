@@ -17,7 +17,7 @@ def _nothing_set(monkeypatch):
     """No settings or tokens of whoever runs the tests."""
     for kind in ("ADMIN", "OBSERVER", "ENROLMENT"):
         monkeypatch.delenv(f"SPARROW_{kind}_TOKEN", raising=False)
-    for name in ("SPARROW_TRACEBACK", "COORDINATOR_DATA_DIR", "COORDINATOR_DATABASE_URL"):
+    for name in ("SPARROW_SERVER", "SPARROW_TRACEBACK", "NO_COLOR", "COORDINATOR_DATA_DIR", "COORDINATOR_DATABASE_URL"):
         monkeypatch.delenv(name, raising=False)
 
 

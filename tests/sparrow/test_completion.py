@@ -1,7 +1,8 @@
-"""The scripts that make bash and zsh complete."""
+"""The scripts that make bash, zsh and fish complete."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,32 @@ def test_bash_completes_commands_options_and_choices(sparrow, tmp_path):
     assert complete("token", "create", "") >= {"admin", "observer", "enrolment"}
     assert complete("status", "--js") == {"--json"}
     assert complete("completion", "z") == {"zsh"}
+    assert complete("completion", "f") == {"fish"}
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_so_does_fish(sparrow, tmp_path):
+    code, script, err = sparrow("completion", "fish")
+    assert (code, err) == (0, "")
+    (tmp_path / "sparrow.fish").write_text(script)
+
+    def complete(line):
+        asked = subprocess.run(
+            ["fish", "--no-config", "-c", 'source $argv[1]; complete -C "$argv[2]"', tmp_path / "sparrow.fish", line],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+        return {row.partition("\t")[0] for row in asked.stdout.splitlines()}
+
+    assert complete("sparrow pub") == {"publish"}
+    assert complete("sparrow publish --learning") == {"--learning-rate", "--learning-rate-decay"}
+    assert complete("sparrow token create ") >= {"admin", "observer", "enrolment"}
+    assert complete("sparrow federation create --ta") == {"--task"}
+    assert complete("sparrow status --js") == {"--json"}
 
 
 def test_zsh_has_a_script_of_its_own(sparrow):

@@ -79,12 +79,22 @@ def calls(tmp_path):
 
     def words(server, name):
         return {
-            "status": [server],
-            "track": [server, "default", "--json"],
-            "publish": ["--server", server, "--name", "lab", "--wait", "0"],
-            "join": ["--server", server, "--name", "pi", "--state-dir", tmp_path / "pi", "--patience", "0", "--quiet"],
-            "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--patience", "0"],
-            "evaluate": ["--server", server, "--data", samples],
+            "status": ["--server", server],
+            "track": ["default", "--server", server, "--json", "--wait", "0"],
+            "publish": ["lab", "--server", server, "--wait", "0"],
+            "join": [
+                "--server",
+                server,
+                "--device-name",
+                "pi",
+                "--state-dir",
+                tmp_path / "pi",
+                "--wait",
+                "0",
+                "--quiet",
+            ],
+            "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--wait", "0"],
+            "evaluate": ["default", "--server", server, "--data", samples],
         }[name]
 
     return words
@@ -170,6 +180,13 @@ def test_so_is_an_address_that_is_none(fails, calls, name, server):
     assert "http://HOST:PORT or https://HOST" in line
 
 
+def test_so_is_an_address_in_the_place_of_a_federation(sparrow):
+    for name in ("status", "track", "publish"):
+        code, _, err = sparrow(name, "http://lab.example:8000", "default")
+        assert (code, len(err.splitlines())) == (Exit.USAGE, 1)
+        assert "is an address; give it as --server http://lab.example:8000" in err
+
+
 def test_so_is_a_database_of_another_kind(fails, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATABASE_URL", "mysql://me:secret@localhost/sparrow")
     assert "secret" not in fails(Exit.USAGE, "token", "list")
@@ -179,14 +196,21 @@ def test_so_is_a_database_of_another_kind(fails, monkeypatch):
 def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
     monkeypatch.setenv("COORDINATOR_TICK_SECONDS", "often")
     line = fails(Exit.USAGE, name, *(["list"] if name == "token" else []))
-    assert "COORDINATOR_TICK_SECONDS: Input should be a valid number" in line
+    assert "COORDINATOR_TICK_SECONDS: often cannot work; give a number" in line
+    monkeypatch.delenv("COORDINATOR_TICK_SECONDS")
+    for text, said in (
+        ("{", "give a JSON object"),
+        ('{"ruonds": 3}', "ruonds: there is no such setting (did you mean"),
+    ):
+        monkeypatch.setenv("COORDINATOR_DEFAULT_SETTINGS", text)
+        assert said in fails(Exit.USAGE, name, *(["list"] if name == "token" else []))
 
 
 def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path))
     line = fails(Exit.USAGE, "serve", "--port", "80000")
     assert line == "sparrow serve: --port 80000: there is no such port; choose one from 1 to 65535, or 0 for any"
-    assert "80000" in fails(Exit.USAGE, "status", "http://127.0.0.1:80000")
+    assert "80000" in fails(Exit.USAGE, "status", "--server", "http://127.0.0.1:80000")
 
 
 def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monkeypatch):
@@ -207,8 +231,42 @@ def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
     line = fails(Exit.USAGE, "serve")
     assert "COORDINATOR_DEFUALT_TASK is not a setting (did you mean COORDINATOR_DEFAULT_TASK?)" in line
-    assert "--rouds 3 (did you mean --rounds?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
+    assert "there is no option --rouds (did you mean --rounds?)" in sparrow("publish", "x", "--rouds", "3")[2]
     assert "there is no command 'jion' (did you mean join?)" in sparrow("jion")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("federation lst", "list"),
+        ("federation list --sever x", "--server"),
+        ("federation set lab --wiat 3 rounds=2", "--wait"),
+        ("device shwo lab pi", "show"),
+        ("model downlaod lab", "download"),
+        ("token create admn", "admin"),
+        ("token revok x", "revoke"),
+        ("join --accelerator gpu", "cpu"),
+        ("join --name pi", "--device-name"),
+        ("fleet --devices 2 --engine onxn", "onnx"),
+        ("export state --outptu m.onnx", "--output"),  # though --output is required and missing
+        ("bench runn", "run"),
+        ("completion bsh", "bash"),
+    ],
+)
+def test_the_nearest_word_is_told_within_every_command(sparrow, words, meant):
+    code, out, err = sparrow(*words.split())
+    assert (code, out, len(err.splitlines())) == (Exit.USAGE, "", 1)
+    assert f"(did you mean {meant}?)" in err
+
+
+def test_the_nearest_limit_of_a_policy_and_part_of_data_are_told(fails, guarded, calls, monkeypatch):
+    words = calls(guarded, "join")
+    assert "(did you mean pause_celsius?)" in fails(Exit.USAGE, "join", *words, "--limit", "pause_celsus=60")
+    assert "pause_celsius: hot cannot work; give a number" in fails(
+        Exit.USAGE, "join", *words, "--limit", "pause_celsius=hot"
+    )
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    assert "(did you mean index?)" in fails(Exit.USAGE, "join", *words, "--data", "idnex=0,of=2")
 
 
 # --- 3 ---------------------------------------------------------------------------------------------------------------
@@ -241,7 +299,7 @@ def test_a_device_without_torch_cannot_train(fails, monkeypatch, name):
 
 def test_a_device_without_torch_joins_unless_it_asks_for_it(fails, closed, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    where = ["join", "--server", closed, "--patience", "0"]
+    where = ["join", "--server", closed, "--wait", "0", "--quiet"]
     assert "does not answer" in fails(Exit.UNREACHABLE, *where)
     for asked in (["--engine", "torch"], ["--bfloat16"]):
         assert "because PyTorch is not installed" in fails(Exit.CANNOT, *where, *asked)
@@ -249,13 +307,22 @@ def test_a_device_without_torch_joins_unless_it_asks_for_it(fails, closed, monke
 
 def test_a_budget_that_does_not_fit_is_more_than_this_machine_can(fails, guarded, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
-    where = ["--server", guarded, "--name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
+    where = ["--server", guarded, "--device-name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
     assert "MiB" in fails(
         Exit.CANNOT, "join", *where, "--budget", "1", "--memory-limit", "1", "--quiet", "--engine", "torch"
     )
 
 
 # --- 4 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_the_coordinator_of_the_environment_is_called_where_none_is_given(fails, calls, closed, name, monkeypatch):
+    monkeypatch.setenv("SPARROW_SERVER", closed)
+    words = calls(closed, name)
+    place = words.index("--server")
+    line = fails(Exit.UNREACHABLE, name, *words[:place], *words[place + 2 :])
+    assert closed in line
 
 
 @pytest.mark.parametrize("name", CALLERS)
@@ -293,8 +360,19 @@ def test_a_token_that_is_wrong_is_refused(fails, calls, guarded, name, monkeypat
 
 def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
     monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
-    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", guarded, "none")
-    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", guarded, "none", "--json")
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", "none", "--server", guarded)
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", "none", "--server", guarded, "--json")
+
+
+def test_the_nearest_federation_is_told_by_every_command_that_calls(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
+    for name in ("status", "track", "evaluate"):
+        words = ["defualt", *(word for word in calls(guarded, name) if word != "default")]
+        assert "(did you mean default?)" in fails(Exit.NOT_FOUND, name, *words)
+    assert "did you mean digits?" in fails(
+        Exit.NOT_FOUND, "federation", "create", "new", "--task", "digts", "--server", guarded
+    )
 
 
 def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, guarded, calls, monkeypatch):
@@ -312,13 +390,13 @@ def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, gu
         ["predict", "none.onnx", "--input", "none.npy"],
         ["export", "none", "--output", "m.onnx", "--quiet"],
         ["devices", "--root", "none"],
-        ["evaluate", "--server", "http://127.0.0.1:9", "--data", "none.npz"],
+        ["evaluate", "default", "--data", "none.npz"],
         ["backup", "copy"],
         ["restore", "none"],
         ["token", "list"],
         ["profile", "--task", "none"],
         ["profile", "--task", "npz", "--data", "none.npz"],
-        ["publish", "--server", "http://127.0.0.1:9", "--name", "lab", "--task", "none"],
+        ["publish", "lab", "--task", "none"],
         ["serve", "--ssl-certfile", "none.pem"],
     ],
     ids=" ".join,
@@ -372,7 +450,7 @@ def test_a_result_that_does_not_fit_on_standard_output():
 def test_a_full_disk_keeps_a_device_from_beginning(fails, guarded, small_disk, monkeypatch):
     fill(small_disk)
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
-    where = ["--server", guarded, "--name", "full", "--data", "index=0,of=2", "--patience", "0", "--quiet"]
+    where = ["--server", guarded, "--device-name", "full", "--data", "index=0,of=2", "--wait", "0", "--quiet"]
     line = fails(Exit.FULL, "join", *where, "--budget", "1", "--policy", "none", "--state-dir", small_disk / "device")
     assert "make room, and give the same command again" in line
 
@@ -400,7 +478,7 @@ def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
         "edge_sdk.publish.connect",
         lambda server, trust: httpx.Client(base_url=server, transport=httpx.MockTransport(answer)),
     )
-    line = fails(Exit.FULL, "publish", "--server", "http://full", "--name", "lab", "--wait", "0")
+    line = fails(Exit.FULL, "publish", "lab", "--server", "http://full", "--wait", "0")
     assert "the coordinator's disk is full" in line
 
 
@@ -416,7 +494,7 @@ def test_a_device_that_waits_can_be_interrupted(sparrow, calls, closed, name, sa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(transport.Transport.__init__, "__kwdefaults__", {**KEEP, "sleep": interrupt})
-    words = [word for word in calls(closed, name) if word not in ("--patience", "0")]
+    words = [word for word in calls(closed, name) if word not in ("--wait", "0")]
     code, out, err = sparrow(name, *words)
     assert (code, out) == (Exit.INTERRUPTED, "")
     assert says in err.splitlines()[-1]
@@ -472,9 +550,9 @@ def serve(tmp_path):
     """Starts ``sparrow serve`` over one data folder; ended with the test."""
     started = []
 
-    def start():
+    def start(*words):
         settings = {"COORDINATOR_DATA_DIR": str(tmp_path / "data")}
-        command = [sys.executable, "-m", "sparrow", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "sparrow", "serve", "--port", "0", *words]
         process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
@@ -494,6 +572,7 @@ def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_ou
     assert f"data folder: {tmp_path / 'data'}\n" in "".join(said)
     (address,) = re.findall(r"page: (http://127\.0\.0\.1:\d+)/\n", "".join(said))
     assert f"devices join with: sparrow join --server {address}\n" in "".join(said)
+    assert not (tmp_path / "data" / "tokens.sh").exists()
     assert httpx.get(f"{address}/v1/federations", timeout=60).json()[0]["name"] == "default"
     _, err = serve().communicate(timeout=60)
     assert err.splitlines()[-1].startswith("sparrow serve: another coordinator")
@@ -503,6 +582,50 @@ def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_ou
     assert first.returncode == Exit.INTERRUPTED
     assert err.splitlines()[-1] == "sparrow serve: stopped; the same command goes on where it was"
     assert "Traceback" not in err
+
+
+def until(process, words):
+    """Return what a process says on stderr up to a line with these words."""
+    said, line = "", ""
+    while words not in line:
+        line = process.stderr.readline()
+        said += line
+        assert line, said
+    return said
+
+
+@pytest.mark.integration
+def test_on_a_network_it_makes_tokens_once_and_tells_how_to_join(serve, sparrow, tmp_path, monkeypatch):
+    first = serve("--host", "0.0.0.0")
+    said = until(first, "startup complete")
+    file = tmp_path / "data" / "tokens.sh"
+    assert f"kept in {file}; shown this once" in said
+    assert file.stat().st_mode & 0o777 == 0o600
+    kept = dict(line.removeprefix("export ").split("=") for line in file.read_text().splitlines())
+    (token, port) = re.findall(r"SPARROW_ENROLMENT_TOKEN=(\S+) sparrow join --server http://\S+:(\d+)\n", said)[0]
+    assert token == kept["SPARROW_ENROLMENT_TOKEN"]
+    assert f"    {kept['SPARROW_ADMIN_TOKEN']}\n" in said
+    server = f"http://127.0.0.1:{port}"
+    assert "OPEN TO THE NETWORK" not in said
+    assert httpx.get(f"{server}/v1/federations").status_code == 401
+    device = {"name": "pi", "enrolment_key": "k" * 32}
+    where = f"{server}/v1/federations/default/devices"
+    assert httpx.post(where, json=device).status_code == 401
+    assert httpx.post(where, json=device, headers={"Authorization": f"Bearer {token}"}).status_code == 201
+    assert sparrow("status", "--server", server)[0] == Exit.REFUSED
+    for name, secret in kept.items():
+        monkeypatch.setenv(name, secret)
+    assert sparrow("status", "--server", server)[0] == Exit.DONE
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+
+    again = until(second := serve("--host", "0.0.0.0"), "startup complete")
+    assert f"tokens: {file}\n" in again
+    assert not any(secret in again for secret in kept.values())
+    (port,) = re.findall(r"page: http://\S+:(\d+)/\n", again)
+    assert sparrow("status", "--server", f"http://127.0.0.1:{port}")[0] == Exit.DONE
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=60)
 
 
 # --- how they are found ----------------------------------------------------------------------------------------------
@@ -538,16 +661,19 @@ def test_tokens_through_the_one_command(sparrow, tmp_path, monkeypatch):
     assert made["secret"].startswith("sparrow_enrol_")
     (listed,) = json.loads(sparrow("token", "list", "--json")[1])
     assert (listed["id"], listed["status"]) == (made["id"], "valid")
-    assert json.loads(sparrow("token", "revoke", made["id"], "--json")[1]) == {"id": made["id"], "revoked": True}
-    assert sparrow("token", "revoke", "nobody")[0] == Exit.NOT_FOUND
+    assert json.loads(sparrow("token", "revoke", made["id"], "--yes", "--json")[1]) == {
+        "id": made["id"],
+        "revoked": True,
+    }
+    assert sparrow("token", "revoke", "nobody", "--yes")[0] == Exit.NOT_FOUND
 
 
 def test_a_federation_is_published_and_told_as_json(sparrow, guarded, monkeypatch):
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
-    code, out, _ = sparrow("publish", "--server", guarded, "--name", "told", "--rounds", "7", "--json")
+    code, out, _ = sparrow("publish", "told", "--server", guarded, "--rounds", "7", "--json")
     assert code == Exit.DONE
     assert json.loads(out)["settings"]["rounds"] == 7
-    assert "a federation called 'told' exists" in sparrow("publish", "--server", guarded, "--name", "told")[2]
+    assert "a federation called 'told' exists" in sparrow("publish", "told", "--server", guarded)[2]
 
 
 def test_wrong_usage_and_the_operating_system_have_codes_as_well():

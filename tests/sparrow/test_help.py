@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 from sparrow.main import COMMANDS, main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text()
 TOKENS = ("create", "list", "revoke")
 BENCH = ("compare", "run", "tune", "report", "claims")
 
@@ -56,6 +59,66 @@ def test_every_commands_help_fits_fifty_lines(name, capsys):
 @pytest.mark.parametrize("words", [*(("token", each) for each in TOKENS), *(("bench", each) for each in BENCH)])
 def test_so_do_those_of_commands_within_commands(words, capsys):
     assert len(help_of(capsys, *words).splitlines()) <= 50
+
+
+def parts(parser):
+    """Yield a parser and those of the commands within it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from parts(part)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_means_one_thing_in_every_command(name):
+    """Of all that call a coordinator: the same words for its address, and none of the former ones."""
+    for part in parts(COMMANDS[name].load().parser(f"sparrow {name}", brief=False)):
+        text = " ".join(part.format_help().split())
+        if "--server" in text:
+            assert "--server URL the coordinator's address (default: that of SPARROW_SERVER, or http://127.0" in text
+        options = set(re.findall(r"^  (--[a-z-]+)", part.format_help(), re.MULTILINE))
+        assert "--name" not in options
+        assert name == "publish" or "--patience" not in options, "there it is a setting of early stopping"
+        assert "docs/" not in text, "who installed a wheel has no such page"
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (("publish",), "rounds (30)"),
+        (("federation", "create"), "rounds (30)"),
+        (("fleet",), "rounds (30)"),
+        (("profile",), "rounds (30)"),
+        (("join",), "pause_celsius (unset)"),
+        (("serve",), "COORDINATOR_TICK_SECONDS (0.5)"),
+    ],
+)
+def test_settings_are_explained_without_the_documentation(capsys, words, setting):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help-settings"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert setting in lines
+    assert all(line.startswith("  ") for line in lines if not re.match(r"[A-Za-z_0-9]+ \(", line))
+    assert "docs/" not in "".join(lines)
+
+
+def test_no_message_names_a_page_that_a_wheel_has_not():
+    named = []
+    for package in ("sparrow", "command_line", "coordinator", "edge_sdk", "export", "devices"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.is_symlink() or any(each.is_symlink() for each in path.relative_to(ROOT).parents):
+                continue
+            tree = ast.parse(path.read_text())
+            prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            named += [
+                f"{path}:{node.lineno}: {node.value}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+                if re.search(r"docs/[\w-]+\.md", node.value)
+            ]
+    assert named == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)

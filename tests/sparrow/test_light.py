@@ -69,7 +69,17 @@ def test_a_device_is_installed_in_220_mb_and_trains_without_pytorch(tmp_path):
     assert subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False, **place).returncode
     with coordinator(tmp_path) as server:
         publish(server, "default", "digits", rounds=2, cohort=1, min_devices=1, local_epochs=2)
-        options = ["--server", server, "--name", "small", "--state-dir", "state", "--export", "model.onnx", "--json"]
+        options = [
+            "--server",
+            server,
+            "--device-name",
+            "small",
+            "--state-dir",
+            "state",
+            "--export",
+            "model.onnx",
+            "--json",
+        ]
         join = [python, "-m", "edge_sdk.join", *options, "--engine", "onnx", "--quiet"]
         done = subprocess.run(join, capture_output=True, text=True, timeout=120, check=False, **place)
     assert done.returncode == 0, done.stderr

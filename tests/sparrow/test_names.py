@@ -87,7 +87,7 @@ def test_commands_are_ours(folder, command, says):
 
 @pytest.mark.parametrize("start", [("-m", "edge_sdk.join"), ("-m", "sparrow", "join")])
 def test_a_device_joins_with_ours(folder, start):
-    done = run(folder, *start, "--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", "state")
+    done = run(folder, *start, "--server", "http://127.0.0.1:9", "--wait", "0", "--state-dir", "state", "--quiet")
     assert done.returncode == 4, done.stderr
     assert "does not answer" in done.stderr
     assert INSIDE not in done.stderr

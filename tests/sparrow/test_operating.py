@@ -44,13 +44,13 @@ def test_it_is_gone_for_good_and_its_name_is_free(sparrow, night, lab):
     code, out, err = sparrow(*DELETE, "night", "--server", night, "--yes", "--json")
     assert (code, json.loads(out), err) == (0, {"deleted": "night"}, "")
     assert lab.get("/v1/federations/night").status_code == 404
-    assert sparrow("publish", "--server", night, "--name", "night", "--rounds", "7")[0] == 0
+    assert sparrow("publish", "night", "--server", night, "--rounds", "7")[0] == 0
     assert lab.get("/v1/federations/night").json()["rounds"] == 7
 
 
 def test_who_publishes_is_told_that_nothing_bounds_a_device(sparrow, night, lab):
     lab.delete("/v1/federations/night")
-    words = ("publish", "--server", night, "--name", "night", "--json")
+    words = ("publish", "night", "--server", night, "--json")
     code, out, err = sparrow(*words, "--update-clip", "10")
     assert (code, json.loads(out)["notice"], err) == (0, None, "")
     lab.delete("/v1/federations/night")
@@ -70,6 +70,70 @@ def test_a_person_is_asked(sparrow, night, lab, monkeypatch):
     assert (code, out) == (0, "federation night is deleted: 0 devices, 0 rounds\n")
 
 
+@pytest.fixture
+def enrolled(night, lab):
+    """A device in ``night``, which waits for another one."""
+    lab.delete("/v1/federations/night")
+    lab.post("/v1/federations", json={"name": "night", "task": "digits", "settings": {"min_devices": 2}})
+    device = {"name": "pi", "enrolment_key": "k" * 32}
+    return lab.post("/v1/federations/night/devices", json=device).raise_for_status().json()
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "done"),
+    [
+        (("federation", "stop", "night"), "Stop night after round 0 of 30? Its devices end", "night: stopped"),
+        (("federation", "rollback", "night", "0"), "Go back from model 0 of night to 0?", "night: "),
+        (("federation", "delete", "night"), "Delete night for good", "federation night is deleted"),
+        (("device", "revoke", "night", "pi"), "Take pi's token away for good?", "device pi is revoked"),
+    ],
+)
+def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
+    sparrow, fails, night, lab, enrolled, words, asked, done, monkeypatch
+):
+    server = ("--server", night)
+    before = lab.get("/v1/federations/night").json(), lab.get("/v1/federations/night/devices").json()
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert "nobody can be asked here: give --yes" in fails(Exit.USAGE, *words, *server)
+    for answer in ("n\n", "\n", ""):  # no, the usual answer, and the end of input
+        monkeypatch.setattr("sys.stdin", Person(answer))
+        code, out, err = sparrow(*words, *server)
+        assert (code, out) == (Exit.INTERRUPTED, "")
+        assert asked in err
+        assert err.endswith(f"[y/N] sparrow {words[0]}: nothing was changed\n")
+    assert (lab.get("/v1/federations/night").json(), lab.get("/v1/federations/night/devices").json()) == before
+    if words[1] == "delete":
+        lab.patch("/v1/federations/night", json={"action": "stop"}).raise_for_status()
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    code, out, err = sparrow(*words, *server, "--yes")
+    assert (code, err) == (0, "")
+    assert out.startswith(done)
+
+
+def test_so_is_who_takes_a_token_away(sparrow, fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+    with serving(Settings(data_dir=tmp_path / "data", default_task="")):
+        pass
+    made = json.loads(sparrow("token", "create", "admin", "--json")[1])["id"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert "give --yes" in fails(Exit.USAGE, "token", "revoke", made)
+    for answer, code in (("n\n", Exit.INTERRUPTED), ("y\n", Exit.DONE)):
+        assert json.loads(sparrow("token", "list", "--json")[1])[0]["status"] == "valid"
+        monkeypatch.setattr("sys.stdin", Person(answer))
+        assert sparrow("token", "revoke", made)[0] == code
+    assert json.loads(sparrow("token", "list", "--json")[1])[0]["status"] == "revoked"
+
+
+def test_settings_may_stand_anywhere_on_the_line(sparrow, fails, night, lab):
+    lab.delete("/v1/federations/made")
+    words = ("federation", "create", "made", "--server", night, "--task", "digits")
+    assert "ruonds: there is no such setting (did you mean rounds?)" in fails(Exit.USAGE, *words, "ruonds=7")
+    assert "'seven': give a setting as KEY=VALUE" in sparrow(*words, "seven")[2]
+    assert sparrow(*words, "rounds=7", "min_devices=1") == (0, "made: waiting, round 0 of 7\n", "")
+    assert sparrow("federation", "set", "--server", night, "made", "--json", "rounds=9")[0] == 0
+    assert lab.get("/v1/federations/made").json()["rounds"] == 9
+
+
 def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert "give --yes" in fails(Exit.USAGE, *DELETE, "night", "--server", night)
@@ -84,7 +148,7 @@ def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
 
 
 def test_publishing_what_is_there_is_fine_where_one_says_so(sparrow, fails, night):
-    words = ("publish", "--server", night, "--name", "night")
+    words = ("publish", "night", "--server", night)
     assert sparrow(*words, "--exist-ok", "--min-devices", "1")[0] == 0
     assert "exists; choose another name" in fails(Exit.FAILED, *words)
     assert "min_devices: asked for 2, it has 1" in fails(Exit.FAILED, *words, "--exist-ok")
@@ -99,13 +163,13 @@ def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
     _, out, _ = sparrow("federation", "list", *server, "--json")
     assert {"made", "night"} <= {each["name"] for each in json.loads(out)}
     for action, status in (("pause", "paused"), ("resume", "waiting"), ("stop", "stopped"), ("reopen", "waiting")):
-        code, out, _ = sparrow("federation", action, "made", *server)
+        code, out, _ = sparrow("federation", action, "made", *server, *(["--yes"] if action == "stop" else []))
         assert (code, out.startswith(f"made: {status}")) == (0, True), out
     assert sparrow("federation", "set", "made", "rounds=9", *server)[0] == 0
     _, out, _ = sparrow("federation", "show", "made", *server)
     assert ["rounds", "9"] in [line.split() for line in out.splitlines()]
     assert '"proximal_weight": 0.5' in out
-    assert "rounds: Input should be a valid integer" in fails(
+    assert "rounds: x cannot work; give a whole number" in fails(
         Exit.USAGE, "federation", "set", "made", "rounds=x", *server
     )
     assert "what can be changed is rounds, cohort" in fails(Exit.USAGE, "federation", "set", "made", "seed=3", *server)

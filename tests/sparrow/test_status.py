@@ -41,7 +41,7 @@ def lab(tmp_path_factory):
 
 
 def test_all_federations_in_a_table(sparrow, lab):
-    code, out, err = sparrow("status", lab)
+    code, out, err = sparrow("status", "--server", lab)
     assert (code, err) == (0, "")
     first, _, head, *rows = out.partition("\n\nlab waits for")[0].splitlines()
     assert first == f"{lab}: ready"
@@ -53,7 +53,7 @@ def test_all_federations_in_a_table(sparrow, lab):
 
 
 def test_one_of_them_with_its_rounds_and_devices(sparrow, lab):
-    code, out, _ = sparrow("status", lab, "lab")
+    code, out, _ = sparrow("status", "lab", "--server", lab)
     assert code == 0
     assert "night" not in out
     assert "0 of 3" in out
@@ -74,7 +74,7 @@ def test_who_failed_is_named_with_the_reason(sparrow, tmp_path):
             headers={"Authorization": f"Bearer {one['token']}"},
         ).raise_for_status()
         server = str(client.base_url).rstrip("/")
-        _, out, _ = sparrow("status", server, "lab")
+        _, out, _ = sparrow("status", "lab", "--server", server)
         assert any(reason in line for line in out.splitlines() if line.startswith("one "))
         _, out, _ = sparrow("device", "show", "lab", "one", "--server", server)
         assert reason in out
@@ -82,25 +82,25 @@ def test_who_failed_is_named_with_the_reason(sparrow, tmp_path):
 
 def test_who_is_waited_for_is_named_and_since_when(sparrow, lab):
     for words in ((), ("lab",)):
-        _, out, _ = sparrow("status", lab, *words)
+        _, out, _ = sparrow("status", *words, "--server", lab)
         head, *rows = next(part for part in out.split("\n\n") if part.startswith("lab waits for")).splitlines()
         assert head.split()[3:] == ["asked", "to", "round", "since", "last", "heard"]
         assert sorted(row.split()[:3] for row in rows) == [["one", "train", "1"], ["two", "train", "1"]]
         assert all(row.endswith(" s ago") for row in rows)
-    found = json.loads(sparrow("status", lab, "lab", "--json")[1])["open_work"]["lab"]
+    found = json.loads(sparrow("status", "lab", "--server", lab, "--json")[1])["open_work"]["lab"]
     assert {each["device"] for each in found["assignments"]} == {"one", "two"}
     assert all(each["since"] <= found["at"] and each["heard_at"] <= found["at"] for each in found["assignments"])
 
 
 def test_a_program_is_given_one_document_as_the_contract_has_it(sparrow, lab):
-    code, out, err = sparrow("status", lab, "lab", "--json")
+    code, out, err = sparrow("status", "lab", "--server", lab, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert (found["server"], found["ready"], found["trouble"]) == (lab, True, None)
     assert found["federations"] == [httpx.get(f"{lab}/v1/federations/lab").json()]
     assert found["rounds"] == httpx.get(f"{lab}/v1/federations/lab/rounds").json()
     assert [device["name"] for device in found["devices"]] == ["one", "two"]
-    assert "rounds" not in json.loads(sparrow("status", lab, "--json")[1])
+    assert "rounds" not in json.loads(sparrow("status", "--server", lab, "--json")[1])
 
 
 def test_it_looks_again_and_again_until_it_is_interrupted(sparrow, lab, monkeypatch):
@@ -112,7 +112,7 @@ def test_it_looks_again_and_again_until_it_is_interrupted(sparrow, lab, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status.time, "sleep", sleep)
-    code, out, err = sparrow("status", lab, "--json", "--watch", "7")
+    code, out, err = sparrow("status", "--server", lab, "--json", "--watch", "7")
     assert (code, err, naps) == (130, "sparrow status: interrupted\n", [7.0] * 3)
     assert [json.loads(line)["ready"] for line in out.splitlines()] == [True] * 3
 
@@ -137,8 +137,8 @@ def test_of_many_devices_the_newest_are_shown(sparrow, tmp_path):
         for number in range(status.DEVICES_SHOWN + 2):
             body = {"name": f"d{number}", "enrolment_key": f"{number}".ljust(32, "k")}
             client.post("/v1/federations/default/devices", json=body).raise_for_status()
-        _, out, _ = sparrow("status", client.base_url, "default")
-        everything = json.loads(sparrow("status", client.base_url, "default", "--json")[1])
+        _, out, _ = sparrow("status", "default", "--server", client.base_url)
+        everything = json.loads(sparrow("status", "default", "--server", client.base_url, "--json")[1])
     assert out.splitlines()[-1] == "and 2 more: --json has all"
     assert len(everything["devices"]) == status.DEVICES_SHOWN + 2
 
@@ -146,8 +146,8 @@ def test_of_many_devices_the_newest_are_shown(sparrow, tmp_path):
 def test_a_coordinator_that_is_not_ready_says_why(sparrow, tmp_path):
     full = Settings(data_dir=tmp_path / "data", default_task="", min_free_bytes=2**60)
     with serving(full) as client:
-        code, out, _ = sparrow("status", client.base_url)
-        found = json.loads(sparrow("status", client.base_url, "--json")[1])
+        code, out, _ = sparrow("status", "--server", client.base_url)
+        found = json.loads(sparrow("status", "--server", client.base_url, "--json")[1])
     assert code == 0
     assert "not ready: the disk of the data folder has" in out
     assert "no federations" in out
@@ -190,11 +190,11 @@ def code_of(link):
 def test_the_link_for_phones_is_printed_with_its_qr_code(sparrow, open_lab, named):
     server = named(open_lab)
     link = f"{server}/join/default"
-    code, out, err = sparrow("status", server, "default", "--join-link")
+    code, out, err = sparrow("status", "default", "--server", server, "--join-link")
     assert (code, out) == (0, f"{link}\n\n{code_of(link)}")
     assert "sparrow status: Over plain http phones may go dark" in err
-    assert "HTTPS (docs/phone.md)" in err
-    code, out, _ = sparrow("status", f"{server}/", "default", "--join-link", "--json")
+    assert "need HTTPS: give the coordinator a certificate" in err
+    code, out, _ = sparrow("status", "default", "--server", f"{server}/", "--join-link", "--json")
     assert (code, json.loads(out)) == (0, {"link": link})
 
 
@@ -207,8 +207,17 @@ def test_a_qr_code_is_light_on_dark_whatever_the_terminals_colours_and_fits_it()
     assert bare == status.drawn(link, coloured=False).splitlines()
 
 
+def test_colours_are_for_terminals_and_not_where_they_are_unwanted(sparrow, open_lab, named, monkeypatch):
+    words = ("status", "default", "--server", named(open_lab), "--join-link")
+    assert "\033[" not in sparrow(*words)[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "\033[" in sparrow(*words)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033[" not in sparrow(*words)[1]
+
+
 def test_a_link_has_the_enrolment_token_that_it_needs(sparrow, fails, guarded, named, monkeypatch):
-    words = ("status", named(guarded), "default", "--join-link")
+    words = ("status", "default", "--server", named(guarded), "--join-link")
     assert "set SPARROW_ENROLMENT_TOKEN" in fails(Exit.REFUSED, *words)
     for wrong, said in (("made-up", "not valid for default"), (ADMIN, "is an admin token")):
         monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", wrong)
@@ -226,17 +235,19 @@ def test_no_link_is_made_that_leads_phones_nowhere(fails, open_lab, named, monke
     for here, there in (("192.0.2.7", f"http://192.0.2.7:{port}"), ("2001:db8::7", f"http://[2001:db8::7]:{port}")):
         monkeypatch.setattr(status, "in_network", lambda here=here: here)
         for own in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
-            line = fails(Exit.USAGE, "status", f"http://{own}:{port}/", "default", "--join-link")
-            assert line.endswith(f"sparrow status {there} default --join-link")
+            line = fails(Exit.USAGE, "status", "default", "--server", f"http://{own}:{port}/", "--join-link")
+            assert line.endswith(f"sparrow status default --server {there} --join-link")
             assert f"phones cannot reach {own.strip('[]')}: give this machine's address on the network" in line
     monkeypatch.setattr(status, "in_network", lambda: None)
-    line = fails(Exit.USAGE, "status", "https://localhost", "default", "--join-link")
-    assert line.endswith("sparrow status https://HOST default --join-link")
-    line = fails(Exit.NOT_FOUND, "status", named(open_lab), "alone", "--join-link")
+    line = fails(Exit.USAGE, "status", "default", "--server", "https://localhost", "--join-link")
+    assert line.endswith("sparrow status default --server https://HOST --join-link")
+    line = fails(Exit.NOT_FOUND, "status", "alone", "--server", named(open_lab), "--join-link")
     assert "no page can take part in alone: ditto runs on devices with the SDK alone" in line
-    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", named(open_lab), "none", "--join-link")
+    assert "there is no federation 'none'" in fails(
+        Exit.NOT_FOUND, "status", "none", "--server", named(open_lab), "--join-link"
+    )
 
 
 @pytest.mark.parametrize("words", [("--join-link",), ("default", "--join-link", "--watch", "3")])
 def test_a_link_is_for_one_federation(fails, words):
-    assert "sparrow status SERVER FEDERATION --join-link" in fails(Exit.USAGE, "status", "https://lab.example", *words)
+    assert "sparrow status FEDERATION --join-link" in fails(Exit.USAGE, "status", *words)

@@ -187,7 +187,7 @@ def expected(records):
 
 def test_tensorboard_live_interrupted_and_on(sparrow, lab, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    words = ["track", lab.url, "lab", "--tensorboard", tmp_path / "board"]
+    words = ["track", "lab", "--server", lab.url, "--tensorboard", tmp_path / "board"]
     nap = time.sleep
     steps = iter([1, 2, 0, 0, 0])  # a round; its successor, judged, and so on
 
@@ -225,7 +225,7 @@ def test_mlflow(sparrow, lab, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     lab.work(5)
     uri = f"sqlite:///{tmp_path / 'runs.db'}"
-    words = ["track", lab.url, "lab", "--mlflow", uri, "--every", "0.1"]
+    words = ["track", "lab", "--server", lab.url, "--mlflow", uri, "--every", "0.1"]
     for _ in range(2):  # the second time there is nothing new
         assert sparrow(*words)[:2] == (Exit.DONE, "")
         client = mlflow.MlflowClient(tracking_uri=uri)
@@ -242,7 +242,7 @@ def test_mlflow(sparrow, lab, tmp_path, monkeypatch):
 
 def test_json_is_for_everything_else(sparrow, lab):
     lab.work(5)
-    code, out, err = sparrow("track", lab.url, "lab", "--json", "--every", "0.1")
+    code, out, err = sparrow("track", "lab", "--server", lab.url, "--json", "--every", "0.1")
     assert (code, err) == (Exit.DONE, "")
     found = [json.loads(line) for line in out.splitlines()]
     assert found == [
@@ -251,8 +251,8 @@ def test_json_is_for_everything_else(sparrow, lab):
 
 
 def test_it_must_be_told_where_to(fails, lab):
-    assert "--tensorboard DIR" in fails(Exit.USAGE, "track", lab.url, "lab")
-    assert "--every 0.0" in fails(Exit.USAGE, "track", lab.url, "lab", "--json", "--every", "0")
+    assert "--tensorboard DIR" in fails(Exit.USAGE, "track", "lab", "--server", lab.url)
+    assert "--every 0.0" in fails(Exit.USAGE, "track", "lab", "--server", lab.url, "--json", "--every", "0")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_it_must_be_told_where_to(fails, lab):
 )
 def test_what_is_not_installed_is_named(fails, lab, tmp_path, monkeypatch, option, lacks):
     monkeypatch.setitem(sys.modules, lacks, None)
-    line = fails(Exit.CANNOT, "track", lab.url, "lab", option, tmp_path / "there")
+    line = fails(Exit.CANNOT, "track", "lab", "--server", lab.url, option, tmp_path / "there")
     name = lacks.partition(".")[0]
     assert f"{name} is not installed, which this needs: pip install 'sparrow-fl[tracking]'" in line
 
@@ -270,14 +270,14 @@ def test_a_tracking_server_that_is_none_is_told_in_one_line(fails, lab, monkeypa
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert "MLflow at http://127.0.0.1:9: " in fails(
-        Exit.FAILED, "track", lab.url, "lab", "--mlflow", "http://127.0.0.1:9"
+        Exit.FAILED, "track", "lab", "--server", lab.url, "--mlflow", "http://127.0.0.1:9"
     )
 
 
 def test_a_full_disk(fails, lab, small_disk, sparrow):
     pytest.importorskip("tensorboard")
     lab.work(5)
-    words = ["track", lab.url, "lab", "--tensorboard", small_disk / "board", "--every", "0.1"]
+    words = ["track", "lab", "--server", lab.url, "--tensorboard", small_disk / "board", "--every", "0.1"]
     (small_disk / "board").mkdir()
     others = fill(small_disk)
     assert "make room" in sparrow(*words)[2].splitlines()[-1]

@@ -397,7 +397,7 @@ class Devices:
     def fleet(self, server: str, federation: str, *more: str, resumed: int | None = None) -> Device:
         """Fork a fleet: many devices, hosted by a few processes."""
         where = ("--server", server, "--federation", federation, "--state-dir", str(self.folder / "fleet"))
-        arguments = [*where, "--patience", "60", "--quiet", *more]
+        arguments = [*where, "--wait", "60", "--quiet", *more]
         nursery, log = self._nursery(), self._log("fleet")
         return self._known(
             nursery.start("fleet", arguments, log, program="edge_sdk.simulation.simulate", resumed=resumed)
@@ -423,9 +423,9 @@ class Devices:
 
     def _arguments(self, server: str, federation: str, name: str, more: tuple[str, ...]) -> list[str]:
         return [
-            *("--server", server, "--federation", federation, "--name", name),
+            *("--server", server, "--federation", federation, "--device-name", name),
             *("--state-dir", str(self.folder / name), "--export", str(self.onnx(name))),
-            *("--threads", "1", "--patience", "30", "--budget", "1", "--policy", "none", *more),
+            *("--threads", "1", "--wait", "30", "--budget", "1", "--policy", "none", *more),
         ]
 
 

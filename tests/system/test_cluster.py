@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command = [sys.executable, "-m", "edge_sdk.simulation.simulate", "--ray", "local", "--workers", "2"]
         command += ["--server", server, "--federation", "digits", "--devices", str(DEVICES), "--budgets", "0.4,1"]
         process = subprocess.Popen(
-            [*command, "--state-dir", str(tmp_path / "state"), "--patience", "30", *more],
+            [*command, "--state-dir", str(tmp_path / "state"), "--wait", "30", *more],
             env=environment(RAY_TMPDIR=ray_folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

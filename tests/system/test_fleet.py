@@ -74,7 +74,7 @@ class Fleets:
         LOGS[f"fleet in {self.folder.name}"] = log = self.folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*command, "--devices", str(DEVICES), "--budgets", "0.3,0.6,1", "--patience", "30", *more],
+                [*command, "--devices", str(DEVICES), "--budgets", "0.3,0.6,1", "--wait", "30", *more],
                 cwd=self.folder,
                 env=environment(),
                 stdin=subprocess.DEVNULL,

@@ -51,7 +51,9 @@ def test_one_machine_publishes_and_two_devices_join_as_printed(section, coordina
     done = subprocess.run(
         ["bash", "-e", "-c", commands.replace(SERVER, coordinator.url) + "\nwait"],
         cwd=folder,
-        env=environment(XDG_STATE_HOME=str(tmp_path / "state"), OMP_NUM_THREADS="1", PATH=place),
+        env=environment(
+            SPARROW_SERVER=coordinator.url, XDG_STATE_HOME=str(tmp_path / "state"), OMP_NUM_THREADS="1", PATH=place
+        ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,7 +62,7 @@ def test_one_machine_publishes_and_two_devices_join_as_printed(section, coordina
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    running = re.findall(r"--name (\S+)", commands)
+    running = re.findall(r"--device-name (\S+)", commands)
     assert len(running) == 2
 
     (federation,) = coordinator.get("/v1/federations").json()

@@ -194,7 +194,17 @@ def test_devices_join_a_task_that_is_not_installed_with_their_data_alone(coordin
     def joins(name, x, y, *more):
         if x is not None:
             np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
-        options = ["--server", coordinator.url, "--federation", "own", "--name", name, "--state-dir", name, "--quiet"]
+        options = [
+            "--server",
+            coordinator.url,
+            "--federation",
+            "own",
+            "--device-name",
+            name,
+            "--state-dir",
+            name,
+            "--quiet",
+        ]
         data = [] if x is None else ["--data", f"{name}.npz"]
         return subprocess.Popen(
             [sys.executable, "-c", WITHOUT_PYTORCH, *options, *data, *more],

@@ -300,7 +300,7 @@ def test_a_phone_is_invited_by_a_link_that_has_the_enrolment_token(new_coordinat
     code = dialog.get_by_role("img", name="QR code of the link")
     assert unquote(code.get_attribute("src")) == f"data:image/svg+xml,{drawn_for(text)}"
     assert code.evaluate("image => image.decode().then(() => image.naturalWidth > 0)")
-    expect(dialog.get_by_role("list")).to_contain_text("need HTTPS (docs/phone.md)")
+    expect(dialog.get_by_role("list")).to_contain_text("need HTTPS: give the coordinator a certificate")
     expect(dialog.get_by_role("list")).not_to_contain_text("localhost")
     expect(dialog.get_by_role("button", name="Copy")).to_be_hidden()  # which browsers forbid over plain http
     page.screenshot(path=pictures / "invitation.png")

@@ -132,15 +132,15 @@ def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
     where = ["--server", mutual, "--ca", str(files.ca)]
     own = ["--client-cert", str(files.device[0]), "--client-key", str(files.device[1])]
     settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "off"]
-    assert publish.main([*where, *own, "--name", "night", *settings]) == 0
+    assert publish.main(["night", *where, *own, *settings]) == 0
     many = ["--devices", "2", "--processes", "1", "--memory", "--quiet", "--accelerator", "cpu"]
     assert simulate.main([*where, *own, "--federation", "night", *many]) == 0
-    late = ["--name", "late", "--data", "index=0,of=2", "--budget", "1", "--policy", "none", "--quiet"]
+    late = ["--device-name", "late", "--data", "index=0,of=2", "--budget", "1", "--policy", "none", "--quiet"]
     late += ["--state-dir", str(tmp_path / "late"), "--threads", "1", "--deterministic"]
     assert join.main([*where, *own, "--federation", "night", *late]) == 0, capsys.readouterr().err
     data = tmp_path / "test.npz"
     np.savez(data, inputs=np.zeros((2, 1, 8, 8), np.float32), targets=np.zeros(2, np.int64))
-    judging = ["--federation", "night", "--data", str(data)]
-    assert evaluate.main([*where, *own, *judging]) == 0
-    assert evaluate.main([*where, *judging]) == Exit.UNREACHABLE
+    judging = ["night", "--data", str(data)]
+    assert evaluate.main([*judging, *where, *own]) == 0
+    assert evaluate.main([*judging, *where]) == Exit.UNREACHABLE
     assert "--client-cert FILE" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
     assert not (tmp_path / "data").exists()
     open_app()
     assert "there is no federation 'none'" in command("create", "enrolment", "--federation", "none")
-    assert "no token and no device with the id 'nobody'" in command("revoke", "nobody")
+    assert "no token and no device with the id 'nobody'" in command("revoke", "nobody", "--yes")
     for wrong in (
         ["create", "guest"],
         ["create", "admin", "--uses", "3"],
@@ -225,7 +225,7 @@ def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domai
     made, short = command("create", "observer"), command("create", "enrolment", "--expires", "30m")
     assert known.find(made["secret"]).kind == "observer"
     assert known.find(short["secret"]).kind == "enrolment"
-    command("revoke", made["id"])
+    command("revoke", made["id"], "--yes")
     assert known.find(made["secret"]) is not None, "remembered"
     clock.pass_seconds(REMEMBER_SECONDS)
     assert known.find(made["secret"]) is None
@@ -263,7 +263,7 @@ def test_a_device_revoked_by_another_process_is_out_within_seconds(domain, clock
     one = enrol_in(devices)
     assert one.token.startswith(PREFIXES["device"])
     assert devices.authenticate(one.token).device_id == one.device_id
-    assert command("revoke", one.device_id) == {"id": one.device_id, "revoked": True}
+    assert command("revoke", one.device_id, "--yes") == {"id": one.device_id, "revoked": True}
     clock.pass_seconds(REMEMBER_SECONDS)
     with pytest.raises(NotAuthenticated, match="unknown or revoked; enrol again"):
         devices.authenticate(one.token)
@@ -545,6 +545,6 @@ def test_a_stream_ends_when_its_token_is_taken_away(command, tmp_path, monkeypat
         with client.stream("GET", path, headers=bearer(made["secret"])) as answer:
             lines = answer.iter_lines()
             assert next(lines) == "event: overview"
-            command("revoke", made["id"])
+            command("revoke", made["id"], "--yes")
             enrol(client, "one")  # which would be told
             assert [line for line in lines if line.startswith("event")] == []

@@ -241,11 +241,14 @@ def test_a_federation_is_created_described_and_listed(client):
     [
         (
             {"name": "n", "task": "digits", "settings": {"learning_rte": 0.1}},
-            ("settings.learning_rte", "docs/settings.md"),
+            ("settings.learning_rte", "the page at /docs"),
         ),
         ({"name": "n", "task": "digits", "settings": {"quorum": 0}}, ("settings.quorum", "greater than 0")),
         ({"name": "n", "task": "digits", "settings": {"method": "fedsup"}}, ("'fedsup' is not installed", "fedspu")),
-        ({"name": "n", "task": "digit"}, ("'digit' is not built in; choose one of cifar10", "sparrow publish")),
+        (
+            {"name": "n", "task": "digit"},
+            ("'digit' is not built in (did you mean digits?); choose one of cifar10", "sparrow publish"),
+        ),
         ({"name": "n"}, ("not built in",)),
         ({"name": "../up", "task": "digits"}, ("name",)),
         ({"task": "digits"}, ("name", "Field required")),

@@ -91,13 +91,13 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     file = tmp_path / "test.npz"
     np.savez(file, x=digits["inputs"], y=digits["targets"])
     monkeypatch.setattr(evaluate.httpx, "post", lambda url, verify, **kwargs: client.post(url, **kwargs))
-    command = ["--server", inprocess.ADDRESS, "--data", str(file)]
+    command = ["default", "--server", inprocess.ADDRESS, "--data", str(file)]
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")
     assert evaluate.main(command) == 1
     assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
     assert "sparrow evaluate: inputs: int64" in capsys.readouterr().err
-    assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
+    assert evaluate.main([*command[:3], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")
-    assert evaluate.main([*command[:2], "--data", str(tmp_path / "bad.npz")]) == 1
+    assert evaluate.main([*command[:3], "--data", str(tmp_path / "bad.npz")]) == 1

@@ -295,7 +295,7 @@ def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp
         coordinator.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
     device = coordinator.device("a").device_id
     for wanted in (token["id"], device):
-        assert tokens.main(["revoke", wanted]) == 0
+        assert tokens.main(["revoke", wanted, "--yes"]) == 0
     assert tokens.main(["list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (listed["uses"], listed["status"], listed["federation"]) == (2, "revoked", "f")
