@@ -73,13 +73,14 @@ def _revoke(options: argparse.Namespace, transport: Transport, device: DeviceInf
 
 def as_table(devices: list[DeviceInfo]) -> str:
     """Return devices as a table, by name."""
-    head = ("device", "doing", "budget", "limited by", "board", "last seen", "failure")
+    head = ("device", "doing", "budget", "accuracy", "seconds", "board", "last seen", "failure")
     rows = [
         (
             device.name,
             doing(device),
             f"{device.budget:g}",
-            "-" if device.limited_by is None else device.limited_by.value,
+            _shown(device.accuracy, ".1%"),
+            _shown(device.seconds, ".1f"),
             device.profile.board[:30] or "-",
             device.seen_at[:19],
             "-" if device.failure is None else device.failure.reason[:80],
@@ -87,6 +88,10 @@ def as_table(devices: list[DeviceInfo]) -> str:
         for device in devices
     ]
     return table(head, rows)
+
+
+def _shown(value: float | None, text: str) -> str:
+    return "-" if value is None else format(value, text)
 
 
 def doing(device: DeviceInfo) -> str:
@@ -104,7 +109,7 @@ def describe(history: DeviceHistory) -> str:
     about = {
         "federation": history.federation,
         "doing": doing(device),
-        "budget": f"{device.budget:g}",
+        "budget": f"{device.budget:g}" + (f", limited by {device.limited_by.value}" if device.limited_by else ""),
         "board": device.profile.board or "unknown",
         "system": device.profile.system or "unknown",
         "enrolled": device.enrolled_at[:19],
@@ -116,20 +121,17 @@ def describe(history: DeviceHistory) -> str:
         where = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
         parts.append(printable(f"failed at {failure.at[:19]}{where}: {failure.reason}"))
 
-    def shown(value: float | None, text: str) -> str:
-        return "-" if value is None else format(value, text)
-
     rows = [
         (
             str(each.round),
             each.kind.value,
             each.status + (f": {each.reason}" if each.reason else ""),
-            shown(each.loss, ".3f"),
-            shown(each.accuracy if each.accuracy is not None else each.accuracy_global, ".1%"),
-            shown(each.seconds, ".1f"),
-            shown(each.bytes_up, ","),
-            shown(each.bytes_down, ","),
-            shown(each.joules, ".1f"),
+            _shown(each.loss, ".3f"),
+            _shown(each.accuracy if each.accuracy is not None else each.accuracy_global, ".1%"),
+            _shown(each.seconds, ".1f"),
+            _shown(each.bytes_up, ","),
+            _shown(each.bytes_down, ","),
+            _shown(each.joules, ".1f"),
         )
         for each in history.work[:SHOWN]
     ]
