@@ -59,7 +59,7 @@ def test_one_of_them_with_its_rounds_and_devices(sparrow, lab):
     assert "0 of 3" in out
     rows = [line.split() for line in out.splitlines() if line]
     assert ["1", "open", "0", "of", "2"] in [row[:5] for row in rows]
-    assert ["one", "training", "0.4", "-", "pi5"] in [row[:5] for row in rows]
+    assert ["one", "training", "0.4", "-", "-", "pi5"] in [row[:6] for row in rows]
 
 
 def test_who_failed_is_named_with_the_reason(sparrow, tmp_path):
