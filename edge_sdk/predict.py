@@ -31,6 +31,8 @@ from edge_sdk.protocol.errors import MissingPart, SdkError
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.exits import Exit
 
+__all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_classes"]
+
 Array = NDArray[Any]
 
 CHUNK = 256

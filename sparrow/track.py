@@ -20,6 +20,8 @@ from edge_sdk.protocol.messages import FederationStatus, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.trackers import MLflow, TensorBoard, Tracker
 
+__all__ = ["curves", "follow"]
+
 EVERY_SECONDS = 5.0
 
 
