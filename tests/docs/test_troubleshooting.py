@@ -38,7 +38,7 @@ def quoted():
 
 @cache
 def templates():
-    """Every text of the code: characters, and None where a value stands. Adjacent texts are one, as Python joins them."""
+    """Every text of the code: characters, and None where a value stands. Adjacent texts are one, as in Python."""
     found = set()
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):
@@ -53,7 +53,7 @@ def templates():
 
 
 def stands_in(message, template):
-    """Whether the message is a piece of the text with values in its gaps, at least two fifths of it the text's own words."""
+    """Whether the message is a piece of the text with values in its gaps, two fifths of it or more the text's own."""
     # How many characters of the message are the text's own, at most, by the place in the text reached so far.
     reached = dict.fromkeys(range(len(template) + 1), 0)
     for character in message:
@@ -81,7 +81,7 @@ def in_the_code(message):
 
 
 def test_texts_with_gaps_are_recognised():
-    template = tuple("there is no ") + (None,) + tuple("; there are ") + (None,)
+    template = (*"there is no ", None, *"; there are ", None)
     assert stands_in("there is no federation 'x'; there are a, b", template)
     assert stands_in("no federation 'x'; there are", template)
     assert not stands_in("there is not a federation; there are a", tuple("there is no federation"))
