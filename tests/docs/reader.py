@@ -23,7 +23,7 @@ INSTALLS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\S*python3? -m venv |\S*pip (?:un)?i
 SERVER = re.compile(r"(?:[A-Z_]+=\S* )*(?:\S*sparrow serve|uvicorn coordinator\.main:app)\b")
 DEVICE = re.compile(r"\S*sparrow join |\S*python -m edge_sdk\.join |\S*python docs/client\.py ")
 PORT = re.compile(r" --port (\d+)")
-ADDRESSES = re.compile(r"(?:SERVER|COORDINATOR|192\.168\.1\.5|127\.0\.0\.1|pi\.local):(?:8000|8443)\b")
+ADDRESSES = re.compile(r"(?:SERVER|COORDINATOR|192\.168\.1\.5|127\.0\.0\.1|\$ADDRESS):(?:8000|8443)\b")
 """How pages write the address of a coordinator."""
 PATIENCE = 400
 """Seconds that one command may take; installing takes the longest."""
