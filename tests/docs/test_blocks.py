@@ -152,19 +152,30 @@ for each in BLOCKS:
     if each.runs and (each.language in SHELL or each.language == "python"):
         RUN.setdefault(f"{HOME}: {each.section}" if each.page == HOME else each.page, []).append(each)
 
-BEFORE = {
-    page: [
-        "sparrow join --server http://SERVER:8000 --name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
-    ]
-    for page in ("docs/tracking.md", "docs/export.md", "docs/contract.md")
-}
-"""Pages that are about a federation that was trained: what their reader has done before."""
+TRAINED = (
+    "sparrow join --server http://SERVER:8000 --name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
+)
+WARD = "sparrow federation create ward-3 --task digits --server http://SERVER:8000"
+BEFORE = {"docs/tracking.md": [TRAINED], "docs/export.md": [TRAINED], "docs/operating.md": [WARD]}
+"""Pages about a coordinator that runs: what their reader has done on it before."""
+FOLDER = ("HOST/FEDERATION/NAME", "*/default/one")
+"""How a page writes the state folder of a device, and that of the one that was trained."""
+ON_EACH = "# on each device"
+"""The end of a line that two devices give, each under a name of its own."""
 
 
 def rows(seed, shape, classes, count=60):
     """Samples whose class is that of their largest value."""
     x = np.random.default_rng(seed).normal(size=(count, *shape)).astype("f4")
     return x, x.reshape(count, -1)[:, :classes].argmax(1)
+
+
+def devices_of(line):
+    """What a line has one do: once, or on each of two devices."""
+    if not line.endswith(ON_EACH):
+        return [line]
+    line = line.removesuffix(ON_EACH)
+    return [f"{line.replace('model.onnx', f'{name}.onnx')} --name {name}" for name in ("one", "two")]
 
 
 @pytest.fixture
@@ -202,15 +213,16 @@ def test_the_blocks_of_a_page_run(page, desk, compiling):
     blocks, before = RUN[page], BEFORE.get(page, [])
     lines = [line for block in blocks if block.language in SHELL for line in block.lines]
     joins = sum(bool(DEVICE.match(line)) and "--federation" not in line for line in lines)
-    settings = {"rounds": 2, "min_devices": 1 if before else max(1, joins), "evaluation_interval": 1}
+    settings = {"rounds": 2, "min_devices": 1 if page in BEFORE else max(1, joins), "evaluation_interval": 1}
     desk.environment |= {"COORDINATOR_DEFAULT_SETTINGS": json.dumps(settings), "COORDINATOR_RETRY_AFTER_SECONDS": "0"}
-    needed = any(ADDRESSES.search(block.text) for block in blocks)
+    needed = page in BEFORE or any(ADDRESSES.search(block.text) for block in blocks)
     if needed and not any(SERVER.match(line) for line in lines):
         before = ["sparrow serve", *before]
     namespace: dict[str, object] = {"__name__": "page"}
     for line in before:
         desk.do(desk.here(line))
     desk.wait_for_devices()
+    in_front = False  # whether a device was started last that its reader waits for, having no other terminal
     for block in blocks:
         if block.language == "python":
             desk.wait_for_devices()
@@ -221,9 +233,15 @@ def test_the_blocks_of_a_page_run(page, desk, compiling):
                 exec(compile(desk.here(block.text), block.place, "exec"), namespace)
             continue
         for line in block.lines:
-            if not INSTALLS.match(line):
-                print(f"{block.place}: ", end="")
-                desk.do(desk.here(line))
+            if INSTALLS.match(line):
+                continue
+            print(f"{block.place}: ", end="")
+            device = bool(DEVICE.match(line))
+            if in_front and not device:
+                desk.wait_for_devices()
+            in_front = device and not line.endswith("&")
+            for given in devices_of(desk.here(line.replace(*FOLDER))):
+                desk.do(given)
     desk.wait_for_devices()
     for command, process, log in desk.servers:
         assert process.poll() is None, f"{command} has ended:\n{log.read_text()}"
