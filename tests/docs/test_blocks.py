@@ -40,7 +40,7 @@ FOLLOWED = {"README.md": "tests/docs/test_readme.py", "docs/extending.md": "test
 SHELL, PARSED = ("sh", "bash"), ("json", "toml", "yaml", "pyi")
 MARK = re.compile(r"<!-- (not run|run by|output)(?: \(([^)]*)\))?:? ?(.*?) ?-->")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PATIENCE = 150
+PATIENCE = 300
 """Seconds for a page."""
 
 
