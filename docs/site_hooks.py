@@ -1,4 +1,4 @@
-"""MkDocs hooks: docs/README.md becomes the table of contents, and linked sources are copied into the site.
+"""MkDocs hooks: docs/README.md becomes the home and the navigation, and linked sources are copied into the site.
 
 In the repository a link out of docs/ opens the file. The site has a copy of each file so linked below ``source/``, but
 of pages, which would want theirs in turn: those are named, not linked.
@@ -16,14 +16,17 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 CONTENTS = "README.md"
+LIST = "\n# All pages\n"
+"""The heading below which it lists the pages."""
 OUTWARD = re.compile(r"\[([^]]*)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 """A link upwards; whether it leaves docs/ depends on its page."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make each heading of the table of contents a section of the navigation."""
-    nav: list[Any] = [{"Contents": CONTENTS}]
-    for line in (Path(config.docs_dir) / CONTENTS).read_text(encoding="utf-8").splitlines():
+    """Make each heading of the list of pages a section of the navigation."""
+    nav: list[Any] = [{"Home": CONTENTS}]
+    _, _, listed = (Path(config.docs_dir) / CONTENTS).read_text(encoding="utf-8").partition(LIST)
+    for line in listed.splitlines():
         if line.startswith("## "):
             nav.append({line[3:]: []})
         elif found := re.match(r"- \[([^]]*)\]\(([^)]*)\)", line):

@@ -77,6 +77,38 @@ from typing import Any
 from edge_sdk.protocol.errors import SdkError as SdkError
 from sparrow.command_line.exits import Exit, of_status
 
+__all__ = [
+    "BadArgument",
+    "BadContent",
+    "CoordinatorFull",
+    "Damaged",
+    "DifferentFederation",
+    "DifferentUpdate",
+    "FederationDeleted",
+    "FederationOver",
+    "ModelReplaced",
+    "NameTaken",
+    "NoCoordinator",
+    "NoGlobalModel",
+    "NoSuchPath",
+    "NotAllowed",
+    "NotAuthenticated",
+    "NotFound",
+    "NotInstalled",
+    "NothingTrained",
+    "OutOfMemory",
+    "Refused",
+    "RoundOver",
+    "SdkError",
+    "StateError",
+    "SystemFailed",
+    "TokenExpired",
+    "TooManyRequests",
+    "Unreachable",
+    "WrongSettings",
+    "WrongState",
+]
+
 
 class Unreachable(SdkError):
     """The coordinator does not answer."""

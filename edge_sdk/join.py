@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from edge_sdk.device.demands import SecureOnly, read_known
 from edge_sdk.device.trainable import exit_unless_trainable
 
+__all__ = ["Result", "join"]
+
 if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.join", None)  # before what follows imports what needs 64 bits
 

@@ -32,6 +32,8 @@ from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.options import add_json
 
+__all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_classes"]
+
 Array = NDArray[Any]
 
 CHUNK = 256

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
+__all__ = ["publish"]
+
 if __name__ == "__main__":
     exit_unless_trainable("sparrow publish")  # before what follows imports torch
 

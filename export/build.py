@@ -16,6 +16,8 @@ from sparrow.export.samples import Samples
 from sparrow.export.skeleton import MAX_MODEL, fill
 from sparrow.export.source import Source
 
+__all__ = ["dense"]
+
 Mode = Literal["dense", "compact", "packed", "dynamic"]
 Precision = Literal["fp32", "fp16", "int8", "auto"]
 

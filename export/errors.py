@@ -13,6 +13,8 @@ from typing import ClassVar
 from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
 
+__all__ = ["ExportError", "NotTheSame", "NotThere", "SkeletonError"]
+
 
 class ExportError(SdkError):
     """The model cannot be exported as asked."""

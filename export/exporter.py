@@ -26,6 +26,8 @@ from sparrow.export.running import CHUNK, Parity, accuracy, compare, predict
 from sparrow.export.samples import Array, Samples, parity_inputs
 from sparrow.export.source import Source
 
+__all__ = ["Options", "Reference", "export_model"]
+
 LARGEST_DIFFERENCE = 1e-4
 """Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""
 

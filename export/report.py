@@ -14,6 +14,8 @@ from sparrow.export.ort_format import OrtFile
 from sparrow.export.running import Parity
 from sparrow.export.samples import Array
 
+__all__ = ["Costs", "Figures", "Report"]
+
 MEASUREMENTS = 2 * LOADS + 2
 """How often ``measure`` says that it went on."""
 

@@ -13,6 +13,8 @@ from onnx import ModelProto, TensorProto
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.skeleton import INPUT
 
+__all__ = ["Samples", "read_samples"]
+
 Array = NDArray[Any]
 
 PARITY_INPUTS = 1000

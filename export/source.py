@@ -16,6 +16,8 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.metadata import properties
 
+__all__ = ["Source", "read_source"]
+
 
 @dataclass(frozen=True)
 class Source:

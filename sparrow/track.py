@@ -22,6 +22,8 @@ from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json, add_server, add_wait
 from sparrow.trackers import MLflow, TensorBoard, Tracker
 
+__all__ = ["curves", "follow"]
+
 EVERY_SECONDS = 5.0
 
 

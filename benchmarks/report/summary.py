@@ -36,7 +36,7 @@ def summary(experiment: Experiment, recorded: Sequence[Recorded]) -> str:
                     mean_cell(lambda trial: end_of(trial).seconds)(done),
                 ]
             )
-    seeds = len(experiment.seeds)
+    seeds = len({each.trial.seed for group in found for done in group.trials.values() for each in done})
     between = "Student's over the seeds" if seeds > 1 else "over the devices of the one seed only (bootstrap)"
     idle = [line.replace("*", "") for line in idle_lines(recorded) if line]
     return (

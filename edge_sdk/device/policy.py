@@ -25,6 +25,8 @@ from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.readings import Reason
 from sparrow.devices.system import System
 
+__all__ = ["Policy"]
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

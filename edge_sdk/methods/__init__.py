@@ -39,6 +39,21 @@ if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal
     from edge_sdk.training.engine import TorchEngine
 
+__all__ = [
+    "ActiveNeurons",
+    "BudgetTooSmall",
+    "DeviceMethod",
+    "DeviceState",
+    "Evaluated",
+    "Job",
+    "MethodSettings",
+    "Trained",
+    "UnknownMethod",
+    "UnknownWork",
+    "Update",
+    "own_settings",
+]
+
 
 class MethodSettings(BaseModel):
     """The settings of its own that a method's device half reads; those that the server half alone reads are ignored.

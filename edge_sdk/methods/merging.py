@@ -11,6 +11,8 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack_whole
 
+__all__ = ["merge", "mixed", "whole_model"]
+
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
     """Return a full payload as tensors by name, views into it where it is dense.

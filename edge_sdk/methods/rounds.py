@@ -16,6 +16,8 @@ from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation
 
+__all__ = ["adapt_as_in_a_round", "conclude", "evaluate_both", "fine_tune", "train_loaded"]
+
 
 def train_loaded(
     job: Job,

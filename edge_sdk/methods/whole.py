@@ -15,6 +15,8 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
 
+__all__ = ["adapt_global", "evaluate_global", "train_whole"]
+
 
 class PullSettings(MethodSettings):
     """The setting of methods that can pull local training back to the model received."""

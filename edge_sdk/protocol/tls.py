@@ -13,6 +13,8 @@ import httpx
 from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
 
+__all__ = ["BadCertificate", "Tls"]
+
 
 class BadCertificate(SdkError):
     """A certificate or key cannot be used; the text says which and why."""

@@ -14,6 +14,8 @@ from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.messages import DeviceReport, FederationStatus, Kind, RoundRecord
 from edge_sdk.simulation.host import Stepped
 
+__all__ = ["Ended", "Result"]
+
 
 @dataclass(frozen=True)
 class Ended:

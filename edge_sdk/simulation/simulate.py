@@ -22,6 +22,8 @@ from typing import Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
+__all__ = ["simulate"]
+
 if __name__ == "__main__":
     exit_unless_trainable("sparrow fleet", None)  # before what follows imports what needs 64 bits
 

@@ -28,6 +28,8 @@ from sparrow.command_line.nearest import nearest
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["Batches", "Seeded", "Task", "TaskLoader", "UnknownTask", "build_seeded", "load_task"]
+
 
 class Batches(Protocol):
     """The interface of a task's data; a list of batches has it, and so has a torch DataLoader.

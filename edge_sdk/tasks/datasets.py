@@ -10,6 +10,8 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.formats import SampleFormat, read
 from edge_sdk.tasks.loading import BadOption, DataError, NoData
 
+__all__ = ["Dataset"]
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:

@@ -27,6 +27,8 @@ from edge_sdk.tasks.partition import Index, Split, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
+__all__ = ["Dealing", "Partition", "deal", "read_dealing"]
+
 DEVICES = 10
 """How many devices share a set where nobody says it."""
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+__all__ = ["Arrays", "BadOption", "DataError", "NoData", "classification"]
+
 EVALUATION_BATCH = 32
 """Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest has taken."""
 

@@ -150,6 +150,14 @@ def test_the_summary_has_each_label_with_its_interval_and_the_difference(plan, r
     assert "Means over 2 devices and 2 seeds" in lines[-1]
 
 
+def test_the_summary_counts_the_seeds_that_were_run(plan, recorded):
+    """Not those of the plan: a preview with --seed is of one."""
+    one = [each for each in recorded if each.trial.seed == plan.seeds[0]]
+    said = summary(plan, one).splitlines()[-1]
+    assert "Means over 2 devices and 1 seed, " in said
+    assert "over the devices of the one seed only" in said
+
+
 def test_a_page_of_markdown_becomes_one_of_html(tmp_path):
     (tmp_path / "a.png").write_bytes(b"picture")
     page = tmp_path / "a.md"

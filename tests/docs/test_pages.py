@@ -9,6 +9,7 @@ import argparse
 import importlib
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -122,5 +123,58 @@ def test_its_links_lead_somewhere(page):
 
 def test_the_table_of_contents_has_every_page():
     docs = ROOT / "docs"
-    listed = re.findall(r"\]\(([a-z0-9/-]+\.md)\)", (docs / "README.md").read_text())
+    _, _, contents = (docs / "README.md").read_text().partition("\n# All pages\n")
+    listed = re.findall(r"\]\(([a-z0-9/-]+\.md)\)", contents)
     assert sorted(listed) == sorted({str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"})
+
+
+# --- pictures ------------------------------------------------------------------------------------------------------
+
+DRAWINGS = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+LEAST_CONTRAST = 4.5
+"""Of text and its ground, by WCAG 2.2, level AA."""
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_its_pictures_have_a_text_alternative(page):
+    for alternative, path in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", without_code(page.read_text())):
+        assert alternative.strip(), f"{path} needs words that say what it shows"
+
+
+def luminance(colour):
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def fills(style):
+    return dict(re.findall(r"([.\w]+) \{[^}]*?\bfill: (#\w{6})", style))
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda path: path.name)
+def test_a_drawing_says_what_it_shows_and_is_read_in_light_and_dark(drawing):
+    text = drawing.read_text()
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.get("role") == "img"
+    assert {root.find(f"{space}{name}").get("id") for name in ("title", "desc")} == set(
+        root.get("aria-labelledby").split()
+    )
+    assert not re.search(r"(?:href|src|url)\W*(?:https?:|//)", text), "it loads nothing"
+    ground, width, height = root.find(f"{space}rect"), *map(float, (root.get("width"), root.get("height")))
+    assert ground.get("class") == "page", "it has a ground of its own, whatever the page's"
+    light, _, dark = root.find(f"{space}style").text.partition("prefers-color-scheme: dark")
+    assert dark
+    for style in (fills(light), {**fills(light), **fills(dark)}):
+        for name in (".page", ".box", ".kept"):
+            brighter, darker = sorted((luminance(style["text"]), luminance(style[name])), reverse=True)
+            assert (brighter + 0.05) / (darker + 0.05) >= LEAST_CONTRAST, (drawing.name, name, style)
+    for box in root.iter(f"{space}rect"):
+        assert float(box.get("x")) + float(box.get("width")) <= width
+        assert float(box.get("y")) + float(box.get("height")) <= height
+
+
+def test_there_are_drawings():
+    named = {name for page in EVERY_PAGE for name in re.findall(r"pictures/([\w-]+\.svg)", page.read_text())}
+    assert {path.name for path in DRAWINGS} == named
+    assert named
