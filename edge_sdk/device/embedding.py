@@ -143,7 +143,7 @@ class Stop:
 
     @property
     def possible(self) -> bool:
-        """Whether it may still be asked for."""
+        """True where it may still be asked for."""
         return self._ask is not None
 
     def check(self) -> None:
