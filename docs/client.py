@@ -54,7 +54,7 @@ while asked := call("GET", f"federations/{federation}/assignment?wait=30"):
         header["__metadata__"]["sha256"] = hashlib.sha256(compact(header).encode() + values.tobytes()).hexdigest()
         text = compact(header).encode()
         body = len(text).to_bytes(8, "little") + text + values.tobytes()
-        call("PUT", f"{path}/update", body, "application/vnd.sparrow.bundle")
+        call("PUT", f"{path}/update", body, "application/octet-stream")
     else:
         found = {"num_examples": len(inputs), "loss": loss, "accuracy": right.mean()}
         call("PUT", f"{path}/update", compact({"global_model" if kind == "evaluate" else "personal": found}).encode())

@@ -1,4 +1,4 @@
-"""The tree of errors that leave ``join``, ``publish``, ``simulate``, ``predict`` and ``export``.
+"""The tree of errors that leave ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
 
 Each class has an ``exit_code``, with which a command ends that meets it (docs/cli.md). A class that is not defined here
 stands in the module that is named beside it; a test compares this drawing with the classes.
@@ -65,7 +65,8 @@ SdkError
 └── MissingPart                  a package or program is not installed
 
 Three more never leave the functions above, because their callers go on without: ``ReadError``
-(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``engines.rehearsal``).
+(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``engines.rehearsal``). Nor
+does ``Stopped`` (``device.embedding``), which ends a device as Ctrl-C does, and is no ``Exception``.
 """
 
 from __future__ import annotations

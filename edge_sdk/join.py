@@ -14,7 +14,6 @@ import re
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +35,7 @@ from edge_sdk import arguments as read
 from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
+from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
@@ -63,6 +63,11 @@ if TYPE_CHECKING:
     from edge_sdk.device.exporting import Export
 
 LONG_POLL_SECONDS = 30.0
+STOPPABLE_POLL_SECONDS = 2.0
+"""The same where a program may ask this device to stop, which is not seen before the coordinator has answered."""
+
+BETWEEN = ("waiting", "paused", "stopped")
+"""Phases in which no round of the device is open."""
 
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
@@ -77,7 +82,9 @@ class Result:
     end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
     cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
     device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
-    kept. ``warnings`` say what its user should know of the personal model.
+    kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
+    before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
+    exported, where that was before the coordinator had answered.
     """
 
     name: str
@@ -98,13 +105,15 @@ class Result:
     choice: Choice | None = None
     warnings: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    interrupted: bool = False
 
 
 @translated()
 def join(
     server: str,
-    task: Task | Callable[[FederationInfo], Task],
+    task: Task | str | Callable[[FederationInfo], Task] | None = None,
     *,
+    data: str | None = None,
     federation: str = "default",
     name: str | None = None,
     state_dir: Path | str | None = None,
@@ -125,88 +134,116 @@ def join(
     known_devices: Path | str | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
+    on_progress: Callable[[DeviceProgress], None] | None = None,
+    stop: Settable | Callable[[], bool] | None = None,
     quiet: bool = False,
 ) -> Result:
     """Take part in ``federation`` until it is finished, and return what this device did.
 
-    task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
-    federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
-    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in (0,
-    1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
-    after every round (``edge_sdk.budget.search``). policy: when it may work; None: always. conditions: what it is like
-    now, this machine's sensors by default. export: where to write the personal model as ONNX. enrolment_token: where
-    the coordinator asks for one; without, that of SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a
-    coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
-    sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
-    bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
-    follows from the model, not in what was measured to be fastest. engine: what trains: ``torch``; ``onnx``, ONNX
-    Runtime, which needs the task's data alone, no PyTorch, and a federation with a training step; or ``auto``: ONNX
-    Runtime where federation and method allow it and there is no GPU. memory_limit: bytes that training may take, all
-    that the process holds included; by default what there is. require_secure: send updates under masks alone, in rounds
-    that bear so many colluders (docs/privacy.md). known_devices: likewise, and with no others than those of this file
-    of lines ``NAME KEY``. trust: certificates for https.
+    task: the learning problem, or a function that makes it from the federation's settings, or the name of the
+    federation's task, which is also what None means. data: this device's data, of a task known by name, as ``--data``
+    of ``sparrow join`` has it. name: unique in the federation, the host's name by default. state_dir: where the device
+    keeps its personal model and identity; a second call with the same folder goes on where the first was. budget: share
+    of each layer's neurons that it trains, in (0, 1], which bounds bytes more than time (docs/budget.md); None has it
+    find out what it can afford, and look again after every round (``edge_sdk.budget.search``). policy: when it may
+    work; None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
+    personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
+    SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
+    watts: power model for estimated joules on a board without a sensor. accelerator: one of ``compute.ACCELERATORS``.
+    threads: of the processor. bfloat16: forward passes in bfloat16 where torch's autocast thinks it safe.
+    deterministic: on the processor, and in the memory format that follows from the model, not in what was measured to
+    be fastest. engine: what trains: ``torch``; ``onnx``, ONNX Runtime, which needs the task's data alone, no PyTorch,
+    and a federation with a training step; or ``auto``: ONNX Runtime where federation and method allow it and there is
+    no GPU. memory_limit: bytes that training may take, all that the process holds included; by default what there is.
+    require_secure: send updates under masks alone, in rounds that bear so many colluders (docs/privacy.md).
+    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. trust: certificates for
+    https. on_progress: called on this thread, in place of the bar and the lines that this function writes otherwise,
+    after each step of training and with each phase; what it raises ends the work, as Ctrl-C does. stop: a
+    threading.Event, or a function that returns whether to stop; looked at between two steps of training and, while the
+    device waits, every few seconds. The work is handed back then, the personal model stays as the last whole round has
+    left it, and the result is ``interrupted``. quiet: no progress bar.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
     or ``FAILURES`` rounds in a row have failed and none has been trained. When something else ends it, such as Ctrl-C,
     it says goodbye to the coordinator first.
     """
-    make_task = _task_maker(task)
+    halt = Stop(stop)
+    if on_progress is not None and not callable(on_progress):
+        raise BadArgument(f"on_progress is a {type(on_progress).__name__}; give a function of one DeviceProgress")
     _check_numbers(budget, threads, memory_limit, patience_seconds)
     demands = _demands(require_secure, known_devices)
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
     check_name(name)
+    make_task = _task_maker(task, data, name)
     if export is not None:
         check_writable(Path(export))
     bar = _Bar(quiet)
+    tell = ProgressReporter(on_progress or bar.show)
+    tell.phase("opening")
+
+    def progressed(assignment: Assignment, done: int, total: int, loss: float) -> None:
+        tell.training(assignment, done, total, loss)
+        if done < total:  # a whole round is sent before the device stops
+            halt.check()
+
     with ExitStack() as stack:
         own = client or stack.enter_context(connect(server, trust))
         folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
         stack.callback(folder.close)
         stack.callback(bar.close)
-        bar.tell(f"{name} keeps its state in {folder.path}")
+        if not quiet:
+            tell.say(f"{name} keeps its state in {folder.path}")
         with EnergyMeter(model=watts) as meter:
-            transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
+            transport = Transport(own, patience_seconds=patience_seconds, on_wait=tell.unreachable, sleep=halt.sleep)
             transport.token = enrolment_token or token_of("enrolment")
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
-            watchdog = _watchdog(asked, read_conditions, folder, bar.say) if asked else None
-            session = Session(
-                transport,
-                folder,
-                federation=federation,
-                name=name,
-                make_task=lambda info: replace(make_task(info), compute=compute),
-                budget=1.0 if budget is None else budget,
-                engine=engine,
-                telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions),
-                progress=bar.training,
-                prepare=Preparation(
-                    budget,
-                    deterministic,
-                    memory_limit,
-                    duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
-                    learned=read_learned(folder.cached(LEARNED)),
-                    keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
-                ),
-                watchdog=watchdog,
-                demands=demands,
-            )
-            bar.start(session)
-            if session.identity_key is not None:
-                bar.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
-            _say_budget(session.choice, bar)
-            with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
-                session.skeleton()
+            watchdog = _watchdog(asked, read_conditions, folder, tell.say, halt.sleep) if asked else None
             try:
-                run_session(session, bar, lambda: _export(session, name, export))
+                halt.check()
+                session = Session(
+                    transport,
+                    folder,
+                    federation=federation,
+                    name=name,
+                    make_task=lambda info: replace(make_task(info), compute=compute),
+                    budget=1.0 if budget is None else budget,
+                    engine=engine,
+                    telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions, on_phase=tell.phase),
+                    progress=progressed,
+                    prepare=Preparation(
+                        budget,
+                        deterministic,
+                        memory_limit,
+                        duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
+                        learned=read_learned(folder.cached(LEARNED)),
+                        keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
+                    ),
+                    watchdog=watchdog,
+                    demands=demands,
+                )
+            except Stopped:
+                return _result_before(folder.progress(), name, 1.0 if budget is None else budget)
+            tell.begin(session)
+            if session.identity_key is not None:
+                tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
+            _say_budget(session.choice, tell)
+            interrupted = False
+            try:
+                with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
+                    session.skeleton()
+                run_session(session, tell, halt, lambda: _export(session, name, export))
                 if session.personal is None:
                     raise _nothing_trained(session, name)
+            except Stopped:
+                interrupted = True
+                session.leave("stopped by its program")
             except FederationDeleted:
                 if (exported := _export(session, name, export)) is not None:
-                    bar.say(f"the personal model is {exported.path}")
+                    tell.say(f"the personal model is {exported.path}")
                 raise
             except SdkError:
                 raise
@@ -219,9 +256,9 @@ def join(
                 session.leave(f"{type(error).__name__}: {error}")
                 raise
             exported = _export(session, name, export)
-            result = _result(session, name, exported)
+            result = _result(session, name, exported, interrupted)
             for text in result.warnings:
-                bar.say(text)
+                tell.say(text)
             return result
 
 
@@ -237,14 +274,18 @@ def _demands(require_secure: object, known_devices: Path | str | None) -> Secure
     return SecureOnly(least, None if known_devices is None else read_known(known_devices))
 
 
-def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
+def _task_maker(task: object, data: str | None, device: str) -> Callable[[FederationInfo], Task]:
     """Return the function that makes the task. Raises BadArgument for any other object."""
+    if task is None or isinstance(task, str):
+        return _named_task_maker(task, data, device)
+    if data is not None:
+        raise BadArgument("data belongs to a task known by name; leave it out where the task has its data")
     if isinstance(task, Task):
         return lambda info: task
     if is_module(task) or not callable(task):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
-            f"that makes one from the federation's settings"
+            f"that makes one from the federation's settings, or the name of the federation's task"
         )
 
     def make(info: FederationInfo) -> Task:
@@ -252,6 +293,18 @@ def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
         if not isinstance(made, Task):
             raise BadArgument(f"the function given as task returns a {type(made).__name__}; have it return a Task")
         return made
+
+    return make
+
+
+def _named_task_maker(task: str | None, data: str | None, device: str) -> Callable[[FederationInfo], Task]:
+    """Return the function that makes the federation's task over ``data``. task: its name, where it is given."""
+
+    def make(info: FederationInfo) -> Task:
+        if task not in (None, info.task):
+            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give that, or no task")
+        settings = info.settings
+        return load_data_of(info.task, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
 
     return make
 
@@ -282,12 +335,17 @@ def _nothing_trained(session: Session, name: str) -> NothingTrained:
 
 
 def _watchdog(
-    policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]
+    policy: Policy,
+    read: Callable[[], Conditions],
+    folder: StateFolder,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None],
 ) -> Watchdog:
     """Return the watchdog of ``policy``, which continues to count today's spending after a restart."""
     watchdog = Watchdog(
         policy,
         read,
+        sleep=sleep,
         say=say,
         spent=read_spent(folder.cached(SPENT)),
         keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
@@ -296,18 +354,23 @@ def _watchdog(
     return watchdog
 
 
-def _say_budget(choice: Choice | None, bar: _Bar) -> None:
+def _say_budget(choice: Choice | None, tell: ProgressReporter) -> None:
     if choice is not None and (choice.limited_by is not None or choice.advice):
         for text in (str(choice), *choice.advice):
-            bar.say(text)
+            tell.say(text)
 
 
-def run_session(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
+def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> None:
     """Take steps until the federation is over. A device that stops early has its model exported then, and stays to
-    answer evaluations."""
+    answer evaluations. Raises Stopped."""
     stopped = session.progress.stopped_round is not None
-    while (step := session.step(LONG_POLL_SECONDS)).outcome is not Outcome.over:
-        bar.after(session)
+    wait = STOPPABLE_POLL_SECONDS if halt.possible else LONG_POLL_SECONDS
+    while True:
+        halt.check()
+        step = session.step(wait)
+        if step.outcome is Outcome.over:
+            return
+        tell.between(paused=step.paused is not None)
         if session.failed_rounds >= FAILURES and not session.progress.rounds:
             error = _nothing_trained(session, session.name)
             session.leave(str(error))
@@ -318,14 +381,14 @@ def run_session(session: Session, bar: _Bar, export: Callable[[], Export | None]
                 exported = export()
             except (OSError, ExportError) as error:
                 exported = None
-                bar.say(f"the personal model could not be exported yet: {error}")
+                tell.say(f"the personal model could not be exported yet: {error}")
             where = f"; its personal model is {exported.path}" if exported else ""
-            bar.say(
+            tell.say(
                 f"training stopped early in round {session.progress.stopped_round}{where}. Staying to answer "
                 f"evaluations; Ctrl-C leaves"
             )
         if step.outcome is Outcome.idle:
-            time.sleep(step.pause_seconds)  # to the second: the coordinator gives each device a moment of its own
+            halt.sleep(step.pause_seconds)  # to the second: the coordinator gives each device a moment of its own
 
 
 def _export(session: Session, name: str, path: Path | str | None) -> Export | None:
@@ -345,10 +408,24 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     return export_personal(Path(path), source, session.engine, session.task.validation)
 
 
-def _result(session: Session, name: str, exported: Export | None) -> Result:
-    progress = session.progress
+def _result(session: Session, name: str, exported: Export | None, interrupted: bool) -> Result:
     best = session.best
     judged = session.evaluate(best) if best is not None else None
+    return replace(
+        _result_before(session.progress, name, session.budget),
+        accuracy_after=judged.accuracy if judged else None,
+        metrics=judged.metrics if judged else {},
+        everything=session.moved,
+        export=exported,
+        engine=session.engine.title,
+        choice=session.choice,
+        warnings=tuple(_warnings(session.progress)),
+        interrupted=interrupted,
+    )
+
+
+def _result_before(progress: Progress, name: str, budget: float) -> Result:
+    """Return the result of a device that was stopped before the coordinator had answered."""
     return Result(
         name=name,
         rounds=progress.rounds,
@@ -358,16 +435,14 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         global_share=progress.best.global_share if progress.best else 0.0,
         adapted=progress.adapted,
         accuracy_before=progress.accuracy_before,
-        accuracy_after=judged.accuracy if judged else None,
-        metrics=judged.metrics if judged else {},
+        accuracy_after=None,
         training=progress.training,
         evaluation=progress.evaluation,
-        everything=session.moved,
-        export=exported,
-        engine=session.engine.title,
-        budget=session.budget,
-        choice=session.choice,
-        warnings=tuple(_warnings(progress)),
+        everything=progress.everything,
+        export=None,
+        engine="",
+        budget=budget,
+        interrupted=True,
     )
 
 
@@ -423,51 +498,42 @@ def check_writable(path: Path) -> None:
 
 
 class _Bar:
-    """A progress bar over rounds, with the steps of the current one beside it; without a terminal a line a round."""
+    """A progress bar over rounds, with the steps of the current one beside it; without a terminal a line a round. Lines
+    of text are shown where progress is hidden, too."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._bar: tqdm[Any] | None = None
-        self._round, self._loss = 0, ""
+        self._round: int | None = None
+        self._loss = ""
 
-    def start(self, session: Session) -> None:
-        """Show the federation's rounds."""
-        if self._quiet:
-            return
-        self._round = session.progress.last_round
-        if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=session.info.rounds, initial=session.progress.last_round, unit="round", desc="waiting", leave=True
-            )
+    def show(self, moment: DeviceProgress) -> None:
+        """Show a moment of the device's work."""
+        if moment.text is not None:
+            tqdm.write(moment.text, file=sys.stderr)
+        elif self._bar is not None:
+            self._move(self._bar, moment)
+        elif moment.rounds and not self._quiet:
+            if sys.stderr.isatty():
+                self._bar = tqdm(total=moment.rounds, initial=moment.round, unit="round", desc=moment.phase, leave=True)
+            else:
+                self._line(moment)
 
-    def training(self, assignment: Assignment, done: int, total: int, loss: float) -> None:
-        """Show that one step is done."""
-        self._loss = f", loss {loss:.3f}"
-        if self._bar is not None:
-            self._bar.set_description(f"{assignment.kind.value} {done}/{total}", refresh=False)
-            self._bar.set_postfix(loss=f"{loss:.3f}", refresh=done == total)
+    def _move(self, bar: tqdm[Any], moment: DeviceProgress) -> None:
+        if moment.steps:
+            bar.set_description(f"{moment.phase} {moment.step}/{moment.steps}", refresh=False)
+            bar.set_postfix(loss=f"{moment.loss:.3f}", refresh=moment.step == moment.steps)
+        elif moment.phase in BETWEEN:
+            bar.n = max(bar.n, moment.round)
+            bar.set_description(moment.phase)
 
-    def after(self, session: Session) -> None:
-        """Show that one step of the session is done."""
-        if self._bar is not None:
-            self._bar.n = max(self._bar.n, session.progress.last_round)
-            self._bar.set_description("stopped" if session.progress.stopped_round else "waiting")
-        elif session.progress.last_round > self._round:
-            self._round = session.progress.last_round
-            self.tell(f"round {self._round} of {session.info.rounds}{self._loss}")
-
-    def waiting(self, reason: str, seconds: float) -> None:
-        """Report that the coordinator does not answer."""
-        self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
-
-    def tell(self, text: str) -> None:
-        """Write a line of progress."""
-        if not self._quiet:
-            self.say(text)
-
-    def say(self, text: str) -> None:
-        """Write a line of its own, also where the bar is hidden: it is no progress."""
-        tqdm.write(text, file=sys.stderr)
+    def _line(self, moment: DeviceProgress) -> None:
+        if moment.loss is not None:
+            self._loss = f", loss {moment.loss:.3f}"
+        if moment.phase in BETWEEN:
+            if self._round is not None and moment.round > self._round:
+                tqdm.write(f"round {moment.round} of {moment.rounds}{self._loss}", file=sys.stderr)
+            self._round = moment.round
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -560,21 +626,14 @@ def as_json(result: Result, energy: str) -> str:
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    name = options.device_name or default_name()
     allocator.give_back()
-
-    def make_task(info: FederationInfo) -> Task:
-        return load_data_of(
-            info.task, options.data, device=name, seed=info.settings.seed, batch_size=info.settings.batch_size
-        )
-
     try:
         policy = _policy(options.policy, dict(options.limit))
         result = join(
             options.server,
-            make_task,
+            data=options.data,
             federation=options.federation,
-            name=name,
+            name=options.device_name,
             state_dir=options.state_dir,
             budget=options.budget,
             policy=policy,

@@ -1,6 +1,6 @@
 """Sparse personalised federated learning on real devices: the command ``sparrow``, and the functions behind it.
 
-    from sparrow import Seeded, Task, SdkError, join, publish, simulate
+    from sparrow import Client, DeviceProgress, Seeded, Task, SdkError, join, publish, simulate
 
 A name is imported when it is asked for: importing this package loads neither torch nor httpx. Everything that leaves
 these functions, and that a caller can do something about, is an ``SdkError`` (``edge_sdk/errors.py`` draws the tree).
@@ -10,15 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edge_sdk.device.embedding import DeviceProgress
     from edge_sdk.errors import SdkError
     from edge_sdk.join import join
     from edge_sdk.publish import publish
     from edge_sdk.simulation.simulate import simulate
     from edge_sdk.tasks import Seeded, Task
+    from sparrow.client import Client
 
-__all__ = ["SdkError", "Seeded", "Task", "join", "publish", "simulate"]
+__all__ = ["Client", "DeviceProgress", "SdkError", "Seeded", "Task", "join", "publish", "simulate"]
 
 _MODULES = {
+    "Client": "sparrow.client",
+    "DeviceProgress": "edge_sdk.device.embedding",
     "SdkError": "edge_sdk.errors",
     "Seeded": "edge_sdk.tasks",
     "Task": "edge_sdk.tasks",
@@ -28,11 +32,15 @@ _MODULES = {
 }
 
 
+LIGHT = ("Client", "DeviceProgress", "SdkError")
+"""Names that a device has which cannot train."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a name of ``__all__`` from its module. Raises CannotTrain on a device that cannot train."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name != "SdkError":
+    if name not in LIGHT:
         from edge_sdk.device import trainable
 
         trainable.check(module="torch" if name == "publish" else None)

@@ -10,20 +10,11 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.messages import Problem
+from edge_sdk.protocol.messages import CreateFederation, Problem
 from sparrow.coordinator.api.problems import MEDIA_TYPE, STATUS
 
-FILES = {
-    "get_payload": bundle.MEDIA_TYPE,
-    "get_model": checkpoint.MEDIA_TYPE,
-    "get_model_onnx": "application/octet-stream",
-    "get_frozen": "application/octet-stream",
-    "get_first": "application/octet-stream",
-    "get_fast_step": "application/octet-stream",
-    "get_graph": "application/octet-stream",
-}
-"""Calls that are answered with a file, and its media type."""
+FILES = ("get_payload", "get_model", "get_model_onnx", "get_frozen", "get_first", "get_fast_step", "get_graph")
+"""Calls that are answered with a file."""
 TEXTS = {"get_events": "text/event-stream", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
 """Calls that are answered with text that is no JSON."""
 MANIFEST = "The manifest of the model; edge_sdk/protocol/manifest.py has its fields"
@@ -36,7 +27,8 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["Problem"] = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    for message in (CreateFederation, Problem):
+        schemas[message.__name__] = message.model_json_schema(ref_template="#/components/schemas/{model}")
     for part in list(_dictionaries(document)):
         schemas |= {name: schema for name, schema in part.pop("$defs", {}).items() if name not in schemas}
     for part in _dictionaries(document):
@@ -65,7 +57,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
 def _complete_call(call: dict[str, Any]) -> None:
     name, answers = call["operationId"], call["responses"]
     if name in FILES:
-        answers["200"]["content"] = {FILES[name]: {"schema": {"type": "string", "format": "binary"}}}
+        answers["200"]["content"] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     elif name in TEXTS:
         answers["200"]["content"] = {TEXTS[name]: {"schema": {"type": "string"}}}
     elif name == "get_manifest":

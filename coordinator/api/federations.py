@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -49,34 +49,45 @@ from sparrow.coordinator.web import links
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 
 
+JSON_TYPE = "application/json"
+
+
+def _body(media_type: str, schema: dict[str, str]) -> dict[str, Any]:
+    """Return what the OpenAPI document says of a body that the handler reads itself."""
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+A_FILE = _body(checkpoint.MEDIA_TYPE, {"type": "string", "format": "binary"})
+
+
+async def _read(request: Request, media_type: str, what: str, limit: int) -> bytes:
+    """Return the body. Raises WrongMediaType, and what ``read_body`` raises."""
+    sent = request.headers.get("content-type", "").split(";")[0].strip()
+    if sent != media_type:
+        raise WrongMediaType(f"send {what} as {media_type}, not {sent!r}")
+    return await read_body(request, limit)
+
+
 @router.post(
     "",
     status_code=201,
     dependencies=[AdminOnly],
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": CreateFederation.model_json_schema()},
-                checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-            },
-        }
-    },
+    openapi_extra=_body(JSON_TYPE, {"$ref": "#/components/schemas/CreateFederation"}),
 )
 async def create_federation(request: Request, coordinator: TheCoordinator) -> FederationInfo:
-    """Create a federation: JSON for a built-in task, a checkpoint with manifest and graphs for one's own model."""
-    match request.headers.get("content-type", "").split(";")[0].strip():
-        case "application/json":
-            body = await read_body(request, LARGEST_REQUEST)
-            with callers_data():
-                wanted = CreateFederation.model_validate_json(body)
-            return await coordinator.writers.run(coordinator.federations.create, wanted)
-        case checkpoint.MEDIA_TYPE:
-            body = await read_body(request, coordinator.settings.max_model_bytes)
-            publish, most = coordinator.federations.publish, coordinator.settings.max_model_bytes
-            return await coordinator.writers.run(publish, body, most)
-        case other:
-            raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
+    """Create a federation of a task whose model the coordinator knows."""
+    body = await _read(request, JSON_TYPE, "name, task and settings", LARGEST_REQUEST)
+    with callers_data():
+        wanted = CreateFederation.model_validate_json(body)
+    return await coordinator.writers.run(coordinator.federations.create, wanted)
+
+
+@router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)
+async def publish_model(request: Request, coordinator: TheCoordinator) -> FederationInfo:
+    """Create a federation of one's own model: a checkpoint with manifest, graphs, and name and settings as its note."""
+    most = coordinator.settings.max_model_bytes
+    body = await _read(request, checkpoint.MEDIA_TYPE, "the model", most)
+    return await coordinator.writers.run(coordinator.federations.publish, body, most)
 
 
 @router.get("", dependencies=[ObserverOnly])
@@ -227,21 +238,10 @@ def get_model(
     return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)
 
 
-@router.patch(
-    "/{name}/model",
-    dependencies=[AdminOnly],
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
-)
+@router.patch("/{name}/model", dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
     """Replace the model's graphs, between rounds: a checkpoint of manifest and graphs, whose tensors are the same."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
-        raise WrongMediaType(f"send manifest and graphs as {checkpoint.MEDIA_TYPE}")
-    body = await read_body(request, coordinator.settings.max_model_bytes)
+    body = await _read(request, checkpoint.MEDIA_TYPE, "manifest and graphs", coordinator.settings.max_model_bytes)
     info = await coordinator.writers.run(coordinator.federations.replace_model, name, body)
     coordinator.fact_recorded()
     coordinator.wake()
@@ -254,21 +254,10 @@ def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
     return coordinator.federations.models(name)
 
 
-@router.post(
-    "/{name}/model/evaluation",
-    dependencies=[AdminOnly],
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
-)
+@router.post("/{name}/model/evaluation", dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
     """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
-        raise WrongMediaType(f"send the test data as {checkpoint.MEDIA_TYPE}")
-    body = await read_body(request, coordinator.settings.max_test_bytes)
+    body = await _read(request, checkpoint.MEDIA_TYPE, "the test data", coordinator.settings.max_test_bytes)
     return await run_in_threadpool(coordinator.federations.evaluate, name, body)
 
 

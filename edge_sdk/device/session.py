@@ -265,6 +265,11 @@ class Session:
         return self._identity.name
 
     @property
+    def working_on(self) -> Assignment | None:
+        """The work that is under way, or that an interrupt has left open."""
+        return self._working_on
+
+    @property
     def identity(self) -> Identity:
         """Return the identity under which the coordinator knows this device."""
         return self._identity

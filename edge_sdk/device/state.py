@@ -296,21 +296,30 @@ class StateFolder:
         updates: name -> float32; empty where there are none.
         """
         saved = self._read(personal.MODEL)
-        progress, digest, tensors = Progress(), manifest.values_digest, None
+        digest, tensors = manifest.values_digest, None
         if saved is not None:
-            progress, digest = saved.progress, saved.file.manifest
+            digest = saved.file.manifest
             self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
             tensors = saved.model
-        path = self.path / personal.PROGRESS
-        try:
-            later = personal.read_progress(path.read_bytes(), self._saves) if path.exists() else None
-            progress = progress if later is None else Progress.model_validate(later)
-        except (ProtocolError, ValidationError, ValueError) as error:
-            raise _damaged(path, error, "go on from its last round") from None
+        progress = self._progress(saved)
         self._check(manifest, digest, tensors)
         if saved is not None and saved.file.best and progress.best == saved.progress.best:
             self.keep_as_best()  # killed before this was done, it is done now
         return tensors, progress
+
+    def progress(self) -> Progress:
+        """Return the progress that is kept, whatever the federation's model is now. Raises StateError."""
+        return self._progress(self._read(personal.MODEL))
+
+    def _progress(self, saved: _Read | None) -> Progress:
+        path, saves = self.path / personal.PROGRESS, self._saves if saved is None else saved.file.save
+        try:
+            later = personal.read_progress(path.read_bytes(), saves) if path.exists() else None
+            if later is not None:
+                return Progress.model_validate(later)
+        except (ProtocolError, ValidationError, ValueError) as error:
+            raise _damaged(path, error, "go on from its last round") from None
+        return Progress() if saved is None else saved.progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
         """Return the personal model that was the best on validation data, None where none was kept. Raises StateError

@@ -61,7 +61,7 @@ class Measured:
 
 class Telemetry:
     """Measures phases of one device: the meter gives joules, the transport's counters give bytes, ``read`` says how hot
-    it is, where it is given."""
+    it is, where it is given. on_phase: told the name of each phase when it begins."""
 
     def __init__(
         self,
@@ -70,7 +70,9 @@ class Telemetry:
         clock: Callable[[], float] = time.monotonic,
         *,
         read: Callable[[], Conditions] | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._on_phase = on_phase
         self._meter = meter
         self._traffic = traffic
         self._clock = clock
@@ -94,6 +96,7 @@ class Telemetry:
     @contextmanager
     def phase(self, name: str) -> Iterator[Measured]:
         """Measure what happens inside; ``cost`` is there afterwards, not if it raised."""
+        self._on_phase(name)
         measured, self._paused = Measured(), 0.0
         begin, down, up = self._clock(), self._traffic.down, self._traffic.up
         earlier = self._traffic.earlier_seconds

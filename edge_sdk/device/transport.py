@@ -323,9 +323,9 @@ class Transport:
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
-        headers = {"Content-Type": media_type}
+        path = "/v1/federations/from-model" if media_type == checkpoint.MEDIA_TYPE else "/v1/federations"
         try:
-            return self._ask(FederationInfo, "POST", "/v1/federations", content=body, headers=headers)
+            return self._ask(FederationInfo, "POST", path, content=body, headers={"Content-Type": media_type})
         except NotInstalled:
             raise
         except BadContent as refused:

@@ -69,7 +69,7 @@ from edge_sdk.protocol.secure.numbers import Words
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 FORMAT = "1"
-MEDIA_TYPE = "application/vnd.sparrow.bundle"
+MEDIA_TYPE = "application/octet-stream"
 MAX_HEADER = 64 * 1024
 MAX_MEMORY_FACTOR = 4
 MAX_MEMORY_FIXED = 4 * 1024 * 1024

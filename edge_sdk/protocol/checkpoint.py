@@ -19,7 +19,7 @@ import safetensors.numpy
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Tensors
 
-MEDIA_TYPE = "application/vnd.sparrow.model"
+MEDIA_TYPE = "application/octet-stream"
 MAX_HEADER = 16 * 1024 * 1024
 
 

@@ -370,7 +370,7 @@ class FederationSettings(_Request):
 class CreateFederation(_Request):
     """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
 
-    Such a checkpoint (media type of ``protocol.checkpoint``) holds the initial values by name and, as uint8 vectors
+    Such a checkpoint (``POST /v1/federations/from-model``) holds the initial values by name and, as uint8 vectors
     named ``sparrow.manifest`` and ``sparrow.skeleton``, the manifest's JSON and the ONNX skeleton; where the manifest
     names them, ``sparrow.step`` and ``sparrow.evaluation`` as well.
     """

@@ -616,7 +616,7 @@ def test_what_personalising_answers_is_a_report_as_json(coordinator):
     device = coordinator.device("a").device_id
     assignment = coordinator.dispatch.next_assignment(device).assignment
     with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
-        coordinator.acceptance.check_envelope(assignment.assignment_id, device, "application/octet-stream")
+        coordinator.acceptance.check_envelope(assignment.assignment_id, device, "text/plain")
     with pytest.raises(BadContent, match="num_examples"):
         coordinator.acceptance.accept_update(assignment.assignment_id, device, b"{}", JSON_TYPE)
     report = UpdateReport(num_examples=3, steps=1, train_loss=0.5)

@@ -47,7 +47,7 @@ def coordinator(tmp_path):
 def published(coordinator):
     """Publishes what the page says, with these settings; gives its first weight and bias."""
     torch = pytest.importorskip("torch")
-    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
 
     def make(**settings):
         assert "http://127.0.0.1:8000" in script

@@ -52,7 +52,7 @@ def test_its_modules_exist(page):
     text = page.read_text()
     named = set(re.findall(r"python -m ((?:benchmarks|coordinator|devices|edge_sdk|export|sparrow)[\w.]*\w)", text))
     named |= set(re.findall(r"`((?:edge_sdk|sparrow)(?:\.\w+)+)(?=[(`:])", text))
-    named |= set(re.findall(r"^ *from ((?:edge_sdk|sparrow)[\w.]*) import", text, re.MULTILINE))
+    named |= set(re.findall(r"^ *from ((?:edge_sdk|sparrow)(?:\.\w+)*) import", text, re.MULTILINE))
     missing = []
     for name in sorted(named - NOT_MODULES):
         if EXAMPLES.search(name):

@@ -37,7 +37,7 @@ def defined():
         thing
         for module in modules()
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, BaseException) and thing.__module__ == module.__name__
+        if isinstance(thing, type) and issubclass(thing, Exception) and thing.__module__ == module.__name__
     }
 
 

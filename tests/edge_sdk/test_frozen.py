@@ -303,7 +303,9 @@ def test_a_published_file_is_compared_with_its_digest(client):
     }
     note = '{"name": "a", "settings": {"method": "fedavg"}}'
     answer = client.post(
-        "/v1/federations", content=checkpoint.save(body, note), headers={"Content-Type": checkpoint.MEDIA_TYPE}
+        "/v1/federations/from-model",
+        content=checkpoint.save(body, note),
+        headers={"Content-Type": checkpoint.MEDIA_TYPE},
     )
     assert answer.status_code == 422
     assert "the file of frozen values has" in answer.json()["detail"]

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.embedding import ProgressReporter, Stop
 from edge_sdk.device.opening import choose_engine
 from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
 from edge_sdk.device.state import StateFolder, Totals, default_root
@@ -189,8 +191,9 @@ def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     bar = join._Bar(quiet=True)
-    bar.start(session=None)
-    bar.waiting("connection refused", 2.0)
+    tell = ProgressReporter(bar.show)
+    tell.phase("train")
+    tell.unreachable("connection refused", 2.0)
     assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
 
 
@@ -254,12 +257,12 @@ def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
 def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch):
     """To the second: the coordinator spreads its fleet, and jitter of the devices' own would undo that."""
     slept = []
-    monkeypatch.setattr(join.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     steps = [Step(Outcome.idle, pause_seconds=seconds) for seconds in (7.0, 31.0)] + [Step(Outcome.over)]
     session = SimpleNamespace(
         step=lambda wait: steps.pop(0), progress=SimpleNamespace(stopped_round=None), failed_rounds=0
     )
-    join.run_session(session, SimpleNamespace(after=lambda session: None), lambda: None)
+    join.run_session(session, SimpleNamespace(between=lambda paused: None), Stop(None), lambda: None)
     assert slept == [7.0, 31.0]
 
 

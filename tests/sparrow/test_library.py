@@ -1,4 +1,4 @@
-"""``from sparrow import join, publish, simulate, Task, SdkError``: light to import, and one type to catch."""
+"""``from sparrow import Client, join, publish, simulate, Task, SdkError``: light to import, and one type to catch."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_a_name_that_is_not_there_is_none_of_its(monkeypatch):
     assert sparrow.join is not None  # ONNX Runtime may train
     assert refused.value.exit_code is Exit.CANNOT
     assert isinstance(refused.value, SdkError)
+    assert sparrow.Client is not None  # it trains nothing
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,10 @@ LOG_SECONDS = 60.0
 SMALL_REQUEST = 16 * 1024
 """Longest body, in bytes, of calls whose body the framework reads and decodes before the caller is checked."""
 
-READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
+READS_ITSELF = re.compile(
+    r"POST /v1/federations(/from-model|/[^/]+/model/evaluation)?|PATCH /v1/federations/[^/]+/model"
+    r"|PUT /v1/assignments/[^/]+/update"
+)
 """Calls whose handlers read the body with ``read_body``, once they know who is calling."""
 
 
@@ -46,8 +49,8 @@ class TooSlow(RequestError, HTTPException):
 class SmallBodies:
     """Refuses long bodies where the framework reads them itself, before the caller is checked.
 
-    Updates, new federations and test data are read with ``read_body``, by callers that are known, up to limits of their
-    own.
+    Updates, new federations, models and test data are read with ``read_body``, by callers that are known, up to limits
+    of their own.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -11,7 +11,7 @@ const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
 const RESUMED = 1024 * 1024;
 const TIMEOUT = 30, SLOW_SECONDS = 60, SLOWEST = 1024;
 const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
-const BUNDLE_TYPE = "application/vnd.sparrow.bundle";
+const BUNDLE_TYPE = "application/octet-stream";
 const JSON_TYPE = "application/json";
 const PREFIX = "urn:sparrow:problem:";
 const LONG_SEED = /"seed":\s*(\d{16,19})(?![\d.eE])/g; // above 2^53: kept as text, which loses nothing

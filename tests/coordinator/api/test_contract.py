@@ -282,16 +282,27 @@ def published(change=lambda tensors: None, note=None, **graphs):
 
 
 CHECKPOINT = {"Content-Type": checkpoint.MEDIA_TYPE}
+FROM_MODEL = "/v1/federations/from-model"
 
 
 def test_a_model_of_ones_own_is_published(client):
-    answer = client.post("/v1/federations", content=published(), headers=CHECKPOINT)
+    answer = client.post(FROM_MODEL, content=published(), headers=CHECKPOINT)
     assert answer.status_code == 201, answer.text
     tensors, _ = checkpoint.load(client.get("/v1/federations/mine/model").content)
     wanted = initial_values(DIGITS.manifest, 9)
     assert all(tensors[name].tobytes() == wanted[name].tobytes() for name in wanted)
     for graph, content in DIGITS.graphs.items():
         assert client.get(f"/v1/federations/mine/{graph}.onnx").content == content
+
+
+def test_a_new_version_of_a_model_is_sent_as_a_file(client):
+    tensors, _ = checkpoint.load(published())
+    graphs = {name: tensor for name, tensor in tensors.items() if name.startswith("sparrow.")}
+    assert client.post(FROM_MODEL, content=published(), headers=CHECKPOINT).status_code == 201
+    again = client.patch("/v1/federations/mine/model", content=checkpoint.save(graphs), headers=CHECKPOINT)
+    assert (again.status_code, again.json()["name"], again.json()["replacing"]) == (200, "mine", False), again.text
+    weights = client.patch("/v1/federations/mine/model", content=published(), headers=CHECKPOINT)
+    assert_problem(weights, 422, "weights are not replaced")
 
 
 def test_a_model_may_be_published_without_its_training_step(client):
@@ -303,10 +314,8 @@ def test_a_model_may_be_published_without_its_training_step(client):
         del tensors["sparrow.step"], tensors["sparrow.evaluation"]
 
     unnamed = published(lambda tensors: tensors.update({"sparrow.manifest": alone}))
-    assert_problem(
-        client.post("/v1/federations", content=unnamed, headers=CHECKPOINT), 422, "hold 'sparrow.evaluation'"
-    )
-    assert client.post("/v1/federations", content=published(without), headers=CHECKPOINT).status_code == 201
+    assert_problem(client.post(FROM_MODEL, content=unnamed, headers=CHECKPOINT), 422, "hold 'sparrow.evaluation'")
+    assert client.post(FROM_MODEL, content=published(without), headers=CHECKPOINT).status_code == 201
     assert client.get("/v1/federations/mine/skeleton.onnx").content == DIGITS.skeleton
     for graph in ("step", "evaluation"):
         answer = client.get(f"/v1/federations/mine/{graph}.onnx")
@@ -332,7 +341,7 @@ def test_a_model_may_be_published_without_its_training_step(client):
     ],
 )
 def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, said):
-    assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 422, said)
+    assert_problem(client.post(FROM_MODEL, content=body, headers=CHECKPOINT), 422, said)
 
 
 def test_a_few_lines_do_not_describe_gigabytes(client):
@@ -347,11 +356,11 @@ def test_a_few_lines_do_not_describe_gigabytes(client):
         },
         json.dumps({"name": "big", "settings": {"method": "fedavg"}}),
     )
-    assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 413, "takes up to 2147483648")
+    assert_problem(client.post(FROM_MODEL, content=body, headers=CHECKPOINT), 413, "takes up to 2147483648")
     note = checkpoint.save({}, json.dumps({"name": "big", "x": "y" * 2**16}))
-    assert_problem(client.post("/v1/federations", content=note, headers=CHECKPOINT), 413, "the note has")
+    assert_problem(client.post(FROM_MODEL, content=note, headers=CHECKPOINT), 413, "the note has")
     graph = published(step=bytes(MAX_GRAPH + 1))
-    assert_problem(client.post("/v1/federations", content=graph, headers=CHECKPOINT), 413, "the step has 16,777,217")
+    assert_problem(client.post(FROM_MODEL, content=graph, headers=CHECKPOINT), 413, "the step has 16,777,217")
     assert [each["name"] for each in client.get("/v1/federations").json()] == ["default"]
 
 
@@ -763,7 +772,7 @@ def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, s
     good = train(DIGITS.manifest, assignment)
     path = f"/v1/assignments/{assignment.assignment_id}/update"
     assert_problem(put(client, headers, assignment, good, "application/json"), 415, bundle.MEDIA_TYPE)
-    assert_problem(client.put(path, content=good, headers=headers), 415, "sent as application/vnd.sparrow.bundle")
+    assert_problem(client.put(path, content=good, headers=headers), 415, "sent as application/octet-stream")
     assert_problem(client.put(path, content=iter([good]), headers={**headers, **BUNDLE}), 411, "send Content-Length")
     assert_problem(client.put(path, content=good, headers=BUNDLE), 401, "token")
     assert_problem(client.put(path, content=good, headers={**BUNDLE, **bearer("x")}), 401, "enrol again")
@@ -1033,18 +1042,22 @@ def test_without_a_token_nothing_is_learnt_but_health(open_app):
     assert len(bodies) == 1, "whether anything is there is nobody's business"
 
 
+LARGE = ("POST /v1/federations", f"POST {FROM_MODEL}", "PATCH /v1/federations/default/model")
+"""Calls with bodies of more than a few kilobytes."""
+
+
 def test_no_unknown_caller_can_fill_the_memory(open_app):
     """A body is refused by its length, or by its sender, before it is read."""
     client = open_app(**TOKENS)
     for method, path in every_call(client):
-        if method == "GET" or path == "/v1/federations" or path.endswith(("/update", "/model/evaluation")):
+        if method == "GET" or f"{method} {path}" in LARGE or path.endswith(("/update", "/model/evaluation")):
             continue
         known = {**JSON, **bearer(ADMIN)}
         assert_problem(client.request(method, path, content=b" " * (2**20 + 1), headers=known), 413, "send less")
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=known), 411, "send Content-Length")
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=JSON), 401, "token")
     judging, update = "/v1/federations/default/model/evaluation", f"/v1/assignments/{'0' * 32}/update"
-    for method, path in (("POST", "/v1/federations"), ("POST", judging), ("PUT", update)):
+    for method, path in (*map(str.split, LARGE), ("POST", judging), ("PUT", update)):
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=JSON), 401, "token")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sparrow.coordinator.api.problems import STATUS
@@ -57,6 +59,30 @@ def test_every_status_of_an_error_is_declared_as_a_problem_document(document):
         assert wanted <= call["responses"].keys(), name
     for answer in document["components"]["responses"].values():
         assert list(answer["content"]) == ["application/problem+json"]
+
+
+def test_the_page_of_all_calls_loads_nothing_from_elsewhere(client):
+    page = client.get("/docs")
+    loaded = re.findall(r"""(?:src|href)=["']([^"'#]+)""", page.text)
+    assert loaded == ["/page/dashboard.css", "/openapi.json"]
+    assert "<script" not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert client.get("/page/dashboard.css").status_code == 200
+
+
+def test_a_body_has_one_media_type_except_an_updates(document):
+    """Of two, generators of clients make one argument, and some of them none that can be used."""
+    bodies = {
+        name: list(call["requestBody"]["content"])
+        for name, (_, _, call) in calls(document).items()
+        if "requestBody" in call
+    }
+    assert bodies.pop("put_update") == ["application/octet-stream", "application/json"]
+    assert {media_type for each in bodies.values() for media_type in each} == {
+        "application/json",
+        "application/octet-stream",
+    }
+    assert all(len(each) == 1 for each in bodies.values())
 
 
 @pytest.mark.parametrize(

@@ -525,7 +525,7 @@ class Fuzzer:
             return self._client.delete(
                 chance.choice(("/v1/federations/default", "/v1/federations/f1", "/v1/federations/%00"))
             )
-        body, path = self._publication, "/v1/federations"
+        body, path = self._publication, "/v1/federations/from-model"
         if what == 1:
             tensors, _ = checkpoint.load(body)
             manifest = json.loads(tensors["sparrow.manifest"].tobytes())

@@ -7,8 +7,6 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from edge_sdk.protocol import bundle, checkpoint
-
 from .test_contract import ADMIN, ENROLMENT, TOKENS, bearer, enrol, open_app, settings_of  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,8 +19,6 @@ EXAMPLES_OF_NOBODY = 5
 def openapi():
     """What makes calls up; imported here, as it takes a second that tests which are not slow do without."""
     schemathesis = pytest.importorskip("schemathesis", reason="needs Python 3.11")
-    for media_type in (bundle.MEDIA_TYPE, checkpoint.MEDIA_TYPE):
-        schemathesis.serializer.alias(media_type, "application/octet-stream")
     return schemathesis.openapi
 
 
