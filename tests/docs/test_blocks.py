@@ -153,7 +153,7 @@ for each in BLOCKS:
         RUN.setdefault(f"{HOME}: {each.section}" if each.page == HOME else each.page, []).append(each)
 
 TRAINED = (
-    "sparrow join --server http://SERVER:8000 --name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
+    "sparrow join --server http://SERVER:8000 --device-name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
 )
 WARD = "sparrow federation create ward-3 --task digits --server http://SERVER:8000"
 BEFORE = {"docs/tracking.md": [TRAINED], "docs/export.md": [TRAINED], "docs/operating.md": [WARD]}
@@ -175,7 +175,7 @@ def devices_of(line):
     if not line.endswith(ON_EACH):
         return [line]
     line = line.removesuffix(ON_EACH)
-    return [f"{line.replace('model.onnx', f'{name}.onnx')} --name {name}" for name in ("one", "two")]
+    return [f"{line.replace('model.onnx', f'{name}.onnx')} --device-name {name}" for name in ("one", "two")]
 
 
 @pytest.fixture
