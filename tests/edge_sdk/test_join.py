@@ -13,7 +13,7 @@ import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
-from edge_sdk.device.embedding import ProgressReporter, Stop
+from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Stop
 from edge_sdk.device.opening import choose_engine
 from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
 from edge_sdk.device.state import StateFolder, Totals, default_root
@@ -24,7 +24,7 @@ from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, Kind, Moved
+from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
@@ -197,21 +197,15 @@ def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
 
 
-class Shown:
-    """What a bar shows of a session."""
-
-    def __init__(self):
-        self.info, self.progress = SimpleNamespace(rounds=3), SimpleNamespace(last_round=0, stopped_round=None)
-
-    def play(self, bar):
-        bar.start(self)
-        for number in (1, 2):
-            for step in range(1, 5):
-                bar.training(SimpleNamespace(kind=Kind.train), step, 4, 1 / step)
-                bar.after(self)
-            self.progress.last_round = number
-            bar.after(self)
-        bar.close()
+def show(bar):
+    """What a device does in two of three rounds."""
+    bar.show(DeviceProgress("waiting", round=0, rounds=3))
+    for number in (1, 2):
+        for step in range(1, 5):
+            bar.show(DeviceProgress("train", round=number, rounds=3, step=step, steps=4, loss=1 / step))
+        bar.show(DeviceProgress("upload", round=number, rounds=3))
+        bar.show(DeviceProgress("waiting", round=number, rounds=3))
+    bar.close()
 
 
 class Terminal(io.StringIO):
@@ -220,12 +214,12 @@ class Terminal(io.StringIO):
 
 
 def test_without_a_terminal_progress_is_a_line_a_round(capsys, monkeypatch):
-    Shown().play(join._Bar(quiet=False))
+    show(join._Bar(quiet=False))
     assert capsys.readouterr().err == "round 1 of 3, loss 0.250\nround 2 of 3, loss 0.250\n"
-    Shown().play(join._Bar(quiet=True))
+    show(join._Bar(quiet=True))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    Shown().play(join._Bar(quiet=False))
+    show(join._Bar(quiet=False))
     assert "\r" in terminal.getvalue()
     assert "round 1 of 3" not in terminal.getvalue()
 

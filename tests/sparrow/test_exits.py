@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from edge_sdk.device import transport
+from edge_sdk.device import embedding, transport
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
@@ -494,6 +494,7 @@ def test_a_device_that_waits_can_be_interrupted(sparrow, calls, closed, name, sa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(transport.Transport.__init__, "__kwdefaults__", {**KEEP, "sleep": interrupt})
+    monkeypatch.setattr(embedding.Stop, "sleep", lambda stop, seconds: interrupt(seconds))
     words = [word for word in calls(closed, name) if word not in ("--wait", "0")]
     code, out, err = sparrow(name, *words)
     assert (code, out) == (Exit.INTERRUPTED, "")
