@@ -152,8 +152,9 @@ for each in BLOCKS:
     if each.runs and (each.language in SHELL or each.language == "python"):
         RUN.setdefault(f"{HOME}: {each.section}" if each.page == HOME else each.page, []).append(each)
 
-TRAINED = "sparrow join --server http://SERVER:8000 --device-name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
-WARD = "sparrow federation create ward-3 --task digits --server http://SERVER:8000"
+AT = "--server http://SERVER:8000"
+TRAINED = f"sparrow join {AT} --device-name one --data index=0,of=2 --threads 1 --export one.onnx --quiet"
+WARD = f"sparrow federation create ward-3 --task digits {AT}"
 BEFORE = {"docs/tracking.md": [TRAINED], "docs/export.md": [TRAINED], "docs/operating.md": [WARD]}
 """Pages about a coordinator that runs: what their reader has done on it before."""
 FOLDER = ("HOST/FEDERATION/NAME", "*/default/one")
