@@ -32,6 +32,7 @@ from edge_sdk.protocol.messages import (
     ModelInfo,
     RoundRecord,
 )
+from edge_sdk.protocol.overview import Overview
 from sparrow.command_line.faults import faults
 
 FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
@@ -92,6 +93,10 @@ class Client:
     def federation(self, name: str) -> FederationInfo:
         """Return where a federation stands, with its settings."""
         return self._about(name, self._calls.federation)
+
+    def overview(self, name: str) -> Overview:
+        """Return what the coordinator's page shows of a federation: what needs attention, costs, when it ends."""
+        return self._about(name, self._calls.overview)
 
     def rounds(self, name: str) -> list[RoundRecord]:
         """Return a record per round, the open one last: accuracies, losses, bytes, joules, seconds."""

@@ -10,16 +10,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Literal
 
 from edge_sdk.arguments import add_federation
 from edge_sdk.protocol.messages import ModelInfo
+from sparrow.client import FORMATS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.table import table
 from sparrow.operating import add_coordinator, connected
-
-FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
-"""By the ending of a file's name: what the coordinator calls the model in this format."""
 
 
 def _options(parser: Parser) -> None:

@@ -31,6 +31,7 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     RoundRecord,
 )
+from edge_sdk.protocol.overview import Overview
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json, add_server, add_wait, coloured
 from sparrow.command_line.table import printable, table
@@ -47,12 +48,13 @@ QUIET = 2
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a coordinator. trouble: why it is not ready; rounds and devices: of the one federation asked for;
-    open_work: by federation, where one waits for devices."""
+    """The state of a coordinator. trouble: why it is not ready; overview, rounds and devices: of the one federation
+    asked for; open_work: by federation, where one waits for devices."""
 
     server: str
     trouble: str | None
     federations: list[FederationInfo]
+    overview: Overview | None = None
     rounds: list[RoundRecord] | None = None
     devices: list[DeviceInfo] | None = None
     open_work: dict[str, OpenWork] = field(default_factory=dict)
@@ -61,14 +63,14 @@ class Status:
 def look(server: str, transport: Transport, federation: str | None = None) -> Status:
     """Ask the coordinator. Raises SdkError."""
     if federation is None:
-        found, rounds, devices = transport.federations(), None, None
+        found, overview, rounds, devices = transport.federations(), None, None, None
     else:
-        found = [transport.federation(federation)]
+        found, overview = [transport.federation(federation)], transport.overview(federation)
         rounds, devices = transport.rounds(federation), transport.devices(federation)
     running = [info.name for info in found if info.status is FederationStatus.running]
     work = {name: transport.open_work(name, 0, "")[0] for name in running}
     awaited = {name: each for name, each in work.items() if each is not None and each.assignments}
-    return Status(server, transport.trouble(), found, rounds, devices, awaited)
+    return Status(server, transport.trouble(), found, overview, rounds, devices, awaited)
 
 
 def as_json(status: Status) -> str:
@@ -78,6 +80,9 @@ def as_json(status: Status) -> str:
         messages = getattr(status, name)
         if messages is not None:
             found[name] = [message.model_dump(mode="json") for message in messages]
+    if status.overview is not None:
+        found["notices"] = [notice.model_dump(mode="json") for notice in status.overview.notices]
+        found["ends_at"] = status.overview.ends_at
     found["open_work"] = {name: work.model_dump(mode="json") for name, work in status.open_work.items()}
     return json.dumps(found)
 
@@ -88,6 +93,8 @@ def as_text(status: Status) -> str:
     parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
+    if status.overview is not None:
+        parts += _attention(status.overview)
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
     if status.rounds:
         parts.append(_rounds(status.rounds))
@@ -96,6 +103,17 @@ def as_text(status: Status) -> str:
     if status.devices:
         parts.append(_devices(status.devices))
     return "\n\n".join(parts)
+
+
+def _attention(overview: Overview) -> list[str]:
+    """Return what needs attention with what to do, and when the federation ends."""
+    lines = [
+        f"{notice.text}{f' (since {notice.since[:19]})' if notice.since else ''}. {notice.remedy or ''}".rstrip()
+        for notice in overview.notices
+        if notice.kind != "method"  # which is told of every federation
+    ]
+    found = [printable("needs attention: " + line) for line in lines]
+    return [*found, *([f"ends at {overview.ends_at[:19]}, as the last rounds went"] if overview.ends_at else [])]
 
 
 def _rounds(found: list[RoundRecord]) -> str:

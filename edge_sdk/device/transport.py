@@ -82,6 +82,7 @@ from edge_sdk.protocol.messages import (
     UpdateReceived,
     UploadCost,
 )
+from edge_sdk.protocol.overview import Overview
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.table import printable
 
@@ -271,6 +272,10 @@ class Transport:
     def federations(self) -> list[FederationInfo]:
         """Return every federation of the coordinator."""
         return self._ask_all(FederationInfo, "/v1/federations")
+
+    def overview(self, name: str) -> Overview:
+        """Return how a federation stands: what its page shows."""
+        return self._ask(Overview, "GET", f"/v1/federations/{name}/overview")
 
     def rounds(self, name: str) -> list[RoundRecord]:
         """Return a record per round, the open one last."""
