@@ -76,11 +76,10 @@ def test_who_failed_is_named_with_the_reason(sparrow, tmp_path):
         server = str(client.base_url).rstrip("/")
         _, out, _ = sparrow("status", "lab", "--server", server)
         assert any(reason in line for line in out.splitlines() if line.startswith("one "))
-        (said,) = [line for line in out.splitlines() if line.startswith("needs attention: ")]
-        assert said.startswith(f"needs attention: one: {reason} (since ")
+        (said,) = [line for line in out.splitlines() if line.startswith(f"needs attention: one: {reason} (since ")]
         assert "smaller budget" in said
         notices = json.loads(sparrow("status", "lab", "--server", server, "--json")[1])["notices"]
-        assert [notice["kind"] for notice in notices] == ["failed"]
+        assert [notice["kind"] for notice in notices] == ["failed", "lost"]
         _, out, _ = sparrow("device", "show", "lab", "one", "--server", server)
         assert reason in out
 
