@@ -225,6 +225,38 @@ def test_what_cannot_be_undone_is_not_under_the_enter_key(grown, open_page):
     assert server.get("/v1/federations").json()[0]["name"] == "lab"
 
 
+def test_a_federation_is_made_on_the_page(coordinator, open_page, pictures):
+    page, expect = open_page(coordinator.url), playwright.expect
+    page.get_by_role("button", name="New federation").click()
+    dialog = page.get_by_role("dialog", name="New federation")
+    expect(dialog.get_by_label("Name")).to_be_focused()
+    page.keyboard.type("lab")
+    dialog.get_by_label("Method").fill("fedspuu")
+    dialog.get_by_role("button", name="Create").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("did you mean fedspu?")
+    look_at(page, pictures, "create")
+    page.troubles.clear()  # Chromium notes a 422 as an error
+    dialog.get_by_label("Method").fill("fedavg")
+    dialog.get_by_label("Rounds").fill("7")
+    dialog.get_by_role("button", name="Create").click()
+    expect(page.locator("#name")).to_have_text("lab")
+    info = coordinator.info("lab")
+    assert (info["method"], info["rounds"], info["settings"]["min_devices"]) == ("fedavg", 7, 2)
+
+
+def test_an_administrator_goes_back_to_an_earlier_model(coordinator_and_devices, open_page):
+    coordinator, device = coordinator_and_devices
+    coordinator.create("lab", cohort=2, min_devices=2, rounds=3, local_epochs=1)
+    assert device.fleet(coordinator.url, "lab", "--devices", "2", "--processes", "1").wait(60) == 0
+    coordinator.http.patch("/v1/federations/lab", json={"action": "reopen", "rounds": 9}).raise_for_status()
+    page, expect = open_page(coordinator.url), playwright.expect
+    page.get_by_text("Global models, and going back to one").click()
+    page.get_by_role("button", name="Go back to model 1").click()
+    page.get_by_role("dialog").get_by_role("button", name="Go back").click()
+    expect(page.locator("#state")).to_contain_text("goes back to model 1 when this round has closed")
+    assert coordinator.info("lab")["rollback_version"] == 1
+
+
 def test_columns_sort_and_say_so(grown, open_page):
     server = grown(devices_and_rounds(12, 2, 2))
     page, expect = open_page(server.url), playwright.expect

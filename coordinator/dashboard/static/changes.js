@@ -2,7 +2,7 @@
 
 import { call } from "./calls.js";
 import { element } from "./charts.js";
-import { many } from "./text.js";
+import { bytes, many } from "./text.js";
 
 const ACTIONS = {
   waiting: ["pause", "stop", "delete"], running: ["pause", "stop"], paused: ["resume", "stop"],
@@ -36,8 +36,8 @@ export function show(now, may) {
     }));
     if (focused) $("actions").firstElementChild.focus();
   }
-  const { cohort, deadline_seconds: deadline } = federation.settings;
-  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds: deadline })) {
+  const { cohort, deadline_seconds, silence_seconds } = federation.settings;
+  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds, silence_seconds })) {
     const field = form.elements[key];
     if (!field.dataset.touched) field.value = value;
   }
@@ -82,6 +82,53 @@ function change(where, method, body) {
 function said(id, text) {
   $(id).textContent = text;
 }
+
+// --- global models ----------------------------------------------------------------------------------------------------
+
+$("models").addEventListener("toggle", () => $("models").open && showModels());
+
+async function showModels() {
+  const answer = await call("GET", `${api}/models`, { where: "models-problem" });
+  if (!answer) return;
+  const cell = (label, children) => {
+    const made = element("td", {}, [element("span", {}, children)]);
+    made.dataset.label = label;
+    return made;
+  };
+  const rows = (await answer.json()).reverse().map((model) => {
+    const back = element("button", { type: "button", textContent: "Go back", ariaLabel: `Go back to model ${model.version}`, disabled: model.current });
+    back.addEventListener("click", () => goBack(model));
+    return element("tr", {}, [
+      element("th", { scope: "row", textContent: `Model ${model.version}` }),
+      cell("Round", [model.round == null ? "unknown" : String(model.round)]), cell("Size", [bytes(model.bytes)]),
+      cell("State", [model.current ? "current" : model.undone ? "undone" : "kept"]), cell("Go back", [back]),
+    ]);
+  });
+  $("models-table").tBodies[0].replaceChildren(...rows);
+}
+
+async function goBack({ version, round }) {
+  if (!(await sure(`Go back to model ${version}, of round ${round ?? "?"}? What was learnt since is left out of the global model.`, "Go back"))) return;
+  const body = { action: "rollback", model_version: version };
+  if (await call("PATCH", api, { body, where: "models-problem" })) await showModels();
+}
+
+// --- a new federation -------------------------------------------------------------------------------------------------
+
+export function create() {
+  $("create-problem").hidden = true;
+  $("create").showModal();
+}
+
+$("create-no").addEventListener("click", () => $("create").close());
+$("create-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const { name, task, method, ...numbers } = Object.fromEntries(new FormData(event.currentTarget));
+  const settings = Object.fromEntries(Object.entries(numbers).map(([key, value]) => [key, Number(value)]));
+  const body = { name, task, settings: { method, ...settings } };
+  if (await call("POST", "v1/federations", { body, where: "create-problem" }))
+    location.search = new URLSearchParams({ federation: name });
+});
 
 /** Whether its user is sure. What is safe has the focus. */
 export function sure(question, yes) {

@@ -122,6 +122,7 @@ function show(news) {
   $("invite").hidden = !federation.device_kinds.includes("page");
   $("sign-out").hidden = !news.signed_in;
   $("sign-in").hidden = news.may_change;
+  $("new").hidden = !news.may_change;
   showFederations(news);
   showAll();
   changes.show(federation, news.may_change);
@@ -418,6 +419,7 @@ function listen() {
 }
 
 $("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
+for (const id of ["new", "nothing-new"]) $(id).addEventListener("click", changes.create);
 $("compare").addEventListener("change", lookAtOthers);
 $("sign-in").search = location.search || (name ? `?${new URLSearchParams({ federation: name })}` : "");
 $("sign-out").addEventListener("click", async () => {
