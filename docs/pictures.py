@@ -30,7 +30,8 @@ def main() -> int:
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.goto(server)
             page.locator("figure canvas").last.wait_for()
-            page.locator("#admin").evaluate("section => section.hidden = true")  # what an observer sees
+            for part in ("#admin", "#actions", "#new"):
+                page.locator(part).evaluate("part => part.hidden = true")  # what an observer sees
             page.screenshot(path=FOLDER / "page.png")
             browser.close()
     return 0
