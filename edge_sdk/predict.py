@@ -204,7 +204,10 @@ class Predictor:
             length in (None, found) for length, found in zip(self.input_shape, inputs.shape[1:], strict=True)
         )
         if not fits:
-            hint = " (add the batch axis with inputs[None])" if inputs.ndim == len(wanted) else ""
+            alone = inputs.ndim == len(wanted) and all(
+                length in ("any", found) for length, found in zip(wanted, inputs.shape, strict=True)
+            )
+            hint = " (add the batch axis with inputs[None])" if alone else ""
             raise PredictError(
                 f"the input has shape {inputs.shape}, the model wants (samples, {', '.join(map(str, wanted))}){hint}"
             )

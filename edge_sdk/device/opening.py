@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, own_initial
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
+from edge_sdk.tasks.loading import ArrayBatches, Reshaped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,6 +170,21 @@ def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:
         raise GraphError(f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again")
 
 
+def as_taken(task: Task, manifest: Manifest) -> Task:
+    """Return the task with samples as the model takes them, where a loader has made grey images [1, H, W] of arrays
+    [H, W] that are none: windows of a series, say."""
+
+    def fitted(batches: Any) -> Any:
+        if not isinstance(batches, ArrayBatches):
+            return batches
+        shape = batches.arrays.take(slice(0, 1))[0].shape[1:]
+        if shape != (1, *manifest.input_shape):
+            return batches
+        return replace(batches, arrays=Reshaped(batches.arrays, manifest.input_shape))
+
+    return replace(task, train=fitted(task.train), validation=fitted(task.validation), test=fitted(task.test))
+
+
 def check_data(task: Task, manifest: Manifest) -> None:
     """Raise BadArgument unless a task's data are as the model takes them: shapes, classes, finite first batches."""
     for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
@@ -182,7 +198,7 @@ def _check_data(name: str, batches: Batches, manifest: Manifest, *, classifies: 
     if tuple(inputs.shape[1:]) != manifest.input_shape:
         raise BadArgument(
             f"the task's {name} data: samples of shape {tuple(inputs.shape[1:])}, the federation's model takes "
-            f"{manifest.input_shape}; join with the data of its task"
+            f"{manifest.input_shape}; join with samples of that shape"
         )
     if len(inputs) != len(targets):
         raise BadArgument(f"the task's {name} data: {len(inputs)} inputs have {len(targets)} targets")

@@ -30,7 +30,7 @@ from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import SecureOnly
 from edge_sdk.device.heartbeat import Heartbeat
-from edge_sdk.device.opening import Prepare, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
+from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
@@ -219,7 +219,7 @@ class Session:
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
-        task = make_task(self.info)
+        task = as_taken(make_task(self.info), self.manifest)
         if not task.metrics:  # as of a device that brings its data alone
             task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
         self.frozen, self._first = Tensors(), Tensors()

@@ -1014,6 +1014,12 @@ class DeviceReport(Answer):
     report: UpdateReport | Receipt
     upload: Phase
 
+    @property
+    def accuracy(self) -> float | None:
+        """The accuracy that an evaluation found, of the personal model, or else of the global one; else None."""
+        judged = (self.report.personal or self.report.global_model) if isinstance(self.report, Receipt) else None
+        return None if judged is None else judged.accuracy
+
 
 class Problem(Answer):
     """RFC 9457 problem document; ``detail`` says what to do."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
-from edge_sdk.device.opening import check_model, share_onnx, take_values
+from edge_sdk.device.opening import as_taken, check_model, share_onnx, take_values
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
@@ -179,7 +179,7 @@ class OnnxTrainer:
     """
 
     def __init__(self, first: Task, known: Known, sessions: Sessions) -> None:
-        self._engine = share_onnx(first, known.manifest, known.info, sessions)
+        self._engine = share_onnx(as_taken(first, known.manifest), known.manifest, known.info, sessions)
         tensors = self._engine.read()
         self._own = {spec.name: tensors[spec.name] for spec in known.manifest.kept if _is_own(spec)}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_sdk.engines import EngineName
+from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.messages import DeviceReport, FederationStatus, Kind, RoundRecord
 from edge_sdk.simulation.host import Stepped
@@ -48,7 +49,7 @@ class Ended:
             for name, value in named.items()
         ]
         up, down, judged_up, judged_down = (
-            f"{count / 1e6:.1f} MB"
+            f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
             for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
         )
         where = f"on the devices' own test data after round {self.round}"
@@ -114,11 +115,14 @@ class Result:
         pandas = installed("pandas", "data")
         apart = {"download", "train", "upload", "evaluation", "per_update"}
         rows = [record.model_dump(exclude=apart) for record in self.rounds]
-        return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+        if not rows:
+            return pandas.DataFrame()
+        numbers = [name for name, field in RoundRecord.model_fields.items() if field.annotation == (float | None)]
+        return pandas.DataFrame(rows).astype(dict.fromkeys(numbers, float)).set_index("round")
 
     def plot(self, path: Path | str | None = None) -> Any:
         """Return a figure of matplotlib: accuracy by round and by megabytes uploaded. path: where to write it as well.
-        Raises MissingPart without matplotlib."""
+        Raises MissingPart without matplotlib, BadArgument for a file that cannot be written."""
         figure = installed("matplotlib.figure", "bench").Figure(figsize=(9, 3.2), layout="constrained")
         rounds = [record.round for record in self.rounds]
         uploaded = [total / 1e6 for total in accumulate(record.bytes_up for record in self.rounds)]
@@ -131,10 +135,15 @@ class Result:
                     axes.plot([x for x, _ in known], [y for _, y in known], marker="o", label=f"{name} model")
             axes.set(xlabel=label, ylabel="accuracy, %", ylim=(0, 100))
             axes.grid(alpha=0.3)
+            if places is rounds:
+                axes.xaxis.get_major_locator().set_params(integer=True)
             if axes.has_data():
                 axes.legend()
         if path is not None:
-            figure.savefig(path)
+            try:
+                figure.savefig(path)
+            except (OSError, ValueError) as error:
+                raise BadArgument(f"{path} cannot be written: {error}") from None
         return figure
 
     def add(self, stepped: Stepped, now: float) -> None:

@@ -97,6 +97,12 @@ def simulate(
         raise BadArgument("task: give the name of a task, or a function from a device's number to its Task")
     if not isinstance(devices, int) or devices < 0:
         raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
+    if isinstance(budgets, str) or not all(isinstance(each, int | float) for each in _several(budgets)):
+        raise BadArgument(f"budgets={budgets!r} cannot work; give shares of a full step, such as (0.3, 1.0)")
+    if data is not None and callable(task):
+        raise BadArgument("data belongs to a task known by name; the function given as task makes each device's data")
+    if server is not None and "://" not in server and task is None:
+        raise BadArgument(f"{server!r} is no address (http://HOST:PORT); where it is a task, give task={server!r}")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
     read_settings(
@@ -182,6 +188,11 @@ def _create(
                 has = transport.federation(plan.federation).settings
                 settings |= {name: getattr(has, name) for name in left_out}
         publish(server or in_process.ADDRESS, plan.federation, made, exist_ok=True, client=client, **settings)
+
+
+def _several(values: Any) -> Sequence[Any]:
+    """Return several values as they are, and one that is not in a sequence as something that is no number."""
+    return values if isinstance(values, Sequence) else (None,)
 
 
 def _own_coordinator(folder: Path) -> Any:

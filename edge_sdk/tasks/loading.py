@@ -144,6 +144,26 @@ class Chosen:
         return np.take(self.targets, self.index)
 
 
+@dataclass(frozen=True)
+class Reshaped:
+    """Samples, each in the shape ``shape`` of as many values."""
+
+    samples: Samples
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, chosen: Positions) -> tuple[Array, Array]:
+        """Return the inputs in that shape, and targets of ``chosen``."""
+        inputs, targets = self.samples.take(chosen)
+        return inputs.reshape(-1, *self.shape), targets
+
+    def all_targets(self) -> Array:
+        """Return the targets."""
+        return self.samples.all_targets()
+
+
 def _take(array: Array, chosen: Positions) -> Array:
     taken: Array = array[chosen] if isinstance(chosen, slice) else np.take(array, chosen, axis=0)
     return taken

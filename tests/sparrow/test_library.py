@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,6 +186,24 @@ def test_the_lines_of_the_docs_run_as_they_are_printed_and_inside_a_running_loop
     assert table["accuracy_personal"].iloc[-1] == result.ended.accuracy_personal > 0.5
     assert {each.device for each in result.devices} == {f"device-{number}" for number in range(20)}
     assert [each.name for each in tmp_path.iterdir()] == ["accuracy.png"]
+    assert {str(table[name].dtype) for name in ("accuracy_personal", "accuracy_global", "train_loss")} == {"float64"}
+    with pytest.raises(BadArgument, match="cannot be written"):
+        result.plot(tmp_path / "none" / "x.png")
+
+
+def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path):
+    """A file's arrays [N, 1, 64] and [N, 64]: the model that was published says what a sample is."""
+    net = Seeded(lambda: nn.Sequential(nn.Conv1d(1, 6, 7), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 58, 3)))
+    x, y = np.random.default_rng(0).normal(size=(60, 1, 64)).astype(np.float32), np.arange(60) % 3
+    batches = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), 20)
+    brief = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "min_devices": 1}
+    publish(ADDRESS, "waves", Task("waves", net, nn.CrossEntropyLoss(), batches, batches), client=client, **brief)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, classes=3)
+    given = {"federation": "waves", "client": client, "state_dir": tmp_path / "state", "quiet": True}
+    assert join(ADDRESS, data=str(tmp_path / "a.npz"), **given).rounds == 1
+    np.savez(tmp_path / "b.npz", x_train=x[:, 0], y_train=y, classes=3)
+    with pytest.raises(BadArgument, match=re.escape("samples of shape (64,), the federation's model takes (1, 64)")):
+        join(ADDRESS, data=str(tmp_path / "b.npz"), **{**given, "state_dir": tmp_path / "other"})
 
 
 def test_nothing_is_simulated_without_a_task(tmp_path):
@@ -198,6 +217,10 @@ def test_nothing_is_simulated_without_a_task(tmp_path):
         ({"task": 5, "devices": 3}, "a function from a device's number to its Task"),
         ({"task": "digits", "devices": "3"}, "devices: '3' cannot work"),
         ({"task": "digits", "devices": 3, "patiense_seconds": 2}, "did you mean patience_seconds?"),
+        ({"task": "digits", "devices": 3, "budgets": 0.3}, "budgets=0.3 cannot work; give shares of a full step"),
+        ({"task": "digits", "devices": 3, "budgets": "0.3,1"}, "budgets='0.3,1' cannot work"),
+        ({"task": task, "devices": 3, "data": "partition=iid"}, "data belongs to a task known by name"),
+        ({"server": "digits", "devices": 3, "rounds": 2}, "where it is a task, give task='digits'"),
         ({"server": None, "app": "nowhere:app", "task": "digits", "devices": 3}, "give sparrow.coordinator.main:app"),
     ],
 )
