@@ -171,18 +171,22 @@ def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:
 
 
 def as_taken(task: Task, manifest: Manifest) -> Task:
-    """Return the task with samples as the model takes them, where a loader has made grey images [1, H, W] of arrays
-    [H, W] that are none: windows of a series, say."""
+    """Return the task with samples as the model takes them, where only axes of length 1 differ: of windows of a series
+    [C, L] a file's loader makes grey images [1, C, L]."""
 
     def fitted(batches: Any) -> Any:
         if not isinstance(batches, ArrayBatches):
             return batches
         shape = batches.arrays.take(slice(0, 1))[0].shape[1:]
-        if shape != (1, *manifest.input_shape):
+        if shape == manifest.input_shape or _long_axes(shape) != _long_axes(manifest.input_shape):
             return batches
         return replace(batches, arrays=Reshaped(batches.arrays, manifest.input_shape))
 
     return replace(task, train=fitted(task.train), validation=fitted(task.validation), test=fitted(task.test))
+
+
+def _long_axes(shape: tuple[int, ...]) -> list[int]:
+    return [length for length in shape if length != 1]
 
 
 def check_data(task: Task, manifest: Manifest) -> None:

@@ -191,7 +191,7 @@ def test_the_lines_of_the_docs_run_as_they_are_printed_and_inside_a_running_loop
         result.plot(tmp_path / "none" / "x.png")
 
 
-def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path):
+def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path, compiling):
     """A file's arrays [N, 1, 64] and [N, 64]: the model that was published says what a sample is."""
     net = Seeded(lambda: nn.Sequential(nn.Conv1d(1, 6, 7), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 58, 3)))
     x, y = np.random.default_rng(0).normal(size=(60, 1, 64)).astype(np.float32), np.arange(60) % 3
@@ -201,8 +201,8 @@ def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path):
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, classes=3)
     given = {"federation": "waves", "client": client, "state_dir": tmp_path / "state", "quiet": True}
     assert join(ADDRESS, data=str(tmp_path / "a.npz"), **given).rounds == 1
-    np.savez(tmp_path / "b.npz", x_train=x[:, 0], y_train=y, classes=3)
-    with pytest.raises(BadArgument, match=re.escape("samples of shape (64,), the federation's model takes (1, 64)")):
+    np.savez(tmp_path / "b.npz", x_train=x[:, 0, :32], y_train=y, classes=3)
+    with pytest.raises(BadArgument, match=re.escape("samples of shape (32,), the federation's model takes (1, 64)")):
         join(ADDRESS, data=str(tmp_path / "b.npz"), **{**given, "state_dir": tmp_path / "other"})
 
 
