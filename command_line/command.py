@@ -62,9 +62,10 @@ class Parser(argparse.ArgumentParser):
         found, left = super().parse_known_args(self._words, namespace)
         # Before Python 3.12.7 an argument of any number takes nothing where an option stands before its words.
         many = [each for each in self._actions if each.nargs == argparse.ZERO_OR_MORE and not each.option_strings]
-        if many and left and not getattr(found, many[0].dest) and not any(word.startswith("-") for word in left):
+        if many and left and not any(word.startswith("-") for word in left):
             try:
-                setattr(found, many[0].dest, self._get_values(many[0], left))
+                before = getattr(found, many[0].dest) or []
+                setattr(found, many[0].dest, [*before, *self._get_values(many[0], left)])
             except argparse.ArgumentError as error:
                 self.error(str(error))
             left = []

@@ -113,7 +113,14 @@ def _attention(overview: Overview) -> list[str]:
         if notice.kind != "method"  # which is told of every federation
     ]
     found = [printable("needs attention: " + line) for line in lines]
-    return [*found, *([f"ends at {overview.ends_at[:19]}, as the last rounds went"] if overview.ends_at else [])]
+    return [
+        *found,
+        *(
+            [f"ends by {overview.ends_at[:19]}, if the rest of the rounds take as long as the last ones did"]
+            if overview.ends_at
+            else []
+        ),
+    ]
 
 
 def _rounds(found: list[RoundRecord]) -> str:

@@ -98,14 +98,14 @@ class Devices:
             )
             if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
                 raise NameTaken(
-                    f"a device called {request.name!r} is enrolled in {federation_name}; choose another --name, or, if "
-                    f"it is this device and its state was lost, have an admin revoke it first (its id is in "
-                    f"GET /v1/federations/{federation_name}/devices)"
+                    f"a device called {request.name!r} is enrolled in {federation_name}; choose another --device-name, "
+                    f"or, if it is this device and its state was lost, have an admin revoke it first (sparrow device "
+                    f"revoke {federation_name} {request.name})"
                 )
             if device is not None and request.identity_key not in (None, device.identity_key):
                 raise NameTaken(
                     f"{request.name} is enrolled with another identity key: its state was lost or is a copy; have an "
-                    f"admin revoke it, or choose another --name"
+                    f"admin revoke it, or choose another --device-name"
                 )
             if device is None:
                 if token_id is not None:

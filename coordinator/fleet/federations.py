@@ -279,6 +279,8 @@ class Federations:
                 settings = FederationSettings.model_validate(federation.settings)
             except ValidationError as error:
                 raise BadContent(explain(error)) from None
+            if settings.rounds < federation.round:
+                raise BadContent(f"rounds: {federation.round} have closed already; give at least as many")
             if changed:
                 check_settings(load_method(federation.method), self._models.manifest(federation), settings)
             if (request.action == "rollback") != (request.model_version is not None):
@@ -289,10 +291,12 @@ class Federations:
                 _ACTIONS[request.action](federation)
             over = why_over(db, federation) if request.action == "reopen" else None
             if over:
-                raise WrongState(
-                    f"{name} would end again at once ({over}): give more rounds in the same call, or wait until a "
-                    f"device that has not stopped enrols"
-                )
+                remedy = {
+                    "max_rounds": "set more rounds first",
+                    "all_stopped": "every device has stopped early, and more rounds change nothing: reopen it when a "
+                    "device has enrolled that has not",
+                }
+                raise WrongState(f"{name} would end again at once: {remedy.get(over, over)}")
             if request.action == "reopen":
                 forget_adapted(db, federation)
             if request.action == "resume":
@@ -338,8 +342,8 @@ class Federations:
             federation = find(db, name)
             if federation.status in (FederationStatus.running.value, FederationStatus.paused.value):
                 raise WrongState(
-                    f"{name} is {federation.status}: its devices would lose their work. Stop it first (PATCH "
-                    f"/v1/federations/{name} with the action stop, or the page), then delete it"
+                    f"{name} is {federation.status}: its devices would lose their work. Stop it first (on the page, or "
+                    f"sparrow federation stop {name}), then delete it"
                 )
             now = self._clock()
             db.add(DeletedFederation(id=federation.id, name=name, deleted_at=now))
@@ -633,8 +637,8 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
 def _check_free(db: Session, name: str) -> None:
     if db.scalar(select(Federation.id).where(Federation.name == name)) is not None:
         raise NameTaken(
-            f"a federation called {name!r} exists; choose another name, or publish with --exist-ok "
-            f"(exist_ok=True), which uses it where it is the same"
+            f"a federation called {name!r} exists; choose another name (sparrow publish --exist-ok uses the one that "
+            f"there is, where it is the same)"
         )
 
 

@@ -42,6 +42,7 @@ MOST_FAILURES = 5
 """Devices whose failures are told with an overview; the list of devices has all."""
 WELL_BELOW = 0.03
 """By so much less accuracy than the global model personal ones give cause for a warning."""
+ENDED = ("finished", "stopped")
 RECENT = 10
 """Rounds from which it is estimated how long the others will take."""
 _TRAINING = ("download", "train", "upload")
@@ -105,7 +106,7 @@ class Overviews:
                 doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
                 notices=(
-                    *_failures(db, federation),
+                    *(_failures(db, federation) if info.status not in ENDED else ()),
                     *self._notices(
                         info, doing, [row for row in rows if not since_round or row["number"] < since_round]
                     ),
@@ -274,7 +275,7 @@ _REMEDIES = {
 def _remedy(reason: str) -> str:
     """Return what an operator can do about a failure of a device."""
     known = (remedy for words, remedy in _REMEDIES.items() if words in reason)
-    return next(known, "It is asked again; its own log says more.")
+    return next(known, "Its own log says more.")
 
 
 def _began(db: Session, federation: Federation) -> str | None:
@@ -287,7 +288,7 @@ def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> s
     runs or no round has closed."""
     recent = [row for row in rows if row["number"] >= 1 and row["closed_at"] is not None][-RECENT:]
     left = info.rounds - (recent[-1]["number"] if recent else 0)
-    if info.status != "running" or not recent or left <= 0:
+    if info.status != "running" or info.waiting_for or not recent or left <= 0:
         return None
     each = (recent[-1]["closed_at"] - recent[0]["opened_at"]) / len(recent)
     return iso(max(now, recent[-1]["closed_at"] + left * each))

@@ -579,7 +579,7 @@ def test_what_the_status_forbids_is_said(coordinator, before, action):
 def test_what_would_end_at_once_is_not_reopened(coordinator, play):
     coordinator.create(rounds=1)
     play(coordinator, coordinator.enrol("a", "b"))
-    with pytest.raises(WrongState, match=r"would end again at once \(max_rounds\): give more rounds"):
+    with pytest.raises(WrongState, match="would end again at once: set more rounds first"):
         coordinator.change(action="reopen")
     assert coordinator.info().status == FederationStatus.finished
     assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.running
@@ -675,7 +675,7 @@ def test_nobody_else_can_take_a_name(coordinator):
     coordinator.enrol("a")
     thief = FakeDevice(coordinator, "a", "f", 1.0)
     thief.key = "t" * 32
-    with pytest.raises(NameTaken, match="choose another --name, or, if it is this device"):
+    with pytest.raises(NameTaken, match="choose another --device-name, or, if it is this device"):
         thief.enrol()
     with pytest.raises(NotFound, match="no federation 'g'; GET /v1/federations lists"):
         coordinator.enrol("b", federation="g")

@@ -122,6 +122,7 @@ function show(news) {
   $("invite").hidden = !federation.device_kinds.includes("page");
   $("sign-out").hidden = !news.signed_in;
   $("sign-in").hidden = news.may_change;
+  put("sign-in", news.signed_in ? "Sign in as administrator" : "Sign in");
   $("new").hidden = !news.may_change;
   showFederations(news);
   showAll();
@@ -255,8 +256,9 @@ function showTime() {
   const taken = sum((p) => p.seconds);
   const each = rounds.length ? taken / rounds.reduce((total, point) => total + point.round - point.first + 1, 0) : null;
   const ended = ["finished", "stopped"].includes(federation.status);
-  const value = ended ? "Ended" : ends ? `Ends in ${seconds(Math.max(1, until(ends)))}` : federation.status === "waiting" ? "Not begun" : `Round ${federation.round + 1}`;
+  const value = ended ? "Ended" : ends ? `Within ${seconds(Math.max(1, until(ends)))}` : federation.waiting_for ? "Waits" : federation.status === "waiting" ? "Not begun" : `Round ${federation.round + 1}`;
   answer("time", value, [
+    federation.waiting_for && `No end in sight: waits for ${federation.waiting_for}`,
     `${federation.round} of ${many(federation.rounds, "round")} closed`,
     began && `began ${ago(began)}`,
     ended && taken > 0 && `trained for ${seconds(taken)}`,

@@ -562,7 +562,9 @@ def test_a_device_enrols_once_and_again(client):
     assert client.get("/v1/federations/default/assignment", headers=renewed).status_code == 204
     assert_problem(client.get("/v1/federations/default/assignment", headers=headers), 401, "enrol again")
     path = "/v1/federations/default/devices"
-    assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "t" * 32}), 409, "choose another --name")
+    assert_problem(
+        client.post(path, json={"name": "pi", "enrolment_key": "t" * 32}), 409, "choose another --device-name"
+    )
     assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "short"}), 422, "enrolment_key")
     assert_problem(client.post(path, json={"name": "p", "enrolment_key": "k" * 32, "budget": 0}), 422, "budget")
     assert_problem(client.post(path, content=b"{", headers=JSON), 422, "/docs")
