@@ -125,6 +125,10 @@ def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> No
     holder = identity.caller
     if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):
         return
+    if isinstance(holder, Holder) and holder.kind in (kind, *others):
+        raise NotAuthenticated(
+            f"this token is for the federation {holder.federation} alone; use one for this, or for all"
+        )
     raise NotAuthenticated(
         f"an {kind} token is needed here: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
     )

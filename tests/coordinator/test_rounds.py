@@ -585,6 +585,14 @@ def test_what_would_end_at_once_is_not_reopened(coordinator, play):
     assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.running
 
 
+def test_no_fewer_rounds_than_have_closed(coordinator, play):
+    coordinator.create(rounds=2)
+    play(coordinator, coordinator.enrol("a", "b"))
+    with pytest.raises(BadContent, match="rounds: 2 have closed already"):
+        coordinator.change(rounds=1)
+    assert coordinator.info().rounds == 2
+
+
 def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, caplog, tmp_path):
     coordinator.create()
     broken = coordinator.enrol("a", "b")

@@ -132,6 +132,11 @@ def test_settings_may_stand_anywhere_on_the_line(sparrow, fails, night, lab):
     assert sparrow(*words, "rounds=7", "min_devices=1") == (0, "made: waiting, round 0 of 7\n", "")
     assert sparrow("federation", "set", "--server", night, "made", "--json", "rounds=9")[0] == 0
     assert lab.get("/v1/federations/made").json()["rounds"] == 9
+    lab.delete("/v1/federations/made")
+    apart = ("federation", "create", "made", "rounds=7", "--server", night, "--task", "digits", "cohort=3")
+    assert sparrow(*apart)[0] == 0
+    made = lab.get("/v1/federations/made").json()
+    assert (made["rounds"], made["settings"]["cohort"]) == (7, 3)
 
 
 def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):

@@ -27,7 +27,7 @@ from sparrow.coordinator.logs import about
 TOKEN_NEEDED = (
     "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "
     "needed to join (SPARROW_ENROLMENT_TOKEN), an admin token to publish (SPARROW_ADMIN_TOKEN), an observer token to "
-    "look; the operator makes them with sparrow token"
+    "look; the operator makes them with sparrow token. A device whose token was valid before has been revoked"
 )
 
 

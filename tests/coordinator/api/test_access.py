@@ -160,6 +160,7 @@ def test_a_token_for_one_federation_opens_no_other(open_app, command):
     assert enrol(client, "one", enroller, "day").status_code == 201
     looks = ("/v1/federations/day/rounds", "/v1/federations/night/rounds", "/v1/federations", "/metrics")
     assert [client.get(path, headers=bearer(observer)).status_code for path in looks] == [200, 401, 401, 401]
+    assert "for the federation day alone" in client.get("/metrics", headers=bearer(observer)).json()["detail"]
     assert client.get("/v1/federations/day", headers=bearer(enroller)).status_code == 200
     assert client.get("/v1/federations/night", headers=bearer(enroller)).status_code == 401
 
