@@ -69,6 +69,7 @@ class Reader:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self.environment["SPARROW_SERVER"] = f"http://127.0.0.1:{self.port}"
 
     def here(self, text: str) -> str:
         """With the server replaced by this machine, and its port by one that is free."""

@@ -89,7 +89,8 @@ def test_each_moment_is_told_on_the_thread_that_works(coordinator, client, where
     assert threads == {threading.current_thread()}
     assert not any(capfd.readouterr()), "in place of the bar"
     phases = [moment.phase for moment in moments]
-    assert phases[:2] == ["opening", "waiting"]
+    assert phases[:3] == ["opening", "opening", "waiting"], "the second has a line: where its state is kept"
+    assert "keeps its state in" in moments[1].text
     assert {"download", "train", "upload", "evaluate"} <= set(phases)
     steps = [moment for moment in moments if moment.steps]
     assert {moment.round for moment in steps} == {1, 2, 3}
