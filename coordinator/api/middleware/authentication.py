@@ -1,8 +1,8 @@
 """The identity of every caller, and the refusal of unknown callers.
 
 Where all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, whether it exists or
-not; a route that forgets to check the caller is closed, too. The rate limit of identified callers lies between the two
-middlewares of this file.
+not, but for pages and their files, which lead to a form; a route that forgets to check the caller is closed, too. The
+rate limit of identified callers lies between the two middlewares of this file.
 """
 
 from __future__ import annotations
