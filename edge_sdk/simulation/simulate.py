@@ -101,7 +101,7 @@ def simulate(
         raise BadArgument(f"budgets={budgets!r} cannot work; give shares of a full step, such as (0.3, 1.0)")
     if data is not None and callable(task):
         raise BadArgument("data belongs to a task known by name; the function given as task makes each device's data")
-    if server is not None and "://" not in server and task is None:
+    if server is not None and server.isidentifier() and task is None:
         raise BadArgument(f"{server!r} is no address (http://HOST:PORT); where it is a task, give task={server!r}")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
