@@ -51,6 +51,17 @@ def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = No
     )
 
 
+def add_federation_to_join(parser: argparse.ArgumentParser) -> None:
+    """Add the option --federation of a command whose devices join one."""
+    parser.add_argument(
+        "--federation",
+        type=federation,
+        default="default",
+        metavar="NAME",
+        help="which federation to join (default: %(default)s)",
+    )
+
+
 def federation(text: str) -> str:
     """Return a federation's name."""
     if "://" in text:

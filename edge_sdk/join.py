@@ -659,13 +659,7 @@ def _command(options: argparse.Namespace) -> None:
 
 def _options(parser: Parser) -> None:
     add_server(parser)
-    parser.add_argument(
-        "--federation",
-        type=read.federation,
-        default="default",
-        metavar="NAME",
-        help="which federation to join (default: %(default)s)",
-    )
+    read.add_federation_to_join(parser)
     parser.add_argument("--device-name", metavar="NAME", help="unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")

@@ -35,11 +35,10 @@ class PackedRoute(APIRoute):
         async def packed(request: Request) -> Response:
             answer = await answered(request)
             if answer.media_type == "application/json" and len(answer.body) >= SMALLEST and _may(answer):
-                answer.headers["Vary"] = "Accept-Encoding"
+                answer.headers["Vary"] = HEADERS["Vary"]
                 if takes_gzip(request):
                     answer.body = await run_in_threadpool(gzip.compress, bytes(answer.body), LEVEL)
-                    answer.headers["Content-Encoding"] = "gzip"
-                    answer.headers["Content-Length"] = str(len(answer.body))
+                    answer.headers.update({**HEADERS, "Content-Length": str(len(answer.body))})
             return answer
 
         return packed

@@ -10,6 +10,7 @@ from sparrow.coordinator import dashboard, web
 from sparrow.coordinator.api import sign_in
 from sparrow.coordinator.api.access import TheCoordinator, TheIdentity, may_look, own_federation
 from sparrow.coordinator.api.bodies import ranged
+from sparrow.coordinator.api.packing import takes_gzip
 from sparrow.coordinator.web import runtime
 
 router = APIRouter(include_in_schema=False)
@@ -21,13 +22,13 @@ def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) 
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None)
     federation = own_federation(identity) or coordinator.overviews.newest() or ""
-    return _operators(request, dashboard.load("index.html").filled(federation=federation))
+    return _file(request, dashboard.load("index.html").filled(federation=federation), dashboard.HEADERS)
 
 
 @router.get("/page/{name}")
 def file(name: str, request: Request) -> Response:
     """Return a file of the page."""
-    return _operators(request, dashboard.load(name))
+    return _file(request, dashboard.load(name), dashboard.HEADERS)
 
 
 @router.get("/join/{name}")
@@ -49,14 +50,11 @@ def runtime_file(version: str, name: str, request: Request) -> Response:
 
 
 def _for_browsers(request: Request, file: web.File, kept: str) -> Response:
-    body, encoding = file.body(request.headers.get("accept-encoding", ""))
-    answer = ranged(request, body, file.media_type)
-    answer.headers.update({**web.HEADERS, "Cache-Control": kept, **encoding})
-    return answer
+    return _file(request, file, {**web.HEADERS, "Cache-Control": kept})
 
 
-def _operators(request: Request, file: web.File) -> Response:
-    body, encoding = file.body(request.headers.get("accept-encoding", ""))
+def _file(request: Request, file: web.File, headers: dict[str, str]) -> Response:
+    body, encoding = file.body(packed=takes_gzip(request))
     answer = ranged(request, body, file.media_type)
-    answer.headers.update({**dashboard.HEADERS, **encoding})
+    answer.headers.update({**headers, **encoding})
     return answer

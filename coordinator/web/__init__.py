@@ -51,9 +51,9 @@ class File:
     packed: bytes
     media_type: str
 
-    def body(self, encodings: str) -> tuple[bytes, dict[str, str]]:
-        """Return what a caller takes who accepts these encodings, and the headers that say so."""
-        if "gzip" in encodings.lower():
+    def body(self, *, packed: bool) -> tuple[bytes, dict[str, str]]:
+        """Return its bytes, in gzip for a caller who takes that, and the headers that say so."""
+        if packed:
             return self.packed, {"Content-Encoding": "gzip"}
         return self.plain, {}
 

@@ -307,13 +307,7 @@ def _options(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group()
     add_server(where)
     where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
-    parser.add_argument(
-        "--federation",
-        type=read.federation,
-        default="default",
-        metavar="NAME",
-        help="which federation to join (default: %(default)s)",
-    )
+    read.add_federation_to_join(parser)
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
     parser.add_argument("--task", help="create the federation for this task, unless it is there already")

@@ -25,14 +25,6 @@ SOON = 12.0
 
 
 @pytest.fixture
-def coordinator(tmp_path):
-    made = Coordinator(tmp_path / "coordinator")
-    made.start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def client(coordinator):
     with Client(coordinator.url) as found:
         yield found

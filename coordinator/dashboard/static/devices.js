@@ -48,20 +48,27 @@ export function refresh() {
     option.textContent = `${text} (${overview().doing[value] ?? 0})`;
   }
   clearTimeout(next);
-  next = setTimeout(show, Math.max(0, at + DEVICES_SECONDS * 1000 - performance.now()));
+  next = setTimeout(look, Math.max(0, at + DEVICES_SECONDS * 1000 - performance.now()));
 }
 
-export async function show() {
+/** Look at all of them, and at the page of the list. */
+async function look() {
   at = performance.now();
   clearTimeout(next);
-  next = setTimeout(show, IDLE_SECONDS * 1000);
+  next = setTimeout(look, IDLE_SECONDS * 1000);
+  await Promise.all([showAll(), show()]);
+}
+
+async function showAll() {
+  const states = await call("GET", `${api}/devices/states`, { where: "devices-problem" });
+  if (states) strip.show(await states.json());
+}
+
+async function show() {
   const wanted = new URLSearchParams({ limit: PAGE, offset, order });
   for (const [key, value] of new FormData(form)) if (value && key !== "order") wanted.set(key, value);
   const mine = (asked = wanted.toString());
-  const [answer, states] = await Promise.all([
-    call("GET", `${api}/devices?${wanted}`, { where: "devices-problem" }), call("GET", `${api}/devices/states`, { where: "devices-problem" }),
-  ]);
-  if (states) strip.show(await states.json());
+  const answer = await call("GET", `${api}/devices?${wanted}`, { where: "devices-problem" });
   if (!answer || mine !== asked || document.querySelector("dialog[open]")) return; // whose button is to have the focus again
   const devices = await answer.json();
   const total = Number(answer.headers.get("Sparrow-Total"));
@@ -117,7 +124,7 @@ function rowOf(device) {
     revoke.dataset.focus = `revoke ${device.device_id}`;
     revoke.addEventListener("click", async () => {
       if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
-      if (await call("PATCH", `v1/devices/${device.device_id}`, { body: { revoked: true }, where: "devices-problem" })) await show();
+      if (await call("PATCH", `v1/devices/${device.device_id}`, { body: { revoked: true }, where: "devices-problem" })) await look();
     });
     cells.push(cell("Revoke", [revoke]));
   }
