@@ -183,6 +183,8 @@ def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
 
 def test_devices_are_listed_and_revoked(sparrow, fails, night, lab):
     server = ("--server", night)
+    lab.delete("/v1/federations/night")  # of two devices, so that no round begins between two looks
+    lab.post("/v1/federations", json={"name": "night", "task": "digits", "settings": {"min_devices": 2}})
     assert sparrow("device", "list", "night", *server)[1] == "no devices yet\n"
     device = {"name": "pi", "enrolment_key": "k" * 32, "profile": {"board": "pi5"}}
     lab.post("/v1/federations/night/devices", json=device).raise_for_status()
