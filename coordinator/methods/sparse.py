@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
@@ -44,16 +45,30 @@ Interval = Annotated[int, Field(ge=0)] | Literal["auto"]
 """Rounds between those that replace weights; 0: none does."""
 
 
-class SparseTrainingSettings(MethodSettings):
-    """The settings of dynamic sparse training, with or without a direction map."""
+class OneSparseModelSettings(MethodSettings):
+    """The settings of methods of one sparse model, some of whose weights are replaced now and then."""
 
     density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
     initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
+    initial_scale: Literal["dense", "sparse"] = Field(
+        default="dense",
+        description="Size of the first weights: as drawn for a dense layer, or larger by the root of its weights over "
+        "those that exist, so that outputs are as large as a dense layer's",
+    )
     adjust_interval: Interval = Field(
         default="auto",
         description="Rounds between those that replace weights, ΔR; auto: 5, or half of fewer than 10; 0: none does",
     )
+    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
+    proximal_weight: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
+    )
+
+
+class SparseTrainingSettings(OneSparseModelSettings):
+    """The settings of dynamic sparse training by devices, with or without a direction map."""
+
     device_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description="A device's own epochs between replacements, ΔT; auto: 5, or half of its expected epochs T_c",
@@ -64,7 +79,6 @@ class SparseTrainingSettings(MethodSettings):
         le=1_000_000,
         description="Rounds of the run that both intervals are meant for: fewer shorten them alike; 0: as they are",
     )
-    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
     adjust_at: Literal["penultimate", "end"] = Field(
         default="penultimate", description="Where a replacement due after a round's last epoch takes place"
     )
@@ -75,14 +89,11 @@ class SparseTrainingSettings(MethodSettings):
         le=1,
         description="Share of the positions, drawn anew each time, to take first where weights grow",
     )
-    proximal_weight: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
-    )
 
 
-def rounds_between(settings: FederationSettings, rules: SparseTrainingSettings) -> int:
+def rounds_between(settings: FederationSettings, rules: OneSparseModelSettings) -> int:
     """Return ΔR, the rounds between those that replace weights; 0: none does."""
-    share = shortening(settings.rounds, rules.of_rounds)
+    share = shortening(settings.rounds, rules.of_rounds) if isinstance(rules, SparseTrainingSettings) else 1.0
     return interval(rules.adjust_interval, USUAL_INTERVAL, settings.rounds, share)
 
 
@@ -132,8 +143,13 @@ def weights_per_layer(situation: Situation, density: float, rule: LayerSparsity)
     if situation.settings.local_steps is not None:
         raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
     check_maskable(situation.manifest)
+    return counts_of(situation.manifest, density, rule)
+
+
+def counts_of(manifest: Manifest, density: float, rule: LayerSparsity) -> dict[str, int]:
+    """Return K_l of every maskable tensor. Raises BadContent for a density that the rule cannot share out."""
     try:
-        return layer_counts(situation.manifest, density, rule)
+        return layer_counts(manifest, density, rule)
     except ValueError as error:
         raise BadContent(f"method_settings: {error}") from None
 
@@ -191,12 +207,27 @@ def replacing_method(
 
 
 def first_sparse_model(tensors: Tensors, situation: Situation, rules: SparseTrainingSettings) -> GlobalModel:
-    """Return θ_1 = weights · m_1."""
-    manifest, seed = situation.manifest, situation.settings.seed
+    """Return θ_1 = weights · m_1. Raises BadContent for settings by which no device could replace a weight."""
     counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
     check_replaces(situation.settings, rules)
+    return sparse_model(tensors, situation, rules, counts)
+
+
+def sparse_model(
+    tensors: Tensors, situation: Situation, rules: OneSparseModelSettings, counts: dict[str, int]
+) -> GlobalModel:
+    """Return weights · mask, of which ``counts`` exist, and that none of them was replaced so far.
+
+    With ``initial_scale`` sparse a layer's are multiplied by √(W_l / K_l): the variance of its outputs, a sum over K_l
+    in place of W_l weights, is a dense layer's (Evci et al., "Gradient Flow in Sparse Neural Networks and How Lottery
+    Tickets Win", AAAI 2022, arXiv:2010.03533, who do so for each neuron by its own number of inputs).
+    """
+    manifest, seed = situation.manifest, situation.settings.seed
     at_random = rules.initial_mask == "random"
     mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
+    if rules.initial_scale == "sparse":
+        scales = {name: np.float32(math.sqrt(tensors[name].size / count)) for name, count in counts.items()}
+        tensors = {**tensors, **{name: tensors[name] * scale for name, scale in scales.items()}}
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
 

@@ -117,6 +117,7 @@ class Acceptance:
         if assignment.kind not in BUNDLE_KINDS:
             return LARGEST_RECEIPT, None
         manifest, mask = self._models.manifest(federation), None
+        method, plan = load_method(federation.method), assignment.plan or {}
         if assignment.status == "open":  # else the model may be gone, and the answer is only that it is settled
             mask, _ = self._models.mask(federation, device, assignment)
         longest = bundle.largest_bundle(
@@ -125,7 +126,8 @@ class Acceptance:
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
             elements=mask is None or isinstance(mask, ElementMask),
-            gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
+            gradients=method.wants_gradients(plan),
+            signs=method.wanted_votes(plan),
         )
         return longest, mask
 
@@ -321,9 +323,12 @@ class Acceptance:
                     f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )
             method.check_mask(model, decoded.mask, situation)
-        if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
+        votes = method.wanted_votes(plan)
+        given = None if decoded.signs is None else len(decoded.signs)
+        if (decoded.gradients is not None) != method.wants_gradients(plan) or given != (votes or None):
             wanted = "with" if method.wants_gradients(plan) else "without"
-            raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
+            signs = f"with {votes} signs" if votes else "without signs"
+            raise BadContent(f"an update of this round is sent {wanted} gradients, and {signs}; update this SDK")
         if secure:  # nobody can look at its values
             if assignment.status == "open":
                 with self._store.reading() as db:

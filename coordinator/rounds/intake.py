@@ -110,7 +110,7 @@ class DecodedUpdates:
 
 
 def _bytes_of(decoded: bundle.Bundle) -> int:
-    return decoded.values.nbytes + (0 if decoded.gradients is None else decoded.gradients.nbytes)
+    return sum(part.nbytes for part in (decoded.values, decoded.gradients, decoded.signs) if part is not None)
 
 
 def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDArray[np.float32]:
@@ -199,7 +199,9 @@ def sums_of(
 
 @dataclass(frozen=True)
 class Update:
-    """A decoded update: values float32 [count_values(manifest, mask)], those of a model."""
+    """A decoded update: values float32 [count_values(manifest, mask)], those of a model.
+
+    gradients: those of all maskable weights, float32, or votes by them, int8, in rounds that ask for either."""
 
     values: Array
     mask: Mask | None
@@ -408,4 +410,5 @@ class Folding:
             share = staleness_weight(self._federation.model_version - version, self._exponent)
             values = bring_forward(self._manifest, values, decoded.mask, began.tensors, self._model.tensors, share)
         weight = weight_of(report.num_examples, self._limits[key])
-        return Update(values, decoded.mask, weight, decoded.gradients), decoded.parts
+        gradients = decoded.signs if decoded.gradients is None else decoded.gradients
+        return Update(values, decoded.mask, weight, gradients), decoded.parts

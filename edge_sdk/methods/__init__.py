@@ -130,7 +130,7 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them. base: the global model that the round
+    gradients: of all maskable weights, float32, in rounds that ask for them; votes: int8 in -1..1, likewise. base: the global model that the round
     started from, where its payload was under another mask than the update, or only what had changed of it.
     extras: words after values that secure aggregation has masked (``secure.fine``).
     """
@@ -139,6 +139,7 @@ class Update:
     mask: Mask | None = None
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
+    votes: NDArray[np.int8] | None = None
     base: Tensors | None = None
     extras: Words | None = None
 

@@ -9,6 +9,8 @@ tensor, a *layer* here, keeps. Everything else follows:
                                      when a device re-adjusts its mask, and how boldly
     prune, grow                      what it drops and revives then
     trim                             what the coordinator keeps of all that came back
+    elections, draw_candidates, ballot, elect
+                                     which weights come where all devices vote for them
     weight_budget                    how many are kept where there is one count for the whole network, not one per layer
     keep_by_gain, keep_by_score      how PruneFL and GraSP choose over it
     readjust                         PruneFL's choice with FLOPs for seconds
@@ -410,6 +412,66 @@ def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) 
         kept[above] = True
         kept[ties[largest(np.take(weights, ties), count - len(above))]] = True
     return kept
+
+
+# What devices vote for
+
+
+@dataclass(frozen=True)
+class Election:
+    """The vote about one tensor: how many weights are replaced, and among how many positions devices choose."""
+
+    seats: int
+    candidates: int
+
+
+def elections(
+    manifest: Manifest, counts: Mapping[str, int], share: float, candidates_per_seat: float
+) -> dict[str, Election]:
+    """Return the votes of a round, of tensors in manifest order; those of which nothing is replaced have none.
+
+    counts: K_l, what exists of each maskable tensor. Of them a ``share`` is replaced, floor(share·K_l), as far as there
+    are candidates: ``candidates_per_seat``, at least 1, for each, and no more than positions are free.
+    """
+    found = {}
+    for spec in manifest.maskable:
+        seats, free = _floor(share * counts[spec.name]), spec.size - counts[spec.name]
+        candidates = min(free, _floor(candidates_per_seat * seats))
+        if candidates:
+            found[spec.name] = Election(min(seats, candidates), candidates)
+    return found
+
+
+def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int, round_number: int) -> dict[str, Index]:
+    """Return the candidates of each vote: sorted flat positions where nothing exists, drawn uniformly.
+
+    They follow from ``seed`` and round, by PCG64's raw stream as in ``random_mask``, so that nobody sends them.
+    """
+    key = hashlib.sha256(f"candidates|{seed}|{round_number}".encode()).digest()
+    generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
+    drawn = {}
+    for name, vote in votes.items():
+        free = np.flatnonzero(~mask.exists[name].reshape(-1))
+        drawn[name] = free[largest(~generator.random_raw(len(free)), vote.candidates)]
+    return drawn
+
+
+def ballot(gradient: Reals, seats: int) -> Directions:
+    """Return a device's votes for candidates of which it has the gradient [n]: the signs of the ``seats`` largest,
+    int8 [n], 0 for the others. Ties: the lower index."""
+    votes = np.zeros(len(gradient), dtype=np.int8)
+    chosen = largest(np.abs(gradient), seats)
+    votes[chosen] = np.sign(np.take(gradient, chosen))
+    return votes
+
+
+def elect(tally: Reals, seats: int) -> Index:
+    """Return the elected candidates, sorted: the ``seats`` largest |tally| [n] that are not 0. Ties: the lower index.
+
+    tally: Σ_c n_c v_c, with v_c the ``ballot`` of device c. Votes of one sign add up, of both they cancel out.
+    """
+    sizes = np.abs(tally)
+    return largest(sizes, min(seats, int(np.count_nonzero(sizes))))
 
 
 # Choices over the whole network

@@ -66,6 +66,7 @@ SO_THAT_IT_ACTS = {
     "grasp": {"score_batches": 2},
     "prunefl": {**OFTEN, "prepare_rounds": 1},
     "prunefl_neurons": OFTEN,
+    "votedst": OFTEN,
 }
 """Settings under which a mechanism acts in four rounds."""
 

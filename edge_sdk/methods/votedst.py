@@ -1,0 +1,81 @@
+"""VoteDST, the device half: train the weights that exist, and vote now and then for those that shall.
+
+Dynamic sparse training as in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824), in which the cohort decides together
+what grows: no device replaces a weight by itself. In a round with votes a device goes through its training data once
+at the model received, and sends beside its update a vote for each of the round's candidates, positions at which nothing
+exists and which follow from the federation's seed:
+
+    g_c = (1/B) Σ_b ∂F_b/∂θ      over all B batches of its training data
+    v_c = sign(g_c) at the q_l largest |g_c| of a layer's candidates, 0 elsewhere
+
+That is two bits a candidate at most, where a gradient in int8 takes eight, and no device's vote counts for more than
+its examples (compare Bernstein et al., "signSGD with Majority Vote", ICLR 2019, arXiv:1810.05291). The server half has
+the rule by which votes decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.training import TrainingDiverged
+from edge_sdk.methods import DeviceMethod, Job, Trained
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.flops import growth_flops
+from edge_sdk.protocol.sparsity import ballot, draw_candidates, elections
+
+
+class Settings(PullSettings):
+    """VoteDST's own settings."""
+
+    candidates: float
+
+
+def train(job: Job) -> Trained:
+    """Train one round, and vote where it is planned. Raises BundleError for a payload that does not fit, ProtocolError
+    for a plan that does not, TrainingDiverged when the round failed."""
+    if not job.assignment.plan.get("votes"):
+        return train_pulled(job)
+    job.engine.load(whole_model(job.manifest, job.received))
+    votes, samples = _votes(job)
+    trained = train_pulled(job)
+    assert trained.update is not None
+    return replace(
+        trained,
+        update=replace(trained.update, votes=votes),
+        flops=trained.flops + growth_flops(job.manifest, samples, sparse_mask(job)),
+        counts={**trained.counts, "votes": int(np.count_nonzero(votes))},
+    )
+
+
+def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
+    """Return the votes for all candidates, layer by layer, int8 [n], by the model loaded; and the samples it took."""
+    mask, settings = sparse_mask(job), job.assignment.settings
+    share = job.planned("share", 1)
+    votes = elections(job.manifest, mask.counts, share, job.own(Settings).candidates)
+    candidates = draw_candidates(mask, votes, settings.seed, job.assignment.round)
+    wanted = sum(map(len, candidates.values()))
+    if wanted != job.planned("votes", mask.size):
+        raise ProtocolError(f"plan.votes is {job.assignment.plan['votes']!r}, by share and mask {wanted}; update the SDK")
+    sums = {name: np.zeros(len(places), np.float32) for name, places in candidates.items()}
+
+    def add(name: str, gradient: NDArray[np.float32]) -> None:
+        sums[name] += np.take(gradient, candidates[name])
+
+    samples = 0
+    for batch in islice(job.engine.epochs(job.task.train, job.seed("votes")), len(job.task.train)):
+        job.engine.differentiate([batch], list(sums), add)
+        samples += len(batch[1])
+    for name, total in sums.items():
+        if not np.isfinite(total).all():
+            raise TrainingDiverged(f"{name}: a gradient is not finite; lower the learning rate or set a clip")
+    return np.concatenate([ballot(sums[name], vote.seats) for name, vote in votes.items()]), samples
+
+
+VOTEDST = DeviceMethod(train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("votes", "positions_replaced"))
+"""FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""
