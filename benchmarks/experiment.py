@@ -12,6 +12,7 @@
     as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
+    accuracy_targets = [0.9]        shares: one more table, the cumulative upload until an evaluation finds as much
     shifts = [0, 0.5, 1]            a trial's last models are evaluated on these test sets too: shares of the
     corruptions = ["contrast"]      samples from all devices; kinds of corruption, at each of these severities (1 to 5
     severities = [1, 3, 5]          if not given); recorded with these, as in test_on = ["phone", "watch"]
@@ -144,6 +145,7 @@ class Experiment(_Part):
     engine: EngineChoice = "auto"
     data: dict[str, Value] = {}
     upload_caps: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    accuracy_targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
     shifts: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[Annotated[int, Field(ge=1, le=SEVERITIES)], ...] = ()

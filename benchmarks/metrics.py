@@ -218,6 +218,11 @@ def best_within(points: Sequence[Point], bytes_up: float, figure: Callable[[Accu
     return max(known, default=None)
 
 
+def upload_until(points: Sequence[Point], accuracy: float, figure: Callable[[Accuracy], float]) -> int | None:
+    """Return the bytes uploaded by the first evaluated round that finds at least this accuracy; None if none does."""
+    return next((each.bytes_up for each in points if each.accuracy and figure(each.accuracy) >= accuracy), None)
+
+
 def accuracy_at(
     points: Sequence[Point], cost: Callable[[Point], float], spent: float, figure: Callable[[Accuracy], float]
 ) -> float | None:

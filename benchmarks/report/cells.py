@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, stdev
 
 from sparrow.benchmarks.experiment import Experiment
-from sparrow.benchmarks.metrics import Accuracy, best_within, rounds_to
+from sparrow.benchmarks.metrics import Accuracy, best_within, rounds_to, upload_until
 from sparrow.benchmarks.report.comparisons import students
 from sparrow.benchmarks.report.figures import (
     MIB,
@@ -206,6 +206,46 @@ def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callab
         interval = students(known)
         text = f"**{fmean(known):.1f}**" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
         return f"{text} {ENDED}" if any(end_of(trial).bytes_up < bytes_up for trial in done) else text
+
+    return cell
+
+
+def target_columns(experiment: Experiment, first: Sequence[Recorded]) -> list[Column]:
+    """Return two columns per accuracy target: the upload until it, and that as a share of ``first``'s, seed by seed."""
+    figure, name = counting(experiment), experiment.methods[0].label
+    return [
+        column
+        for target in experiment.accuracy_targets
+        for column in (
+            (f"until {100 * target:g} %, MiB", _until(target, figure)),
+            (f"of {name}'s", _share_until(target, figure, first)),
+        )
+    ]
+
+
+def _until(target: float, figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over seeds of the upload until an accuracy, if every trial reached it, and each."""
+
+    def cell(done: Sequence[Recorded]) -> str:
+        found = [upload_until(trial.points, target, figure) for trial in done]
+        known = [each / MIB for each in found if each is not None]
+        each = ", ".join(ABSENT if one is None else f"{one / MIB:.1f}" for one in found)
+        return f"**{fmean(known):.1f}** ({each})" if len(known) == len(found) else f"{ABSENT} ({each})"
+
+    return cell
+
+
+def _share_until(
+    target: float, figure: Callable[[Accuracy], float], first: Sequence[Recorded]
+) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the upload until an accuracy over that of ``first``'s trial of the same seed: the mean over
+    seeds in which both reached it, and each."""
+    basis = {trial.trial.seed: upload_until(trial.points, target, figure) for trial in first}
+
+    def cell(done: Sequence[Recorded]) -> str:
+        pairs = [(upload_until(trial.points, target, figure), basis.get(trial.trial.seed)) for trial in done]
+        shares = [one / other for one, other in pairs if one is not None and other]
+        return f"**{fmean(shares):.2f}** ({', '.join(f'{each:.2f}' for each in shares)})" if shares else ABSENT
 
     return cell
 

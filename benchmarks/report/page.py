@@ -21,6 +21,7 @@ from sparrow.benchmarks.report.cells import (
     label_table,
     markdown_lines,
     percent,
+    target_columns,
     upload_columns,
 )
 from sparrow.benchmarks.report.comparisons import RESAMPLES, paired, savings
@@ -65,6 +66,11 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
     if experiment.upload_caps:
         lines += ["## Accuracy at fixed upload", "", _upload_note(experiment), ""]
         lines += for_each_group(found, lambda group: label_table(group.trials, upload_columns(experiment)))
+    if experiment.accuracy_targets:
+        lines += ["## Upload until an accuracy", "", _target_note(experiment), ""]
+        lines += for_each_group(
+            found, lambda group: label_table(group.trials, target_columns(experiment, group.trials[labels[0]]))
+        )
     if len(labels) > 1:
         lines += [
             f"## {labels[0]} against the others",
@@ -143,6 +149,16 @@ def _upload_note(experiment: Experiment) -> str:
         "The best is chosen on the test data, as papers do, so it lies above what a deployment could choose, and no "
         f"finer than the rounds between evaluations; mean over seeds.{seeds} {ENDED}: a trial ended before the cap, so "
         f"it is the best of fewer bytes. {ABSENT}: no judged round fits."
+    )
+
+
+def _target_note(experiment: Experiment) -> str:
+    mean = "by test samples" if experiment.tests_on_published else "each alike"
+    return (
+        f"All devices' uploads together until the first judged round with at least that accuracy, devices counted {mean}: "
+        "bodies of updates as counted on the wire, MiB = 2^20 bytes, evaluation apart. Mean over seeds, and each; "
+        f"{ABSENT}: not reached. Then the same over {experiment.methods[0].label}'s with the same seed, where both "
+        "reached it. Whoever is judged more often is found earlier."
     )
 
 

@@ -559,6 +559,22 @@ def test_with_one_seed_there_is_no_interval_and_without_caps_no_table(plan, reco
     assert "fixed upload" not in report_text(plan, recorded, command=COMMAND)
 
 
+def test_the_upload_until_an_accuracy_is_told_of_each_seed_and_as_a_share_of_the_first_labels():
+    plan = experiment(axes={}, methods=[FEDSPU, FEDAVG], tune=None, accuracy_targets=[0.5, 0.7])
+    points = {
+        ("FedSPU", 0): uploads(0.3, 0.5, 0.4),
+        ("FedSPU", 1): uploads(0.4, 0.3, 0.6),
+        ("FedAvg", 0): uploads(0.2, 0.1, 0.7, 0.8),
+        ("FedAvg", 1): uploads(0.2, 0.4),
+    }
+    done = [record(trial, (0.5, 0.5), points[trial.label, trial.seed]) for trial in trials(plan, "tiny", {})]
+    page = report_text(plan, done, command=COMMAND)
+    # 0.5 is met by FedSPU after 20 and 30 MiB, and by one of FedAvg's seeds after 30.
+    assert cells(page, "FedSPU", "Upload until") == ["25.0 (20.0, 30.0)", "1.00 (1.00, 1.00)", "– (–, –)", "–"]
+    assert cells(page, "FedAvg", "Upload until") == ["– (30.0, –)", "1.50 (1.50)", "– (30.0, –)", "–"]
+    assert "| until 50 %, MiB | of FedSPU's |" in page
+
+
 def test_on_the_published_test_set_devices_count_by_test_samples():
     plan = capped(seeds=[0], data={"test": "published"})
     points = uploads(0.9, 0.9, 0.9, 0.9, weighted=(0.2, 0.3, 0.25, 0.4))
