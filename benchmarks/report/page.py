@@ -155,7 +155,7 @@ def _upload_note(experiment: Experiment) -> str:
 def _target_note(experiment: Experiment) -> str:
     mean = "by test samples" if experiment.tests_on_published else "each alike"
     return (
-        f"All devices' uploads together until the first judged round with at least that accuracy, devices counted {mean}: "
+        f"All devices' uploads until the first judged round with at least that accuracy, devices counted {mean}: "
         "bodies of updates as counted on the wire, MiB = 2^20 bytes, evaluation apart. Mean over seeds, and each; "
         f"{ABSENT}: not reached. Then the same over {experiment.methods[0].label}'s with the same seed, where both "
         "reached it. Whoever is judged more often is found earlier."

@@ -1,9 +1,9 @@
 """VoteDST: dynamic sparse training of one model by votes, server half.
 
 As in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824) in layer l exactly K_l weights exist, and every
-``adjust_interval`` rounds some of them are replaced. But all devices keep the round's mask, and vote for what is to grow
-(``edge_sdk.methods.votedst``). With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of what exists, the server in a round r with
-votes
+``adjust_interval`` rounds some of them are replaced. But all devices keep the round's mask, and vote for what is to
+grow (``edge_sdk.methods.votedst``). With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of what exists, the server in a round r
+with votes
 
     drops    the q_l smallest |θ½| of each layer,        q_l = ⌊σ(r) K_l⌋,  σ(r) = α/2·(1 + cos(πr/R))
     grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, beginning at 0
@@ -97,9 +97,9 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
     between = rounds_between(situation.settings, rules)
     if between >= rounds and rules.over_pruning and rules.density < 1:
         raise BadContent(
-            f"method_settings.adjust_interval: every {between} rounds devices vote, but not in the last one: in none of "
-            f"{rounds}. Give a lower adjust_interval, more than {between} rounds, or adjust_interval 0, if the first "
-            f"mask is to stay"
+            f"method_settings.adjust_interval: every {between} rounds devices vote, but not in the last one: in none "
+            f"of {rounds}. Give a lower adjust_interval, more than {between} rounds, or adjust_interval 0, if the "
+            f"first mask is to stay"
         )
     return sparse_model(tensors, situation, rules, counts_of(manifest, rules.density, rules.layer_sparsity))
 

@@ -130,8 +130,9 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them; votes: int8 in -1..1, likewise. base: the global model that the round
-    started from, where its payload was under another mask than the update, or only what had changed of it.
+    gradients: of all maskable weights, float32, in rounds that ask for them. votes: int8 in -1..1, likewise. base: the
+    global model that the round started from, where its payload was under another mask than the update, or only what
+    had changed of it.
     extras: words after values that secure aggregation has masked (``secure.fine``).
     """
 

@@ -61,7 +61,9 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
     candidates = draw_candidates(mask, votes, settings.seed, job.assignment.round)
     wanted = sum(map(len, candidates.values()))
     if wanted != job.planned("votes", mask.size):
-        raise ProtocolError(f"plan.votes is {job.assignment.plan['votes']!r}, by share and mask {wanted}; update the SDK")
+        raise ProtocolError(
+            f"plan.votes is {job.assignment.plan['votes']!r}, by share and mask {wanted}; update the SDK"
+        )
     sums = {name: np.zeros(len(places), np.float32) for name, places in candidates.items()}
 
     def add(name: str, gradient: NDArray[np.float32]) -> None:

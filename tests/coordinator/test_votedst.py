@@ -91,7 +91,12 @@ def test_candidates_exist_nowhere_and_follow_from_seed_and_round():
 
 def test_a_round_with_votes_says_how_many_and_the_last_has_none():
     assert SERVER.work(situation(1)).plan == {"votes": 2, "share": over_pruning(1, 3, 0.5)}, "floor(0.375 x 4) = 1 seat"
-    for idle in (situation(3), situation(1, adjust_interval=0), situation(1, adjust_interval=2), situation(1, density=1)):
+    for idle in (
+        situation(3),
+        situation(1, adjust_interval=0),
+        situation(1, adjust_interval=2),
+        situation(1, density=1),
+    ):
         assert SERVER.work(idle).plan == {}
     assert SERVER.wanted_votes({"votes": 2, "share": 0.375}) == 2
     assert SERVER.wanted_votes({}) == 0
