@@ -226,8 +226,11 @@ def sparse_model(
     at_random = rules.initial_mask == "random"
     mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
     if rules.initial_scale == "sparse":
-        scales = {name: np.float32(math.sqrt(tensors[name].size / count)) for name, count in counts.items()}
-        tensors = {**tensors, **{name: tensors[name] * scale for name, scale in scales.items()}}
+        scales = {name: math.sqrt(tensors[name].size / count) for name, count in counts.items()}
+        tensors = {
+            **tensors,
+            **{name: np.multiply(tensors[name], scale, dtype=np.float32) for name, scale in scales.items()},
+        }
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
 
