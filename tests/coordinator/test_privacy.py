@@ -168,7 +168,7 @@ def test_what_would_claim_more_than_it_keeps_is_refused_with_the_reason(small, s
         check_privacy(load_method("fedspu"), small, settings)
 
 
-@pytest.mark.parametrize("name", ["local", "fedsgc", "feddst", "dmpfl", "prunefl", "grasp", "pfedgate"])
+@pytest.mark.parametrize("name", ["local", "fedsgc", "feddst", "votedst", "dmpfl", "prunefl", "grasp", "pfedgate"])
 def test_methods_that_let_more_out_than_a_mean_are_refused(small, name):
     with pytest.raises(BadContent, match=r"method: noise_multiplier promises differential privacy, but .{20,}"):
         check_privacy(load_method(name), small, completed(FederationSettings(method=name, **PRIVATE)))

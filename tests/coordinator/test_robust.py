@@ -297,7 +297,9 @@ def test_methods_that_take_a_mean_take_a_robust_one(name, model, tmp_path):
     assert (pack(manifest, after.tensors, after.mask) == 1).all()
 
 
-@pytest.mark.parametrize("name", ["local", "fedsgc", "feddst", "dmpfl", "prunefl", "pfedgate", "grasp", "fedmp"])
+@pytest.mark.parametrize(
+    "name", ["local", "fedsgc", "feddst", "votedst", "dmpfl", "prunefl", "pfedgate", "grasp", "fedmp"]
+)
 def test_methods_that_need_more_than_a_mean_say_why_they_refuse(name):
     own = {"denominator": "all"} if name == "pfedgate" else {}
     settings = completed(FederationSettings(method=name, robust="median", method_settings=own))

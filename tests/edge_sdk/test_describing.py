@@ -153,10 +153,11 @@ def test_methods_of_whole_tensors_take_a_recurrent_model(client, tmp_path, metho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedsgc", "feddst", "grasp", "dmpfl", "prunefl", "pfedgate"])
+@pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "grasp", "dmpfl", "prunefl", "pfedgate"])
 @pytest.mark.parametrize(("model", "classes"), [(Recurrent(), CLASSES), (Tied(), WORDS)], ids=["gru", "tied"])
 def test_methods_that_prune_weights_leave_alone_what_no_layer_owns(client, tmp_path, method, model, classes):
-    rules = {"prunefl": {"prepare_rounds": 2}, "fedsgc": {"adjust_interval": 1}, "feddst": {"adjust_interval": 1}}
+    often = {"adjust_interval": 1}
+    rules = {"prunefl": {"prepare_rounds": 2}, "fedsgc": often, "feddst": often, "votedst": often}
     settings = {"method": method, "method_settings": rules.get(method, {}), "rounds": 8}
     result = play(client, tmp_path / "pi", task_of(model, words_of(), classes), **settings)
     assert result.rounds >= 6

@@ -26,6 +26,7 @@ METHODS = {
     "heterofl": {"rows": "all"},
     "fedsgc": {"adjust_interval": 0},
     "feddst": {"adjust_interval": 0},
+    "votedst": {"adjust_interval": 0},
 }
 """Methods whose devices train the same with and without, and what they must be set to."""
 DRAWN = {"fedspu": {}, "feddrop": {}}
