@@ -51,6 +51,8 @@ def tables() -> str:
 
 def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
+    if method.update_signs:
+        return "which weights of its last layers exist; none moves"
     if method.changes is not None and not method.only_means(settings):
         return "blocks that it chooses for each batch"
     if method.active is not None:

@@ -270,6 +270,8 @@ class CoordinatorMethod:
     start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
     directions: returns directions that go down with the model's values, int8 in -1..1, or None.
     gradients: returns whether updates of a round so planned bring the gradients of all maskable weights.
+    update_signs: updates bring a sign of every maskable weight, int8 in -1..1, and ``aggregation.sums`` makes an object
+        that takes them, too (``rounds.sums.SignSums``).
     changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
         that says which global model it holds is sent these alone.
     only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
@@ -296,6 +298,7 @@ class CoordinatorMethod:
     masks: DeviceMasks | None = None
     directions: Callable[[GlobalModel, Situation], Signs | None] | None = None
     gradients: Callable[[Plan], bool] | None = None
+    update_signs: bool = False
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None

@@ -119,13 +119,15 @@ class Acceptance:
         manifest, mask = self._models.manifest(federation), None
         if assignment.status == "open":  # else the model may be gone, and the answer is only that it is settled
             mask, _ = self._models.mask(federation, device, assignment)
+        method = load_method(federation.method)
         longest = bundle.largest_bundle(
             # Devices may have masks of elements of their own, with more elements than the global one.
             count_values(manifest, None if isinstance(mask, ElementMask) else mask),
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
             elements=mask is None or isinstance(mask, ElementMask),
-            gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
+            gradients=method.wants_gradients(assignment.plan or {}),
+            signs=method.update_signs,
         )
         return longest, mask
 
@@ -321,9 +323,13 @@ class Acceptance:
                     f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )
             method.check_mask(model, decoded.mask, situation)
-        if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
-            wanted = "with" if method.wants_gradients(plan) else "without"
-            raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
+        signs = sum(spec.size for spec in manifest.maskable) if method.update_signs else None
+        if (decoded.gradients is not None) != method.wants_gradients(plan) or signs != (
+            None if decoded.signs is None else len(decoded.signs)
+        ):
+            gradients = "with" if method.wants_gradients(plan) else "without"
+            wanted = "without signs" if signs is None else f"with {signs} signs, one of each maskable weight"
+            raise BadContent(f"an update of this round is sent {gradients} gradients, and {wanted}; update this SDK")
         if secure:  # nobody can look at its values
             if assignment.status == "open":
                 with self._store.reading() as db:

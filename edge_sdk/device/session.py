@@ -796,6 +796,7 @@ class Session:
                 precision=precision,
                 report=report,
                 known=None if job.received is None else _elements(job.received.mask),
+                signs=update.signs,
                 gradients=update.gradients,
                 extras=update.extras,
             )

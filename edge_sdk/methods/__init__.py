@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.bundle import Bundle
+from edge_sdk.protocol.bundle import Bundle, Signs
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
@@ -130,7 +130,8 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them. base: the global model that the round
+    gradients: of all maskable weights, float32, in rounds that ask for them. signs: of all maskable weights, int8 in
+    -1..1, where the server half declares ``update_signs``. base: the global model that the round
     started from, where its payload was under another mask than the update, or only what had changed of it.
     extras: words after values that secure aggregation has masked (``secure.fine``).
     """
@@ -139,6 +140,7 @@ class Update:
     mask: Mask | None = None
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
+    signs: Signs | None = None
     base: Tensors | None = None
     extras: Words | None = None
 

@@ -5,7 +5,7 @@
     data      values:    one vector, every active value of the shared tensors, packed as in ``masks``
               scales:    only beside int8 values, float32, one for each row (``quantization``)
               mask:      only in the forms that say so
-              signs:     where a method sends a direction (-1, 0 or 1) for each of some weights
+              signs:     where a method sends a direction, or a vote, (-1, 0 or 1) for each of some weights
               gradients: where a method wants them of all maskable weights, float32
 
 Metadata, all strings as safetensors wants them:
@@ -303,11 +303,17 @@ def parts_of(body: bytes) -> dict[str, int]:
 
 
 def largest_bundle(
-    values: int, precision: Precision, manifest: Manifest, *, elements: bool = False, gradients: bool = False
+    values: int,
+    precision: Precision,
+    manifest: Manifest,
+    *,
+    elements: bool = False,
+    gradients: bool = False,
+    signs: bool = False,
 ) -> int:
     """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread.
 
-    elements: whether it may bring a mask of elements, and gradients: whether it may bring those.
+    elements: whether it may bring a mask of elements; gradients, signs: whether it may bring those.
     """
     rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
     scales = 4 * rows if precision == "int8" else 0
@@ -315,15 +321,15 @@ def largest_bundle(
     mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
     mask += len(manifest.block_table.sizes)
     dense = 4 * weights if gradients else 0
-    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense
+    directions = 4 + 2 * ((weights + 7) // 8) if signs else 0
+    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense + directions
 
 
 def largest_payload(manifest: Manifest) -> int:
     """Upper bound on the bytes of what a coordinator sends of this model, whatever its method: a longer payload can be
     refused unread."""
-    signs = 4 + 2 * ((sum(spec.size for spec in manifest.maskable) + 7) // 8)
     values = manifest.shared_values
-    return signs + max(largest_bundle(values, "fp32", manifest, elements=elements) for elements in (False, True))
+    return max(largest_bundle(values, "fp32", manifest, elements=elements, signs=True) for elements in (False, True))
 
 
 def _canonical(value: object) -> str:
