@@ -6,11 +6,12 @@ masks of at least two devices overlap, and returns it to those; other positions 
 
 Shared are the weights of the last ``masked_layers`` layers that can be masked (the paper masks the last of a network of
 two, the last two of one of three), and nothing of them ever changes: each is one block, so that a device that holds the
-model of any round is sent bits alone. (After the first model, which no round has made, weights come once more.) All else of the model is each device's own, and begins alike. Updates are signs alone. The
-mean goes down as a sign, too: 1 where it is at least 1/2.
+model of any round is sent bits alone. (After the first model, which no round has made, weights come once more.) All
+else of the model is each device's own, and begins alike. Updates are signs alone. The mean goes down as a sign, too: 1
+where it is at least 1/2.
 
-Departures. Bits are weighted with the devices' training samples, as all means here are. A device that was not drawn when
-a bit was averaged is sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
+Departures. Bits are weighted with the devices' training samples, as all means here are. A device that was not drawn
+when a bit was averaged is sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class FedMaskSettings(MethodSettings):
     """FedMask's settings beyond a federation's."""
 
     masked_layers: int = Field(
-        default=2, ge=1, le=1000, description="Layers whose weights are masked, the last ones; all where there are fewer"
+        default=2,
+        ge=1,
+        le=1000,
+        description="Layers whose weights are masked, the last ones; all where there are fewer",
     )
     density: float = Field(
         default=0.5, gt=0, le=1, description="Share of each masked layer's weights that a device keeps, pruned once"
@@ -70,7 +74,9 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
             "no layer of the model can be masked: FedMask needs trained weights of linear layers or convolutions that "
             "nothing else uses; choose a method that takes any model, such as fedavg, ditto or apfl"
         )
-    private = published.with_blocks({}).with_private([each.name for each in published.shared if each.name not in masked])
+    private = published.with_blocks({}).with_private(
+        [each.name for each in published.shared if each.name not in masked]
+    )
     return private.with_blocks({spec.name: (spec.size,) for spec in private.shared})
 
 
@@ -127,7 +133,7 @@ FEDMASK = CoordinatorMethod(
         sums=sums_of,
         close=close,
         why_mean_only="its updates are bits, of which the mean is a vote already",
-        why_not_private="the mean of bits is of those alone that two devices keep, and which these are goes out as it is",
+        why_not_private="which bits at least two devices keep goes out as it is, without noise",
         why_not_buffered="a device answers the bits of one round",
     ),
     why_not_secure=lambda settings: "its updates are signs, which masks that cancel out do not hide",

@@ -2,9 +2,9 @@
 
 Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019, arXiv:1910.03581,
 Algorithm 1. All of the model is each device's own. What travels, both ways, is one table of scores [public samples,
-classes], an output in the federation's manifest: it begins as zeros, which no device digests, and is averaged as weights
-are in other methods, so that precisions, robust rules and secure rounds hold for it. Departure: the mean is weighted
-with training samples, as all means here are; the paper's is not.
+classes], an output in the federation's manifest: it begins as zeros, which no device digests, and is averaged as
+weights are in other methods, so that precisions, robust rules and secure rounds hold for it. Departure: the mean is
+weighted with training samples, as all means here are; the paper's is not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from sparrow.coordinator.methods import (
     Aggregation,
     CoordinatorMethod,
     MethodSettings,
-    needs_sums_alone,
     own_settings,
     whole_model,
 )
 
 SCORES = "public.scores"
 """The name of the table of scores."""
+
+SECURE_RANGE = 16.0
+"""The least range of masked values in secure rounds: scores of trained networks are of this order."""
 
 
 class FedMDSettings(MethodSettings):
@@ -57,6 +59,16 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
     return private.with_outputs([TensorSpec(name=SCORES, shape=shape, init=Constant(value=0.0))])
 
 
+def why_not_secure(settings: FederationSettings) -> str | None:
+    """Return that scores would be clipped, where the range of masked values is one for weights."""
+    if settings.secure_range < SECURE_RANGE:
+        return (
+            f"scores move farther than weights, and beyond secure_range = {settings.secure_range:g} they would be "
+            f"clipped; give secure_range = {SECURE_RANGE:g} or more"
+        )
+    return None
+
+
 FEDMD = CoordinatorMethod(
     smallest_budget=whole_model,
     settings_type=FedMDSettings,
@@ -68,5 +80,5 @@ FEDMD = CoordinatorMethod(
         why_not_private=None,
         why_not_buffered="scores are those of one round, and no change that can be added to another's",
     ),
-    why_not_secure=needs_sums_alone,
+    why_not_secure=why_not_secure,
 )

@@ -234,8 +234,8 @@ def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
 class SignSums:
     """Sums of signs, of every maskable weight, which updates bring in place of values.
 
-    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64; senders:
-    how many the latter are.
+    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64;
+    senders: how many the latter are.
     """
 
     def __init__(self, manifest: Manifest) -> None:

@@ -249,8 +249,8 @@ class DeviceMethod:
     active: rounds train some neurons of each layer.
     check: raises ManifestError where rounds would fail with a model, tried on an example [N, ...] at publication. None:
         the method takes any model.
-    check_data: raises BadArgument where rounds would fail with a device's data, before it enrols. None: it takes all that
-        the model does.
+    check_data: raises BadArgument where rounds would fail with a device's data, before it enrols. None: it takes all
+        that the model does.
     effort: returns what rounds at a budget have to do, to be tried on this device. Raises BudgetTooSmall. None: what
         ``active`` says, or the whole model.
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.

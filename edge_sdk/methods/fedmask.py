@@ -1,8 +1,8 @@
 """FedMask, the device half: weights stay as they began, and a device learns which of its last layers' weights exist.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5. Each maskable weight w of the last layers has
-a real score s. The network computes with
+Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5. Each maskable weight w of the last layers
+has a real score s. The network computes with
 
     ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):
 
@@ -10,11 +10,11 @@ the threshold passes gradients straight through. No weight is ever moved, nor a 
 scores are running statistics, which stay on the device. Before its first upload a device prunes once: of each layer it
 keeps the share ``density`` of the weights, those of the largest scores, and all others are gone for good.
 
-What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a weight that is pruned. That is
-a bit for each weight, and one more for each that is kept. The server's mean of bits is a probability, and comes back as
-a sign, too: 1 where it is at least 1/2, the threshold of σ. A device takes it for the weights that it keeps: a score has
-then the sign of the mean, and the magnitude that the device has learned. So a bit that others outvote is turned, and how
-sure this device is of it decides how soon its own data turn it back.
+What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a weight that is pruned. That
+is a bit for each weight, and one more for each that is kept. The server's mean of bits is a probability, and comes back
+as a sign, too: 1 where it is at least 1/2, the threshold of σ. A device takes it for the weights that it keeps: a score
+has then the sign of the mean, and the magnitude that the device has learned. So a bit that others outvote is turned,
+and how sure this device is of it decides how soon its own data turn it back.
 
 Departures. The paper's scores, threshold and pruning step are not published as code. Here pruning is by single weights
 and not by structure, and no term for structured sparsity is added to the loss. All scores begin at the setting
@@ -36,13 +36,14 @@ from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
 from edge_sdk.engines.training import Divergence, LocalResult, count_steps
 from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update
 from edge_sdk.methods.merging import is_whole, whole_model
+from edge_sdk.methods.parts import own_tensors
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors, own_initial_values
-from edge_sdk.protocol.masks import pack, unpack_whole
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import unpack_whole
 from edge_sdk.tasks import count_examples
 
 LEAST = np.float32(1e-12)
@@ -119,7 +120,7 @@ def train(job: Job) -> Trained:
     TrainingDiverged when the round failed."""
     masks, result, counts = _train_scores(job)
     nothing = BlockMask(np.zeros(len(job.manifest.block_table.sizes), bool))
-    update = Update(pack(job.manifest, masks.weights, nothing), nothing, signs=masks.signs())
+    update = Update(np.zeros(0, np.float32), nothing, signs=masks.signs())
     trained = conclude(job, result, personal=job.engine.read(), update=update, counts=counts)
     state = replace(trained.state, own=_packed(masks), model=job.assignment.model_sha256)
     return replace(trained, state=state, flops=training_flops(job.manifest, result.samples))
@@ -137,10 +138,7 @@ def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResu
     signs = job.received.signs if job.received is not None else None
     counts = {"bits_taken": 0 if signs is None else masks.take(signs)}
     before = {name: masks.bits(name) for name in masks.weights}
-    own = job.state.personal
-    if own is None:  # of recipes each engine draws first values its own way, and here all devices begin alike
-        own = own_initial_values(job.manifest, job.assignment.settings.seed, job.engine.read())
-    job.engine.load({**own, **masks.masked()})
+    job.engine.load({**own_tensors(job), **masks.masked()})
     result = _learn(job, masks, purpose)
     counts["bits_learned"] = sum(int(np.count_nonzero(masks.bits(name) != bits)) for name, bits in before.items())
     counts["pruned"] = masks.prune(job.own(Settings).density) if masks.kept is None else 0

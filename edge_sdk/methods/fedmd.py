@@ -8,8 +8,8 @@ weight leaves a device. In its first round a device trains on the public samples
     revisits     trains on its own samples for a round's epochs, and
     communicates sends its model's class scores (logits) on the public samples.
 
-The mean of a round comes down with the next one. The public set (``Task.public``, ``--data ...,public=0.1``) is the same
-on every device and in the same order: the first ``public_samples`` of it are used.
+The mean of a round comes down with the next one. The public set (``Task.public``, ``--data ...,public=0.1``) is the
+same on every device and in the same order: the first ``public_samples`` of it are used.
 
 Departures. The paper draws another public subset for each round; here it is the same in all rounds, so that a mean is
 always of what a device digests, whatever rounds it has missed. Its code's loss on scores is the mean absolute
@@ -32,6 +32,7 @@ from edge_sdk.engines.training import Divergence, LocalResult, Teacher
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
 from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.parts import own_tensors
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.messages import FederationSettings
@@ -88,9 +89,8 @@ def _learn(job: Job) -> tuple[ArrayBatches, LocalResult, int, dict[str, int]]:
     rules, public = job.own(Settings), _public(job)
     mean = next(iter(whole_model(job.manifest, job.received).values()))
     passed = 0
-    if job.state.personal is not None:
-        job.engine.load(job.state.personal)
-    elif rules.public_epochs:
+    job.engine.load(own_tensors(job))
+    if job.state.personal is None and rules.public_epochs:
         first = job.with_settings(local_epochs=rules.public_epochs, local_steps=None)
         first = replace(first, task=replace(job.task, train=public), progress=lambda done, total, loss: None)
         passed += train_loaded(first, purpose="public").samples

@@ -222,7 +222,9 @@ class Manifest(_Record):
         _no_repeats("tensor", [tensor.name for tensor in (*self.tensors, *(self.outputs or ()))])
         for output in self.outputs or ():
             if output.policy != "shared" or any(output.axes):
-                raise ValueError(f"{output.name}: an output is shared, and belongs to no neurons; leave policy and axes")
+                raise ValueError(
+                    f"{output.name}: an output is shared, and belongs to no neurons; leave policy and axes"
+                )
         _no_repeats("neuron group", [group.name for group in self.groups])
         sizes = {group.name: group.size for group in self.groups}
         for tensor in self.tensors:
