@@ -23,7 +23,7 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import BadOption, DataError
-from edge_sdk.tasks.partition import Index, Split, shifted, split
+from edge_sdk.tasks.partition import Index, Split, drawn, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
@@ -294,7 +294,8 @@ def _deal(
     options: tuple[tuple[str, float], ...],
     public: float,
 ) -> list[Index]:
-    left = np.setdiff1d(_all_dealt(dataset, part), _everybodys(dataset, part, seed, public))
+    everything = _dealt_samples(dataset, part)
+    left = np.setdiff1d(np.arange(everything), drawn(everything, seed, public))
     count = len(left)
     people = None if dataset.people is None else dataset.people[left]
     dealt = find_partition(partition)(dataset.targets[left], people, of=of, seed=seed, **dict(options))
@@ -310,20 +311,13 @@ def _deal(
 def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
     """Return the samples that every device has, as indices into ``dataset``, in the order that all have them in; None
     where there are none. They are dealt to nobody."""
-    public = _everybodys(dataset, dealing.part, dealing.seed, dealing.public)
+    public = drawn(_dealt_samples(dataset, dealing.part), dealing.seed, dealing.public)
     return public if len(public) else None
 
 
-def _all_dealt(dataset: Dataset, part: str) -> Index:
-    return np.arange(dataset.published if part == "train" else len(dataset.targets))
-
-
-def _everybodys(dataset: Dataset, part: str, seed: int, public: float) -> Index:
-    """Return a share of what would be dealt, drawn from the seed."""
-    samples = _all_dealt(dataset, part)
-    count = math.floor(public * len(samples) + 1e-9)
-    drawn: Index = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, 1]).permutation(samples)[:count]
-    return drawn
+def _dealt_samples(dataset: Dataset, part: str) -> int:
+    """Return how many samples are there to be dealt, the first ones."""
+    return dataset.published if part == "train" else len(dataset.targets)
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
