@@ -51,6 +51,8 @@ def tables() -> str:
 
 def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
+    if method.directions is not None and method.update_signs is not None:
+        return "which weights of its last layers exist; none moves"
     if method.changes is not None and not method.only_means(settings):
         return "blocks that it chooses for each batch"
     if method.active is not None:
@@ -58,7 +60,7 @@ def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
         which = "neurons that the server keeps for it" if method.pruning(settings) else which
         which = "each layer's first neurons" if method.active.rule else which
         return f"{which}, others {'left out' if method.narrow else 'frozen'}"
-    if (method.masks is None and method.votes is None) or method.only_means(settings):
+    if (method.masks is None and method.update_signs is None) or method.only_means(settings):
         return "the whole model"
     which = "weights that one device chose" if method.prepares else "weights that exist"
     return f"{which}; some are replaced in certain rounds" if method.schedule else which

@@ -270,7 +270,8 @@ class CoordinatorMethod:
     start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
     directions: returns directions that go down with the model's values, int8 in -1..1, or None.
     gradients: returns whether updates of a round so planned bring the gradients of all maskable weights.
-    votes: returns how many votes, int8 in -1..1, updates of a round so planned bring; sums are given them as gradients.
+    update_signs: returns how many signs, int8 in -1..1, updates of a round so planned bring; ``aggregation.sums`` then
+        makes an object that takes them, too (``rounds.sums.SignSums``).
     changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
         that says which global model it holds is sent these alone.
     only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
@@ -297,7 +298,7 @@ class CoordinatorMethod:
     masks: DeviceMasks | None = None
     directions: Callable[[GlobalModel, Situation], Signs | None] | None = None
     gradients: Callable[[Plan], bool] | None = None
-    votes: Callable[[Plan], int] | None = None
+    update_signs: Callable[[Manifest, Plan], int] | None = None
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
@@ -391,9 +392,9 @@ class CoordinatorMethod:
         """Return whether updates of a round so planned bring the gradients of all maskable weights."""
         return self.gradients is not None and self.gradients(plan)
 
-    def wanted_votes(self, plan: Plan) -> int:
-        """Return how many votes updates of a round so planned bring; 0: none do."""
-        return self.votes(plan) if self.votes else 0
+    def wanted_signs(self, manifest: Manifest, plan: Plan) -> int:
+        """Return how many signs updates of a round so planned bring; 0: none do."""
+        return self.update_signs(manifest, plan) if self.update_signs else 0
 
     def check_mask(self, model: GlobalModel, mask: Any, situation: Situation) -> None:
         """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask, Index
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 from sparrow.coordinator.errors import BadContent
@@ -76,13 +76,9 @@ class VoteSums(ElementSums):
         super().__init__(manifest, mask)
         self.tally = np.zeros(candidates, dtype=np.float64)
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
-        """Add one update, and its votes."""
-        assert gradients is not None, "updates without them are refused"
-        super().fold_in_place(values, mask, num_examples)
-        self.tally += np.multiply(gradients, float(num_examples), dtype=np.float64)
+    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
+        """Add the votes of one update, int8 [candidates]."""
+        self.tally += np.multiply(signs, float(num_examples), dtype=np.float64)
 
 
 def smallest_budget(settings: FederationSettings) -> float:
@@ -111,7 +107,7 @@ def work(situation: Situation) -> Work:
     return Work(plan={"votes": votes, "share": share} if votes else {})
 
 
-def wanted_votes(plan: Plan) -> int:
+def wanted_votes(manifest: Manifest, plan: Plan) -> int:
     """Return how many votes an update of a round so planned brings."""
     return int(plan.get("votes", 0))
 
@@ -119,7 +115,7 @@ def wanted_votes(plan: Plan) -> int:
 def sums_of(model: GlobalModel, situation: Situation) -> ElementSums:
     """Return Σ n_c θ_c, with votes where the round asks for them."""
     assert model.mask is not None
-    votes = wanted_votes(situation.plan)
+    votes = wanted_votes(situation.manifest, situation.plan)
     return VoteSums(situation.manifest, model.mask, votes) if votes else ElementSums(situation.manifest, model.mask)
 
 
@@ -178,7 +174,7 @@ VOTEDST = CoordinatorMethod(
     settings_type=VoteDSTSettings,
     start=start,
     schedule=Schedule(work=work),
-    votes=wanted_votes,
+    update_signs=wanted_votes,
     aggregation=Aggregation(sums=sums_of, close=close, why_mean_only=VOTED),
     why_not_secure=why_not_secure,
 )

@@ -127,7 +127,7 @@ class Acceptance:
             manifest,
             elements=mask is None or isinstance(mask, ElementMask),
             gradients=method.wants_gradients(plan),
-            signs=method.wanted_votes(plan),
+            signs=method.wanted_signs(manifest, plan),
         )
         return longest, mask
 
@@ -323,12 +323,12 @@ class Acceptance:
                     f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )
             method.check_mask(model, decoded.mask, situation)
-        votes = method.wanted_votes(plan)
+        signs = method.wanted_signs(manifest, plan)
         given = None if decoded.signs is None else len(decoded.signs)
-        if (decoded.gradients is not None) != method.wants_gradients(plan) or given != (votes or None):
-            wanted = "with" if method.wants_gradients(plan) else "without"
-            signs = f"with {votes} signs" if votes else "without signs"
-            raise BadContent(f"an update of this round is sent {wanted} gradients, and {signs}; update this SDK")
+        if (decoded.gradients is not None) != method.wants_gradients(plan) or given != (signs or None):
+            gradients = "with" if method.wants_gradients(plan) else "without"
+            wanted = f"with {signs} signs" if signs else "without signs"
+            raise BadContent(f"an update of this round is sent {gradients} gradients, and {wanted}; update this SDK")
         if secure:  # nobody can look at its values
             if assignment.status == "open":
                 with self._store.reading() as db:

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Mask, pack, unpack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
@@ -47,7 +48,7 @@ from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, stalenes
 from sparrow.coordinator.rounds.privacy import PrivateSums
 from sparrow.coordinator.rounds.robust import RobustSums
 from sparrow.coordinator.rounds.secure import Ended
-from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
+from sparrow.coordinator.rounds.sums import OneUpdate, SignSums, Sums, difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Federation
 
@@ -201,12 +202,13 @@ def sums_of(
 class Update:
     """A decoded update: values float32 [count_values(manifest, mask)], those of a model.
 
-    gradients: those of all maskable weights, float32, or votes by them, int8, in rounds that ask for either."""
+    gradients: those of all maskable weights, float32; signs: int8 in -1..1; each in rounds that ask for it."""
 
     values: Array
     mask: Mask | None
     num_examples: int
     gradients: Array | None = None
+    signs: Signs | None = None
 
 
 class Intake:
@@ -288,6 +290,9 @@ class Intake:
             update, clipped = clip(self._manifest, self._sent, update, self._clip)
             self._clipped += clipped
         self.sums.fold_in_place(update.values, update.mask, update.num_examples, update.gradients)
+        if update.signs is not None:
+            assert isinstance(self.sums, SignSums), "of methods whose updates bring signs"
+            self.sums.fold_signs_in_place(update.signs, update.num_examples)
 
 
 def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, bool]:
@@ -410,5 +415,4 @@ class Folding:
             share = staleness_weight(self._federation.model_version - version, self._exponent)
             values = bring_forward(self._manifest, values, decoded.mask, began.tensors, self._model.tensors, share)
         weight = weight_of(report.num_examples, self._limits[key])
-        gradients = decoded.signs if decoded.gradients is None else decoded.gradients
-        return Update(values, decoded.mask, weight, gradients), decoded.parts
+        return Update(values, decoded.mask, weight, decoded.gradients, decoded.signs), decoded.parts

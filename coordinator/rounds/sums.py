@@ -14,12 +14,13 @@ updates give the same model, bit for bit. A value that nobody sent keeps its old
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.blocks import BlockMask
+from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask, Index, Points
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import (
@@ -228,6 +229,41 @@ def _add_pairs(total: NDArray[np.complex128], index: Index, values: Array, weigh
 def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
     """Return ``numerator / weights`` where there is weight, else ``old``: float32 of the numerator's shape."""
     return np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
+
+
+@runtime_checkable
+class SignSums(Protocol):
+    """Sums of rounds whose updates bring signs."""
+
+    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
+        """Add the signs of one update, int8 in -1..1, as many as the round asks for, weighted with its
+        ``num_examples``."""
+
+
+class BitSums:
+    """Sums of signs, of every maskable weight, which updates bring in place of values.
+
+    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64;
+    senders: how many the latter are.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        size = sum(spec.size for spec in manifest.maskable)
+        self.positive, self.weights = np.zeros((2, size), dtype=np.float64)
+        self.senders = np.zeros(size, dtype=np.int64)
+        self.updates = 0
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Count one update; its values are not looked at."""
+        self.updates += 1
+
+    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
+        """Add the signs of one update, int8 [maskable weights]."""
+        self.positive[signs > 0] += num_examples
+        self.weights[signs != 0] += num_examples
+        self.senders += signs != 0
 
 
 class OneUpdate:

@@ -182,7 +182,8 @@ def as_taken(task: Task, manifest: Manifest) -> Task:
             return batches
         return replace(batches, arrays=Reshaped(batches.arrays, manifest.input_shape))
 
-    return replace(task, train=fitted(task.train), validation=fitted(task.validation), test=fitted(task.test))
+    parts = {name: fitted(getattr(task, name)) for name in ("train", "validation", "test", "public")}
+    return replace(task, **parts)
 
 
 def _long_axes(shape: tuple[int, ...]) -> list[int]:
@@ -191,7 +192,8 @@ def _long_axes(shape: tuple[int, ...]) -> list[int]:
 
 def check_data(task: Task, manifest: Manifest) -> None:
     """Raise BadArgument unless a task's data are as the model takes them: shapes, classes, finite first batches."""
-    for name, batches in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+    for name in ("train", "validation", "test", "public"):
+        batches = getattr(task, name)
         if batches is not None:
             _check_data(name, batches, manifest, classifies=task.classification)
 

@@ -220,6 +220,8 @@ class Session:
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
         task = as_taken(make_task(self.info), self.manifest)
+        if self._method.check_data is not None:
+            self._method.check_data(task, self.info.settings)
         if not task.metrics:  # as of a device that brings its data alone
             task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
         self.frozen, self._first = Tensors(), Tensors()
@@ -796,7 +798,7 @@ class Session:
                 precision=precision,
                 report=report,
                 known=None if job.received is None else _elements(job.received.mask),
-                signs=update.votes,
+                signs=update.signs,
                 gradients=update.gradients,
                 extras=update.extras,
             )
@@ -957,9 +959,11 @@ class Session:
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
         tensors = self.engine.read() if self.personal is None else dict(self.personal)
-        if job.received is not None and is_whole(self.manifest, job.received):
+        if job.received is None or self.manifest.outputs:
+            pass  # nothing of a model has come
+        elif is_whole(self.manifest, job.received):
             tensors |= whole_model(self.manifest, job.received)
-        elif job.received is not None:
+        else:
             # Zeroed anew, for what was in the shared tensors is none of this federation's.
             tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
             merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)

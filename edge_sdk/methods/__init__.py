@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.bundle import Bundle
+from edge_sdk.protocol.bundle import Bundle, Signs
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
@@ -130,7 +130,7 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them. votes: int8 in -1..1, likewise. base: the
+    gradients: of all maskable weights, float32, in rounds that ask for them. signs: int8 in -1..1, likewise. base: the
     global model that the round started from, where its payload was under another mask than the update, or only what
     had changed of it.
     extras: words after values that secure aggregation has masked (``secure.fine``).
@@ -140,7 +140,7 @@ class Update:
     mask: Mask | None = None
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
-    votes: NDArray[np.int8] | None = None
+    signs: Signs | None = None
     base: Tensors | None = None
     extras: Words | None = None
 
@@ -249,6 +249,8 @@ class DeviceMethod:
     active: rounds train some neurons of each layer.
     check: raises ManifestError where rounds would fail with a model, tried on an example [N, ...] at publication. None:
         the method takes any model.
+    check_data: raises BadArgument where rounds would fail with a device's data, before it enrols. None: it takes all
+        that the model does.
     effort: returns what rounds at a budget have to do, to be tried on this device. Raises BudgetTooSmall. None: what
         ``active`` says, or the whole model.
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
@@ -267,6 +269,7 @@ class DeviceMethod:
     prepare: Callable[[Job], Trained] = hand_back
     active: ActiveNeurons | None = None
     check: Callable[[nn.Module, Manifest, torch.Tensor], None] | None = None
+    check_data: Callable[[Task, FederationSettings], None] | None = None
     effort: Callable[[Rehearsal, float], Effort] | None = None
     picks_best: bool = True
     mixes_global: bool = False

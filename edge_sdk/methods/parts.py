@@ -12,7 +12,7 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_held_out, train_loaded
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.manifest import Manifest, Tensors, own_initial_values
 from edge_sdk.protocol.masks import pack
 
 
@@ -29,6 +29,14 @@ def joined(job: Job) -> Tensors:
     """Return the device's model with what was received in its place. Raises BundleError for a payload that does not
     fit."""
     return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
+
+
+def own_tensors(job: Job) -> Tensors:
+    """Return the device's model as it was kept, or before its first round its own part as it begins: alike on all
+    devices, although each engine draws from recipes its own way."""
+    if job.state.personal is not None:
+        return job.state.personal
+    return own_initial_values(job.manifest, job.assignment.settings.seed, job.engine.read())
 
 
 def train_together(job: Job) -> Trained:

@@ -331,9 +331,9 @@ def _largest_signs(count: int) -> int:
 def largest_payload(manifest: Manifest) -> int:
     """Upper bound on the bytes of what a coordinator sends of this model, whatever its method: a longer payload can be
     refused unread."""
-    signs = _largest_signs(sum(spec.size for spec in manifest.maskable))
+    signs = sum(spec.size for spec in manifest.maskable)
     values = manifest.shared_values
-    return signs + max(largest_bundle(values, "fp32", manifest, elements=elements) for elements in (False, True))
+    return max(largest_bundle(values, "fp32", manifest, elements=elements, signs=signs) for elements in (False, True))
 
 
 def _canonical(value: object) -> str:

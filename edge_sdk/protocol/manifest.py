@@ -192,6 +192,8 @@ class Manifest(_Record):
 
     ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
     ``metrics`` are names of what the task measures (``tasks.metrics``), for devices that have no more of it than data.
+    ``outputs`` are what devices exchange that is no tensor of the model, such as its answers on a public set: sent and
+    averaged as what is shared, loaded into nothing; a federation whose method exchanges them has them added.
     ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
     are no tensors of their own: nothing is sent, averaged or kept under them.
     """
@@ -205,6 +207,7 @@ class Manifest(_Record):
     layers: tuple[Layer, ...] = ()
     blocks: dict[Name, tuple[Size, ...]] = {}
     coupling: bool = True
+    outputs: tuple[TensorSpec, ...] | None = None
     aliases: dict[Name, Name] = {}
     skeleton_sha256: Digest | None = None
     step_sha256: Digest | None = None
@@ -216,7 +219,12 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        _no_repeats("tensor", [tensor.name for tensor in self.tensors])
+        _no_repeats("tensor", [tensor.name for tensor in (*self.tensors, *(self.outputs or ()))])
+        for output in self.outputs or ():
+            if output.policy != "shared" or any(output.axes):
+                raise ValueError(
+                    f"{output.name}: an output is shared, and belongs to no neurons; leave policy and axes"
+                )
         _no_repeats("neuron group", [group.name for group in self.groups])
         sizes = {group.name: group.size for group in self.groups}
         for tensor in self.tensors:
@@ -253,8 +261,8 @@ class Manifest(_Record):
 
     @cached_property
     def shared(self) -> tuple[TensorSpec, ...]:
-        """The tensors that cross the wire, in state-dict order."""
-        return tuple(tensor for tensor in self.tensors if tensor.policy == "shared")
+        """The tensors that cross the wire, in state-dict order, and after them the outputs."""
+        return tuple(tensor for tensor in (*self.tensors, *(self.outputs or ())) if tensor.policy == "shared")
 
     @cached_property
     def graphs(self) -> dict[GraphName, str]:
@@ -385,6 +393,8 @@ class Manifest(_Record):
         left_out = dict.fromkeys(
             (name, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
         )
+        if self.outputs is None:  # as of a manifest that does not know the word
+            left_out["outputs"] = True
         model = self.model_dump(mode="json", exclude={**left_out, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
@@ -408,6 +418,10 @@ class Manifest(_Record):
             for spec in self.tensors
         ]
         return Manifest.model_validate({**self.model_dump(), "tensors": tensors}) if names else self
+
+    def with_outputs(self, outputs: Sequence[TensorSpec]) -> Manifest:
+        """Return the same manifest, its devices exchanging these, too."""
+        return Manifest.model_validate({**self.model_dump(), "outputs": [each.model_dump() for each in outputs]})
 
     def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
         """Return the same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""

@@ -86,10 +86,11 @@ class Task:
     seed. loss: (outputs, targets) -> mean over the batch, of tensors. A device that does not train with PyTorch needs
     neither of the two: None. train: what local training sees. validation: held out, read by the early-stopping rule.
     test: held out, only for reports; where a user has none, ``validation`` serves for both, and accuracies are then a
-    little optimistic. classification: targets are class indices and outputs are scores [batch, classes], so that
-    accuracy means something. metrics: what else is measured on held-out data, names of ``tasks.metrics`` such as
-    ("mae", "rmse"), or name -> function of all outputs and targets as arrays. compute: how this device computes; ``on``
-    changes it.
+    little optimistic. public: samples that every device of the federation has alike, in one order, for methods that
+    compare what models say of them. classification: targets are class indices and outputs are scores [batch, classes],
+    so that accuracy means something. metrics: what else is measured on held-out data, names of ``tasks.metrics`` such
+    as ("mae", "rmse"), or name -> function of all outputs and targets as arrays. compute: how this device computes;
+    ``on`` changes it.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Task:
     train: Batches
     validation: Batches
     test: Batches | None = None
+    public: Batches | None = None
     classification: bool = True
     metrics: Mapping[str, Metric] | Sequence[str] = ()
     compute: Compute = USUAL

@@ -23,7 +23,7 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import BadOption, DataError
-from edge_sdk.tasks.partition import Index, Split, shifted, split
+from edge_sdk.tasks.partition import Index, Split, drawn, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
@@ -51,7 +51,8 @@ class Dealing:
     test: whether the device tests on a share of its ``own`` part or on its slice of the ``published`` test part, with
     nothing of its own held out. corruption and severity: what becomes of the device's test images, None and 0 for
     nothing. train_on, test_on: what the samples that it learns from, and those that it tests on, were recorded with;
-    None for anything.
+    None for anything. public: the share of what would be dealt that is every device's instead, for methods that compare
+    models on it; 0 for none.
     """
 
     path: str | None
@@ -69,6 +70,7 @@ class Dealing:
     severity: int = 0
     train_on: str | None = None
     test_on: str | None = None
+    public: float = 0.0
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
@@ -77,6 +79,8 @@ class Dealing:
             raise BadOption(f"--data: index={self.index}; parts are counted from 0")
         if self.part not in ("train", "all"):
             raise BadOption(f"--data: part={self.part}; choose train or all")
+        if not 0 <= self.public < 1:
+            raise BadOption(f"--data: public={self.public:g}; it is a share, from 0 to below 1")
         if self.test not in ("own", "published"):
             raise BadOption(f"--data: test={self.test}; choose own or published")
         if not 0 <= self.shift <= 1:
@@ -181,6 +185,7 @@ _FIELDS: Mapping[str, type] = {
     "held_out": float,
     "validation": float,
     "shift": float,
+    "public": float,
     "severity": int,
 }
 
@@ -232,7 +237,7 @@ def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
     index, of = place(dataset, dealing, device=device)
-    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options, dealing.public)
     if dealing.test == "published":
         own = _tested_on_published(dataset, dealt[index], dealing, index=index, of=of)
     else:
@@ -281,18 +286,38 @@ def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: st
 
 @lru_cache(maxsize=8)
 def _deal(
-    dataset: Dataset, part: str, partition: str, of: int, seed: int, options: tuple[tuple[str, float], ...]
+    dataset: Dataset,
+    part: str,
+    partition: str,
+    of: int,
+    seed: int,
+    options: tuple[tuple[str, float], ...],
+    public: float,
 ) -> list[Index]:
-    count = dataset.published if part == "train" else len(dataset.targets)
-    people = None if dataset.people is None else dataset.people[:count]
-    dealt = find_partition(partition)(dataset.targets[:count], people, of=of, seed=seed, **dict(options))
+    everything = _dealt_samples(dataset, part)
+    left = np.setdiff1d(np.arange(everything), drawn(everything, seed, public))
+    count = len(left)
+    people = None if dataset.people is None else dataset.people[left]
+    dealt = find_partition(partition)(dataset.targets[left], people, of=of, seed=seed, **dict(options))
     together = np.sort(np.concatenate(dealt))
     if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= count:
         raise DataError(
             f"partition={partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one of none; "
             f"correct the function"
         )
-    return dealt
+    return [left[each] for each in dealt]
+
+
+def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
+    """Return the samples that every device has, as indices into ``dataset``, in the order that all have them in; None
+    where there are none. They are dealt to nobody."""
+    public = drawn(_dealt_samples(dataset, dealing.part), dealing.seed, dealing.public)
+    return public if len(public) else None
+
+
+def _dealt_samples(dataset: Dataset, part: str) -> int:
+    """Return how many samples are there to be dealt, the first ones."""
+    return dataset.published if part == "train" else len(dataset.targets)
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
@@ -305,7 +330,7 @@ def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
     """Return the samples of all devices that they have for one use, each once."""
-    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options, dealing.public)
     split = [_split(samples, dealing.seed, dealing.held_out, dealing.validation) for samples in dealt]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 

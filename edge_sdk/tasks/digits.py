@@ -17,7 +17,7 @@ import numpy as np
 
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.dealing import deal, read_dealing
+from edge_sdk.tasks.dealing import deal, public_samples, read_dealing
 from edge_sdk.tasks.loading import Arrays, classification
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     no numbering. Raises DataError.
     """
     dataset = load_images()
-    parts = deal(dataset, read_dealing(data, task="digits", seed=seed, needs_path=False), device=device)
+    dealing = read_dealing(data, task="digits", seed=seed, needs_path=False)
+    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
     train, validation, test = (
         Arrays(dataset.inputs[index], dataset.targets[index]) for index in (parts.train, parts.validation, parts.test)
     )
-    return classification("digits", Seeded(_build), train, validation, test, batch_size=batch_size)
+    shared = None if public is None else Arrays(dataset.inputs[public], dataset.targets[public])
+    return classification("digits", Seeded(_build), train, validation, test, batch_size=batch_size, public=shared)
 
 
 @cache

@@ -230,6 +230,7 @@ def classification(
     test: Samples | None,
     *,
     batch_size: int,
+    public: Samples | None = None,
 ) -> Task:
     """Return a task of cross-entropy over class indices, on arrays in memory."""
     return Task(
@@ -239,4 +240,5 @@ def classification(
         train=ArrayBatches(train, batch_size),
         validation=ArrayBatches(validation, EVALUATION_BATCH),
         test=None if test is None else ArrayBatches(test, EVALUATION_BATCH),
+        public=None if public is None else ArrayBatches(public, batch_size),
     )

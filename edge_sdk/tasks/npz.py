@@ -2,6 +2,7 @@
 
     x_train [N, ...]  y_train [N]      required
     x_val, y_val, x_test, y_test       optional, in pairs
+    x_public, y_public                 optional: samples that every device has alike (``Task.public``)
     classes                            optional: their number, or their names in order
 
 Without validation and test arrays the training samples are split into 0.595, 0.105 and 0.3; with test arrays alone,
@@ -36,7 +37,7 @@ import numpy as np
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, read_dealing
+from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, public_samples, read_dealing
 from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
 from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
@@ -72,12 +73,13 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     train = _pair(arrays, "train")
     validation = _pair(arrays, "val") if _has_pair(arrays, "val") else None
     test = _pair(arrays, "test") if _has_pair(arrays, "test") else None
-    for name, pair in (("val", validation), ("test", test)):
+    public = _pair(arrays, "public") if _has_pair(arrays, "public") else None
+    for name, pair in (("val", validation), ("test", test), ("public", public)):
         if pair is not None and pair.inputs.shape[1:] != train.inputs.shape[1:]:
             raise DataError(
                 f"x_{name}: samples have shape {_shape(pair)}, those of x_train {_shape(train)}; they must be alike"
             )
-    pairs = {"y_train": train, "y_val": validation, "y_test": test}
+    pairs = {"y_train": train, "y_val": validation, "y_test": test, "y_public": public}
     classes = _classes(arrays, {key: pair.targets for key, pair in pairs.items() if pair is not None})
     shape = _shape(train)
     if validation is None:
@@ -88,7 +90,7 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
             parts = replace(parts, train=np.union1d(parts.train, parts.test))
         train, validation = _choose(train, parts.train), _choose(train, parts.validation)
     model = Seeded(partial(_build, shape, classes))
-    return classification("npz", model, train, validation, test, batch_size=batch_size)
+    return classification("npz", model, train, validation, test, batch_size=batch_size, public=public)
 
 
 def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
@@ -97,13 +99,14 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
     dataset = read_whole(data.partition(",")[0])
     usual = "dirichlet" if dataset.people is None else "person"
     dealing = read_dealing(data, task="npz", seed=seed, partition=usual)
-    parts = deal(dataset, dealing, device=device)
+    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
     scale = _scale(dataset, dealing, device)
+    shared = None if public is None else Chosen(dataset.inputs, dataset.targets, public, scale)
     train, validation, test = (
         Chosen(dataset.inputs, dataset.targets, index, scale) for index in (parts.train, parts.validation, parts.test)
     )
     model = Seeded(partial(_build, dataset.inputs.shape[1:], dataset.classes))
-    return classification("npz", model, train, validation, test, batch_size=batch_size)
+    return classification("npz", model, train, validation, test, batch_size=batch_size, public=shared)
 
 
 def _scale(dataset: Dataset, dealing: Dealing, device: str) -> Scale:

@@ -247,6 +247,12 @@ def _too_few(attempts: int, drawn: str, of: int, minimum: int, labels: Array, in
     )
 
 
+def drawn(count: int, seed: int, share: float) -> Index:
+    """Return a share of ``count`` samples, floor(share count) of them, in an order drawn from the seed."""
+    size = math.floor(share * count + 1e-9)
+    return _random(seed, 0, 0).permutation(count)[:size] if size else np.zeros(0, np.intp)
+
+
 def _check_alpha(alpha: float) -> None:
     if not (alpha > 0 and math.isfinite(alpha)):
         raise BadOption(f"alpha is {alpha}; it must be a number above 0, such as 0.3")

@@ -16,7 +16,7 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Seeded, Task, UnknownTask
 from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
 from edge_sdk.tasks.datasets import Dataset, read_dataset
-from edge_sdk.tasks.dealing import Dealing, deal, place, read_dealing
+from edge_sdk.tasks.dealing import Dealing, deal, place, public_samples, read_dealing
 from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import Chosen, Scale, classification
 from edge_sdk.tasks.partition import Index
@@ -148,7 +148,7 @@ def _load(
         data, task=wanted.task, seed=seed, partition=partition, corruptible=wanted.pixels and len(wanted.shape) == 3
     )
     dataset = read_dataset(dealing.path, wanted)
-    parts = deal(dataset, dealing, device=device)
+    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
     scale = Scale(choice.mean, choice.deviation)
     train, validation, test = (
         Chosen(dataset.inputs, dataset.targets, index, scale) for index in (parts.train, parts.validation, parts.test)
@@ -163,6 +163,7 @@ def _load(
         validation,
         test,
         batch_size=batch_size,
+        public=None if public is None else Chosen(dataset.inputs, dataset.targets, public, scale),
     )
 
 

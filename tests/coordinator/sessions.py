@@ -148,7 +148,11 @@ class CoordinatorWithDevices(LocalCoordinator):
             budget=budget,
             engine=engine,
             make_task=lambda info: load_task(
-                info.task, f"{data},{dealt}" if data else dealt, device=name, seed=0, batch_size=16
+                info.task,
+                (f"{data}," if data else "") + dealt + (",public=0.1" if info.method == "fedmd" else ""),
+                device=name,
+                seed=0,
+                batch_size=16,
             ),
         )
 

@@ -44,7 +44,8 @@ def closed(votes, *, examples=(100, 200, 100)):
     sums = SERVER.sums(start(), where)
     packed = np.concatenate([start().tensors["w"][MASK.exists["w"]], start().tensors["b"]])
     for count, vote in zip(examples, votes, strict=True):
-        sums.fold_in_place(packed, MASK, count, np.array(vote, dtype=np.int8))
+        sums.fold_in_place(packed, MASK, count)
+        sums.fold_signs_in_place(np.array(vote, dtype=np.int8), count)
     [places] = draw_candidates(MASK, {"w": Election(2, 3)}, 0, 1).values()
     return SERVER.close(start(), sums, where), places
 
@@ -98,8 +99,8 @@ def test_a_round_with_votes_says_how_many_and_the_last_has_none():
         situation(1, density=1),
     ):
         assert SERVER.work(idle).plan == {}
-    assert SERVER.wanted_votes({"votes": 2, "share": 0.375}) == 2
-    assert SERVER.wanted_votes({}) == 0
+    assert SERVER.wanted_signs(LAYER, {"votes": 2, "share": 0.375}) == 2
+    assert SERVER.wanted_signs(LAYER, {}) == 0
 
 
 def test_rounds_in_which_nobody_would_vote_are_refused():

@@ -1,0 +1,140 @@
+"""FedMask, server half: the mean of the bits of devices' masks, where at least two devices have a weight in common.
+
+Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
+Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5: the server averages a bit only where the
+masks of at least two devices overlap, and returns it to those; other positions stay each device's own.
+
+Shared are the weights of the last ``masked_layers`` layers that can be masked (the paper masks the last of a network of
+two, the last two of one of three), and nothing of them ever changes: each is one block, so that a device that holds the
+model of any round is sent bits alone. (After the first model, which no round has made, weights come once more.) All
+else of the model is each device's own, and begins alike. Updates are signs alone. The mean goes down as a sign, too: 1
+where it is at least 1/2.
+
+Departures. Bits are weighted with the devices' training samples, as all means here are. A device that was not drawn
+when a bit was averaged is sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from edge_sdk.protocol.blocks import BlockMask
+from edge_sdk.protocol.bundle import Signs
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    MethodSettings,
+    Situation,
+    own_settings,
+    whole_model,
+)
+from sparrow.coordinator.rounds.sums import BitSums
+
+FEWEST = 2
+"""Devices that must have a weight in common for its bit to be averaged."""
+
+OF_VALUES = ("update_clip", "update_norm_limit", "outlier_mads")
+"""Settings that bound how far values move: nothing here has any."""
+
+
+class FedMaskSettings(MethodSettings):
+    """FedMask's settings beyond a federation's."""
+
+    masked_layers: int = Field(
+        default=2,
+        ge=1,
+        le=1000,
+        description="Layers whose weights are masked, the last ones; all where there are fewer",
+    )
+    density: float = Field(
+        default=0.5, gt=0, le=1, description="Share of each masked layer's weights that a device keeps, pruned once"
+    )
+    first_score: float = Field(
+        default=0.0001,
+        gt=0,
+        le=100,
+        description="Where scores begin; the smaller it is beside the learning rate, the sooner training turns bits",
+    )
+
+
+def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
+    """Return the manifest that shares the masked weights alone, each as one block. Raises BadContent without any."""
+    maskable = {spec.name for spec in published.maskable}
+    layers = [layer for layer in published.layers if maskable.intersection(layer.tensors)]
+    chosen = layers[-own_settings(settings, FedMaskSettings).masked_layers :]
+    masked = maskable.intersection(name for layer in chosen for name in layer.tensors)
+    if not masked:
+        raise BadContent(
+            "no layer of the model can be masked: FedMask needs trained weights of linear layers or convolutions that "
+            "nothing else uses; choose a method that takes any model, such as fedavg, ditto or apfl"
+        )
+    private = published.with_blocks({}).with_private(
+        [each.name for each in published.shared if each.name not in masked]
+    )
+    return private.with_blocks({spec.name: (spec.size,) for spec in private.shared})
+
+
+def start(tensors: Tensors, situation: Situation) -> GlobalModel:
+    """Return the first model, no bit of which has a mean. Raises BadContent for settings that bound values."""
+    for name in OF_VALUES:
+        if getattr(situation.settings, name) is not None:
+            raise BadContent(f"{name}: it bounds values that move, and FedMask's updates are bits; leave it out")
+    count = sum(spec.size for spec in situation.manifest.maskable)
+    return GlobalModel(tensors, own={"bits": np.zeros(count, np.int8)})
+
+
+def changed(model: GlobalModel, since: int, situation: Situation) -> BlockMask:
+    """Return no block: weights stay as they began."""
+    return BlockMask(np.zeros(len(situation.manifest.block_table.sizes), bool))
+
+
+def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
+    """Raise BadContent unless no weights are sent."""
+    if mask.on.any():
+        raise BadContent("mask: weights stay as they began in this method; send signs alone")
+
+
+def signs(model: GlobalModel, situation: Situation) -> Signs:
+    """Return the mean bits as signs, 0 where there is none."""
+    return model.own["bits"].astype(np.int8)
+
+
+def sums_of(model: GlobalModel, situation: Situation) -> BitSums:
+    """Return Σ n_i b_i and Σ n_i of each weight, over the devices that keep it."""
+    return BitSums(situation.manifest)
+
+
+def close(model: GlobalModel, sums: BitSums, situation: Situation) -> GlobalModel:
+    """Return the same weights with the mean bits of this round."""
+    overlap = sums.senders >= FEWEST
+    mean = np.where(2 * sums.positive >= sums.weights, 1, -1)
+    bits = np.where(overlap, mean, model.own["bits"]).astype(np.int8)
+    return GlobalModel(model.tensors, own={"bits": bits}, notes={"overlapping": int(np.count_nonzero(overlap))})
+
+
+FEDMASK = CoordinatorMethod(
+    smallest_budget=whole_model,
+    settings_type=FedMaskSettings,
+    usable_global_model=False,
+    personal_models=True,
+    manifest=manifest,
+    start=start,
+    masks=DeviceMasks(check=check_mask, type=BlockMask),
+    changes=changed,
+    directions=signs,
+    update_signs=lambda manifest, plan: sum(spec.size for spec in manifest.maskable),
+    aggregation=Aggregation(
+        sums=sums_of,
+        close=close,
+        why_mean_only="its updates are bits, of which the mean is a vote already",
+        why_not_private="which bits at least two devices keep goes out as it is, without noise",
+        why_not_buffered="a device answers the bits of one round",
+    ),
+    why_not_secure=lambda settings: "its updates are signs, which masks that cancel out do not hide",
+)

@@ -1,0 +1,206 @@
+"""FedMask, the device half: weights stay as they began, and a device learns which of its last layers' weights exist.
+
+Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
+Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5. Each maskable weight w of the last layers
+has a real score s. The network computes with
+
+    ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):
+
+the threshold passes gradients straight through. No weight is ever moved, nor a bias or norm; what training moves beside
+scores are running statistics, which stay on the device. Before its first upload a device prunes once: of each layer it
+keeps the share ``density`` of the weights, those of the largest scores, and all others are gone for good.
+
+What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a weight that is pruned. That
+is a bit for each weight, and one more for each that is kept. The server's mean of bits is a probability, and comes back
+as a sign, too: 1 where it is at least 1/2, the threshold of σ. A device takes it for the weights that it keeps: a score
+has then the sign of the mean, and the magnitude that the device has learned. So a bit that others outvote is turned,
+and how sure this device is of it decides how soon its own data turn it back.
+
+Departures. The paper's scores, threshold and pruning step are not published as code. Here pruning is by single weights
+and not by structure, and no term for structured sparsity is added to the loss. All scores begin at the setting
+``first_score``, so that at first every weight exists. The optimiser, its learning rate and momentum are the
+federation's, for scores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
+from edge_sdk.engines.training import Divergence, LocalResult, count_steps
+from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.merging import is_whole, whole_model
+from edge_sdk.methods.parts import own_tensors
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning
+from edge_sdk.protocol.blocks import BlockMask
+from edge_sdk.protocol.bundle import Signs
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import unpack_whole
+from edge_sdk.tasks import count_examples
+
+LEAST = np.float32(1e-12)
+"""The least magnitude of a score whose sign comes from the server: 0 counts as positive."""
+
+
+class Settings(MethodSettings):
+    """FedMask's own settings."""
+
+    density: float
+    first_score: float
+
+
+@dataclass
+class Masks:
+    """The masks of a model's last layers. All are by name, of the weights' shapes.
+
+    weights: w, float32, which nobody writes to. scores: s, float32. kept: what was not pruned; None before that.
+    """
+
+    weights: dict[str, Array]
+    scores: dict[str, Array]
+    kept: dict[str, NDArray[np.bool_]] | None = None
+
+    def bits(self, name: str) -> NDArray[np.bool_]:
+        """Return b of one tensor."""
+        on: NDArray[np.bool_] = self.scores[name] >= 0  # σ(s) ≥ 1/2
+        return on if self.kept is None else on & self.kept[name]
+
+    def masked(self) -> Tensors:
+        """Return ŵ."""
+        return {name: np.where(self.bits(name), weight, np.float32(0)) for name, weight in self.weights.items()}
+
+    def gradient(self, name: str, outer: NDArray[Any]) -> Array:
+        """Return ∂L/∂s of one tensor, of ``outer``, ∂L/∂ŵ: 0 where it is pruned."""
+        share = (1 + np.tanh(self.scores[name] / 2)) / 2  # σ(s), without an overflow
+        slope: Array = (outer * self.weights[name] * share * (1 - share)).astype(np.float32)
+        return slope if self.kept is None else slope * self.kept[name]
+
+    def take(self, signs: Signs) -> int:
+        """Give scores of kept weights the signs that are not 0; return how many bits that turned."""
+        turned, start = 0, 0
+        for name, score in self.scores.items():
+            sign = signs[start : start + score.size].reshape(score.shape)
+            start += score.size
+            before = self.bits(name)
+            agreed = sign * np.maximum(np.abs(score), LEAST)
+            score[...] = np.where((sign != 0) & (True if self.kept is None else self.kept[name]), agreed, score)
+            turned += int(np.count_nonzero(self.bits(name) != before))
+        return turned
+
+    def prune(self, density: float) -> int:
+        """Keep this share of each tensor, the largest scores, at least one; return how many weights are gone."""
+        self.kept = {}
+        for name, score in self.scores.items():
+            count = max(1, round(density * score.size))
+            flags = np.zeros(score.size, bool)
+            flags[np.argsort(-score.reshape(-1), kind="stable")[:count]] = True
+            self.kept[name] = flags.reshape(score.shape)
+        return sum(int(np.count_nonzero(~flags)) for flags in self.kept.values())
+
+    def signs(self) -> Signs:
+        """Return what goes up: 1 or -1 for a bit of 1 or 0, and 0 where a weight is pruned, packed."""
+        return np.concatenate(
+            [
+                np.where(self.kept[name] if self.kept else True, np.where(self.bits(name), 1, -1), 0).reshape(-1)
+                for name in self.scores
+            ]
+        ).astype(np.int8)
+
+
+def train(job: Job) -> Trained:
+    """Train scores for one round, and send the bits. Raises BundleError for a payload that does not fit,
+    TrainingDiverged when the round failed."""
+    masks, result, counts = _train_scores(job)
+    nothing = BlockMask(np.zeros(len(job.manifest.block_table.sizes), bool))
+    update = Update(np.zeros(0, np.float32), nothing, signs=masks.signs())
+    trained = conclude(job, result, personal=job.engine.read(), update=update, counts=counts)
+    state = replace(trained.state, own=_packed(masks), model=job.assignment.model_sha256)
+    return replace(trained, state=state, flops=training_flops(job.manifest, result.samples))
+
+
+def adapt(job: Job) -> DeviceState:
+    """Train a mask of one's own, beginning from the finished bits, as ``fine_tuning`` says, and prune it."""
+    masks, _, _ = _train_scores(fine_tuning(job), purpose="adapt")
+    return replace(job.state, personal=job.engine.read(), own=_packed(masks))
+
+
+def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResult, dict[str, int]]:
+    """Train scores as the settings say, prune where that was not done, and leave the masked model in the engine."""
+    masks = _masks_of(job)
+    signs = job.received.signs if job.received is not None else None
+    counts = {"bits_taken": 0 if signs is None else masks.take(signs)}
+    before = {name: masks.bits(name) for name in masks.weights}
+    job.engine.load({**own_tensors(job), **masks.masked()})
+    result = _learn(job, masks, purpose)
+    counts["bits_learned"] = sum(int(np.count_nonzero(masks.bits(name) != bits)) for name, bits in before.items())
+    counts["pruned"] = masks.prune(job.own(Settings).density) if masks.kept is None else 0
+    counts["bits"] = sum(int(np.count_nonzero(masks.bits(name))) for name in masks.weights)
+    job.engine.load(masks.masked())
+    return masks, result, counts
+
+
+def _learn(job: Job, masks: Masks, purpose: str) -> LocalResult:
+    """Move scores by their gradients for a round's steps. Raises TrainingDiverged."""
+    settings, engine, batches = job.assignment.settings, job.engine, job.task.train
+    total, rate = count_steps(settings, batches), settings.learning_rate_of(job.assignment.round)
+    diverged, optimiser = Divergence(settings, rate, total), Optimiser(rule_of(settings, rate), masks.scores)
+    seen, loss_sum = 0, 0.0
+    for step, batch in enumerate(islice(engine.epochs(batches, job.seed(purpose)), total), start=1):
+        slopes = dict[str, Array]()
+
+        def visit(name: str, outer: NDArray[Any], slopes: dict[str, Array] = slopes) -> None:
+            slopes[name] = masks.gradient(name, outer)
+
+        loss, _ = engine.differentiate([batch], list(masks.weights), visit, moves=True)
+        if not math.isfinite(loss):
+            raise diverged.of_loss(loss, step, inputs_finite=bool(np.isfinite(np.asarray(batch[0])).all()))
+        optimiser.step(slopes)
+        engine.load(masks.masked())
+        seen += len(batch[1])
+        loss_sum += loss * len(batch[1])
+        job.progress(step, total, loss_sum / seen)
+    for name, score in masks.scores.items():
+        if not np.isfinite(score).all():
+            raise diverged.of_tensor(f"the score of {name}")
+    return LocalResult(count_examples(batches), seen, total, loss_sum / seen)
+
+
+def _masks_of(job: Job) -> Masks:
+    """Return this device's masks, with scores that may be written to. Raises BundleError where weights are missing."""
+    manifest, own = job.manifest, job.state.own
+    if job.received is not None and is_whole(manifest, job.received):
+        weights = whole_model(manifest, job.received)
+    elif "weights" in own:
+        weights = unpack_whole(manifest, own["weights"])
+    else:
+        raise BundleError("the payload has no weights, and none are kept here; fetch the assignment again")
+    names = [spec.name for spec in manifest.maskable]
+    flat = {name: np.array(weights[name], np.float32) for name in names}
+    if "scores" not in own:
+        first = np.float32(job.own(Settings).first_score)
+        return Masks(flat, {name: np.full(weight.shape, first) for name, weight in flat.items()})
+    scores = {name: np.array(each, np.float32) for name, each in unpack_whole(manifest, own["scores"]).items()}
+    bits = np.unpackbits(own["kept"].astype(np.uint8), count=manifest.shared_values).astype(bool)
+    return Masks(flat, scores, {name: np.array(each) for name, each in unpack_whole(manifest, bits).items()})
+
+
+def _packed(masks: Masks) -> Tensors:
+    """Return what a device keeps beside its personal model."""
+    assert masks.kept is not None, "pruned before"
+    weights, scores, kept = (
+        np.concatenate([each.reshape(-1) for each in of.values()]) for of in (masks.weights, masks.scores, masks.kept)
+    )
+    return {"weights": weights, "scores": scores, "kept": np.packbits(kept)}
+
+
+FEDMASK = DeviceMethod(
+    train=train, evaluate=evaluate_both, adapt=adapt, acts=("bits_taken", "bits_learned", "pruned", "overlapping")
+)

@@ -1,0 +1,149 @@
+"""FedMD, the device half: devices learn from the mean of what their models answer on samples that all of them have.
+
+Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019, arXiv:1910.03581. No
+weight leaves a device. In its first round a device trains on the public samples, with their labels, and then on its own
+("transfer learning"). In each round of the paper's Algorithm 1 it
+
+    digests      trains its model towards the mean scores of all devices on the public samples,
+    revisits     trains on its own samples for a round's epochs, and
+    communicates sends its model's class scores (logits) on the public samples.
+
+The mean of a round comes down with the next one. The public set (``Task.public``, ``--data ...,public=0.1``) is the
+same on every device and in the same order: the first ``public_samples`` of it are used.
+
+Departures. The paper draws another public subset for each round; here it is the same in all rounds, so that a mean is
+always of what a device digests, whatever rounds it has missed. Its code's loss on scores is the mean absolute
+difference; here it is T² KL(softmax(z'/T) ‖ softmax(z/T)) of the mean scores z' and one's own z, as distillation has it
+(Hinton and others, arXiv:1503.02531). Transfer learning takes ``public_epochs``, and does not go on to convergence.
+Devices of one federation have one architecture here, since its manifest describes one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
+from edge_sdk.engines.training import Divergence, LocalResult, Teacher
+from edge_sdk.errors import BadArgument
+from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.parts import own_tensors
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
+from edge_sdk.protocol.flops import forward_flops, training_flops
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Task, as_arrays, count_examples
+from edge_sdk.tasks.loading import ArrayBatches, Arrays
+
+
+class Settings(MethodSettings):
+    """FedMD's own settings."""
+
+    public_samples: int
+    public_epochs: int
+    digest_epochs: int
+    temperature: float
+
+
+def check_data(task: Task, settings: FederationSettings) -> None:
+    """Raise BadArgument for a device without enough public samples, or whose targets are no classes."""
+    wanted = own_settings(settings, Settings).public_samples
+    if not task.classification:
+        raise BadArgument(f"{settings.method} compares scores of classes, and the task {task.name} has none")
+    found = 0 if task.public is None else count_examples(task.public)
+    if found < wanted:
+        raise BadArgument(
+            f"{settings.method} needs a public set of {wanted} samples that all devices have alike, and here are "
+            f"{found}: add public=0.1 or a larger share to --data (arrays x_public and y_public to a file of this "
+            f"device's own, Task(..., public=...) in Python), on every device; or make the federation with a smaller "
+            f"method_settings.public_samples"
+        )
+
+
+def train(job: Job) -> Trained:
+    """Digest, revisit, and send scores. Raises BundleError for a payload that does not fit, TrainingDiverged when the
+    round failed."""
+    public, result, passed, counts = _learn(job)
+    scores, _ = job.engine.scores(public)
+    update = Update(np.ascontiguousarray(scores, np.float32).reshape(-1))
+    trained = conclude(job, result, personal=job.engine.read(), update=update, counts=counts)
+    flops = training_flops(job.manifest, passed) + public.num_examples * forward_flops(job.manifest)
+    return replace(trained, flops=flops)
+
+
+def adapt(job: Job) -> DeviceState:
+    """Make a model of one's own from the last mean scores, and fine-tune it, as ``fine_tuning`` says."""
+    _learn(fine_tuning(job))
+    return replace(job.state, personal=job.engine.read())
+
+
+def _learn(job: Job) -> tuple[ArrayBatches, LocalResult, int, dict[str, int]]:
+    """Train on the public samples where this device begins, digest the mean where there is one, and revisit.
+
+    Returns the public samples, the result of revisiting, how many samples all of it passed over, and counts.
+    """
+    rules, public = job.own(Settings), _public(job)
+    mean = next(iter(whole_model(job.manifest, job.received).values()))
+    passed = 0
+    job.engine.load(own_tensors(job))
+    if job.state.personal is None and rules.public_epochs:
+        first = job.with_settings(local_epochs=rules.public_epochs, local_steps=None)
+        first = replace(first, task=replace(job.task, train=public), progress=lambda done, total, loss: None)
+        passed += train_loaded(first, purpose="public").samples
+    digested = _digest(job, public, mean.astype(np.float32)) if mean.any() else 0  # before the first mean all are zero
+    result = train_loaded(job)
+    return public, result, passed + digested + result.samples, {"digested": digested}
+
+
+def _digest(job: Job, public: ArrayBatches, mean: NDArray[np.float32]) -> int:
+    """Train the model that is loaded towards ``mean`` [public samples, classes]; return how many samples that took."""
+    settings, rules, engine = job.assignment.settings, job.own(Settings), job.engine
+    rate = settings.learning_rate_of(job.assignment.round)
+    names = [spec.name for spec in job.manifest.tensors if spec.trainable]
+    before = engine.read()
+    weights = {name: np.array(before[name], np.float32) for name in names}
+    optimiser, count = Optimiser(rule_of(settings, rate), weights), public.num_examples
+    steps = len(public)
+    diverged = Divergence(settings, rate, steps * rules.digest_epochs)
+    for epoch in range(rules.digest_epochs):
+        order = np.random.Generator(np.random.PCG64(job.seed(f"digest {epoch}"))).permutation(count)
+        places = np.array_split(order, steps)
+        batches = [public.arrays.take(place) for place in places]
+        seen = islice(engine.epochs(batches, job.seed(f"digest {epoch}")), steps)
+        for step, (batch, place) in enumerate(zip(seen, places, strict=True), start=1):
+            gradients = dict[str, Array]()
+
+            def visit(name: str, gradient: NDArray[np.float32], into: dict[str, Array] = gradients) -> None:
+                into[name] = np.array(gradient, np.float32)
+
+            loss, _ = engine.differentiate(
+                [batch], names, visit, moves=True, teacher=Teacher(mean[place], 1.0, rules.temperature)
+            )
+            if not math.isfinite(loss):
+                raise diverged.of_loss(loss, epoch * steps + step, inputs_finite=True)
+            optimiser.step(gradients)
+            engine.load(weights)
+    for name, weight in weights.items():
+        if not np.isfinite(weight).all():
+            raise diverged.of_tensor(name)
+    return rules.digest_epochs * count
+
+
+def _public(job: Job) -> ArrayBatches:
+    """Return the public samples that are used, in their order, in batches as large as those of training."""
+    assert job.task.public is not None, "checked before the device enrolled"
+    wanted, inputs, targets = job.own(Settings).public_samples, list[NDArray[np.generic]](), list[NDArray[np.generic]]()
+    for some, classes in map(as_arrays, job.task.public):
+        inputs.append(some)
+        targets.append(classes)
+        if sum(map(len, targets)) >= wanted:
+            break
+    size = len(next(iter(job.task.train))[1])
+    return ArrayBatches(Arrays(np.concatenate(inputs)[:wanted], np.concatenate(targets)[:wanted]), size)
+
+
+FEDMD = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt, check_data=check_data, acts=("digested",))
