@@ -120,6 +120,21 @@ def judge_outputs(model: bytes) -> bytes:
     return bytes(proto.SerializeToString(deterministic=True))
 
 
+def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodeProto]:
+    """Return the nodes by which ``ends``, the loss and what else is told of it, follow from the output, in order."""
+    behind, reached = {"output"}, []
+    for node in graph.node:
+        if behind.intersection(node.input):
+            behind.update(node.output)
+            reached.append(node)
+    wanted, part = set(ends), []
+    for node in reversed(reached):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            part.append(node)
+    return part[::-1]
+
+
 class Editor:
     """A graph that is being changed: what makes and reads each value, constants, and the shapes known of values.
 

@@ -247,6 +247,8 @@ class DeviceMethod:
     active: rounds train some neurons of each layer.
     check: raises ManifestError where rounds would fail with a model, tried on an example [N, ...] at publication. None:
         the method takes any model.
+    network: returns the task with the federation's model in place of its own, where the server half ``compose``s one:
+        for PyTorch, as ONNX Runtime has the federation's graphs. Raises BadArgument for a task that it cannot be of.
     effort: returns what rounds at a budget have to do, to be tried on this device. Raises BudgetTooSmall. None: what
         ``active`` says, or the whole model.
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
@@ -265,6 +267,7 @@ class DeviceMethod:
     prepare: Callable[[Job], Trained] = hand_back
     active: ActiveNeurons | None = None
     check: Callable[[nn.Module, Manifest, torch.Tensor], None] | None = None
+    network: Callable[[Task, Manifest], Task] | None = None
     effort: Callable[[Rehearsal, float], Effort] | None = None
     picks_best: bool = True
     mixes_global: bool = False
@@ -299,6 +302,11 @@ class DeviceMethod:
             check_narrow(model, manifest, example)
         if self.check is not None:
             self.check(model, manifest, example)
+
+    def task_of(self, task: Task, manifest: Manifest, seed: int) -> Task:
+        """Return the task with the model of a federation of this ``manifest`` and ``seed``. Raises BadArgument."""
+        task = task.seeded(seed)
+        return self.network(task, manifest) if self.network else task
 
     def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
         """Return a mask as rounds at ``budget`` have it; None: the whole model is trained."""
