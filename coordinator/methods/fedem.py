@@ -12,12 +12,23 @@ federation's seed, whose standard deviation is ``spread`` times the tensor's roo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Array, FileName, Manifest, Tensors, TensorSpec, draw_uniform
+from edge_sdk.protocol.manifest import (
+    MAX_GRAPH,
+    MOST_NODES,
+    Array,
+    FileName,
+    GraphName,
+    Manifest,
+    Tensors,
+    TensorSpec,
+    draw_uniform,
+)
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.mixture import mixture_of, name_in
 from sparrow.coordinator.errors import BadContent
@@ -29,6 +40,12 @@ from sparrow.coordinator.methods import (
     own_settings,
     whole_model,
 )
+
+
+log = logging.getLogger(__name__)
+
+TRAINING: tuple[GraphName, ...] = ("step", "evaluation")
+"""Graphs that a device without PyTorch trains with, both or neither."""
 
 
 class FedEMSettings(MethodSettings):
@@ -55,9 +72,20 @@ def compose(published: Published, settings: FederationSettings) -> Published:
             f"publish one with a score for each of two classes or more, or choose another method"
         )
     graphs = {name: mix(published.files[name], manifest, rules.components) for name in manifest.graphs}
-    files: dict[FileName, bytes] = {**published.files, **graphs}
+    if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
+        log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
+        graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
+    others = {name: file for name, file in published.files.items() if name not in manifest.graphs}
+    files: dict[FileName, bytes] = {**others, **graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
     return Published(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
+
+
+def _may_run(graph: bytes) -> bool:
+    """Return whether devices accept a training step or an evaluation of this size."""
+    import onnx
+
+    return len(graph) <= MAX_GRAPH and len(onnx.load_from_string(graph).graph.node) <= MOST_NODES
 
 
 def _of_each(tensors: Mapping[str, Array], manifest: Manifest, rules: FedEMSettings, seed: int) -> Tensors:

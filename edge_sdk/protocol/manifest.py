@@ -48,6 +48,9 @@ MAX_MANIFEST = 16 * 1024 * 1024
 MAX_GRAPH = 16 * 1024 * 1024
 """Largest ONNX graph accepted, in bytes: without weights, one of thousands of nodes is well below 1 MiB."""
 
+MOST_NODES = 10_000
+"""Most nodes of a training step or an evaluation that devices accept."""
+
 GraphName = Literal["skeleton", "step", "evaluation"]
 
 Values = Literal["frozen", "first"]

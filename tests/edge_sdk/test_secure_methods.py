@@ -21,6 +21,7 @@ METHODS = {
     "fedrep": {},
     "ditto": {},
     "apfl": {},
+    "fedem": {},
     "lgfedavg": {},
     "fjord": {},
     "heterofl": {"rows": "all"},
