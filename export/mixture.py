@@ -25,7 +25,7 @@ from sparrow.export.bounds import check_fields
 from sparrow.export.building import Building
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import OUTPUT, check_structure, parse
-from sparrow.export.steps import loss_part
+from sparrow.export.steps import loss_part, name_outputs
 
 RESPONSIBILITIES = "responsibilities"
 LOSS, ERROR, TARGET = "loss", "error", "target"
@@ -44,6 +44,7 @@ def mix(graph: bytes, manifest: Manifest, components: int) -> bytes:
     check_fields(graph)
     model = parse(graph)
     check_structure(model)
+    name_outputs(model.graph)
     return _Mixing(model, manifest, components).mixed()
 
 
