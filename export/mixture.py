@@ -7,8 +7,8 @@ The nodes of the forward pass, and of a training step's backward pass, stand onc
     responsibilities   [N, M]: r_m = π_m p_m(y) / Σ_m' π_m' p_m'(y), by which each sample's error in component m is
                        multiplied
 
-are added, so that a step has the gradients of EM's M-step. Of cross-entropy these are the gradients of the mixture's own
-loss. Numbers that a model draws, for dropout, are drawn once for all components.
+are added, so that a step has the gradients of EM's M-step. Where the loss is cross-entropy, these are the gradients of
+the mixture's own loss. Numbers that a model draws, for dropout, are drawn once for all components.
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ class _Mixing:
         target = next((each for each in self._graph.input if each.name == TARGET), None)
         kind = target.type.tensor_type if target is not None else None
         if kind is None or len(kind.shape.dim) != 1 or kind.elem_type not in (TensorProto.INT64, TensorProto.INT32):
-            raise SkeletonError("the step's targets are not classes, one for each sample")
+            raise SkeletonError(
+                "the step's targets are not classes, one for each sample; a mixture is of classifiers: choose another "
+                "method for this task"
+            )
         classes = add("Cast", TARGET, to=TensorProto.INT64)
         choices = self._add.constant(np.array([0, 1], np.float32))
         chosen = add("OneHot", classes, whole(self._classes), choices, axis=-1)
@@ -167,7 +170,6 @@ class _Mixing:
             new.output.extend(_renamed((one for one in old.output if one.name not in answers), self._of(each)))
             new.value_info.extend(_renamed(old.value_info, self._of(each)))
         old.CopyFrom(new)
-
 
     def _once(self, tensors: Sequence[Named]) -> list[Named]:
         """Return a model's tensors as all components have them; what they share, once."""

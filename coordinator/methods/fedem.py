@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_sdk.protocol.manifest import (
@@ -41,7 +42,6 @@ from sparrow.coordinator.methods import (
     whole_model,
 )
 
-
 log = logging.getLogger(__name__)
 
 TRAINING: tuple[GraphName, ...] = ("step", "evaluation")
@@ -53,7 +53,10 @@ class FedEMSettings(MethodSettings):
 
     components: int = Field(default=3, ge=1, le=10, description="Models M in the mixture; traffic is M times FedAvg's")
     spread: float = Field(
-        default=0.1, gt=0, le=1, description="Noise by which components begin apart from published weights, of their RMS"
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Noise by which components begin apart from published weights, of their RMS",
     )
 
 
@@ -76,7 +79,7 @@ def compose(published: Published, settings: FederationSettings) -> Published:
         log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
         graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
     others = {name: file for name, file in published.files.items() if name not in manifest.graphs}
-    files: dict[FileName, bytes] = {**others, **graphs}
+    files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
     return Published(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
 
@@ -98,13 +101,14 @@ def _of_each(tensors: Mapping[str, Array], manifest: Manifest, rules: FedEMSetti
             mixed[new] = tensor
             if each and name in trained:
                 deviation = rules.spread * float(np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
-                mixed[new] = tensor + _noise(trained[name], new, deviation, seed)
+                mixed[new] = tensor.astype(np.float32) + _noise(trained[name], new, deviation, seed)
     return mixed
 
 
-def _noise(spec: TensorSpec, name: str, deviation: float, seed: int) -> Array:
+def _noise(spec: TensorSpec, name: str, deviation: float, seed: int) -> NDArray[np.float32]:
     """Return uniform noise of a standard deviation."""
-    return draw_uniform(spec.model_copy(update={"name": name}), 3**0.5 * deviation, seed)
+    noise = draw_uniform(spec.model_copy(update={"name": name}), 3**0.5 * deviation, seed)
+    return np.asarray(noise, np.float32)
 
 
 FEDEM = CoordinatorMethod(

@@ -71,9 +71,7 @@ def train(job: Job) -> Trained:
         "mixture_moved": int(np.abs(after - before).max() > SETTLED),
         "components_used": int((after >= 0.5 / len(after)).sum()),
     }
-    concluded = conclude(
-        job, result, personal=mixture, update=Update(pack(job.manifest, mixture, None)), counts=counts
-    )
+    concluded = conclude(job, result, personal=mixture, update=Update(pack(job.manifest, mixture, None)), counts=counts)
     return replace(concluded, flops=_flops(job.manifest, result.samples))
 
 

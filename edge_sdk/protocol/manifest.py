@@ -481,7 +481,7 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
 
 
 def draw_uniform(spec: TensorSpec, bound: float, seed: int) -> Array:
-    """Return float32 of the tensor's shape, uniform in [-bound, bound), as ``initial_values`` draws them by its name."""
+    """Return float32 of the tensor's shape, uniform in [-bound, bound), drawn by its name as in ``initial_values``."""
     key = hashlib.sha256(f"init|{seed}|{spec.name}".encode()).digest()
     raw = np.random.PCG64(int.from_bytes(key[:16], "big")).random_raw(spec.size)
     unit = (raw >> np.uint64(40)).astype(np.float64) * 2.0**-24

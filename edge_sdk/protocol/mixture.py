@@ -2,10 +2,10 @@
 
     p(y | x) = Σ_m π_m softmax(h_m(x))_y
 
-Component m is the model h_m, whose tensors are called ``components.m.NAME``. What nobody trains there is once, under its
-name in component 0, of which those in the others are aliases. The tensor ``mixture_weights`` [M] holds π; it is each
-device's own, begins uniform, and never leaves the device. The mixture's output is ln p(y | x) for every class y, so that
-it takes the place of a classifier's scores: softmax, argmax and cross-entropy of it are the mixture's own.
+Component m is the model h_m, whose tensors are called ``components.m.NAME``. A tensor that nobody trains is there once,
+under its name in component 0; its names in the others are aliases. The tensor ``mixture_weights`` [M] holds π. It is
+each device's own, begins uniform, and never leaves the device. The mixture's output is ln p(y | x) for every class y,
+in the place of a classifier's scores: softmax, argmax and cross-entropy of it are the mixture's own.
 """
 
 from __future__ import annotations
