@@ -136,7 +136,8 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
         if finished.sessions is not None:
             engine = share_onnx(task, manifest, info, finished.sessions)
         else:
-            task = task.seeded(info.settings.seed).on(plan.compute)  # with a model of its own, made anew
+            task = load_method(info.method).task_of(task, manifest, info.settings.seed)  # with a model made anew
+            task = task.on(plan.compute)
             engine = TorchEngine(task, manifest)
         job = Job(
             assignment=Assignment(

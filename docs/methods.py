@@ -38,7 +38,7 @@ def tables() -> str:
     for name in names:
         method, settings = load_method(name), completed(FederationSettings(method=name))
         cells = (f"`{name}`", _trains(method, settings), _budget(method, settings), _personal(method), _shared(method))
-        trains.append(f"| {' | '.join((*cells, _takes(name)))} |")
+        trains.append(f"| {' | '.join((*cells, _takes(name, method)))} |")
         reasons = (method.why_mean_only, method.why_not_private, method.why_not_buffered)
         combines.append(f"| `{name}` | {' | '.join('no' if why(settings) else 'yes' for why in reasons)} |")
     return (
@@ -51,6 +51,8 @@ def tables() -> str:
 
 def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
+    if method.compose is not None:
+        return f"a mixture of {settings.method_settings['components']} models"
     if method.directions is not None and method.update_signs is not None:
         return "which weights of its last layers exist; none moves"
     if method.changes is not None and not method.only_means(settings):
@@ -81,11 +83,13 @@ def _personal(method: CoordinatorMethod) -> str:
 
 
 def _shared(method: CoordinatorMethod) -> str:
-    return "yes" if method.usable_global_model else "not usable alone"
+    return "yes" if method.usable_global_model and method.compose is None else "not usable alone"
 
 
-def _takes(name: str) -> str:
+def _takes(name: str, method: CoordinatorMethod) -> str:
     """Return which models a method takes."""
+    if method.compose is not None:
+        return "classifiers"
     half = device_halves.load_method(name)
     if half.takes_any_model:
         return "any model"

@@ -75,8 +75,8 @@ the end, and every `global_evaluation_interval` rounds if that is set. For metho
 FedAvg, these devices evaluate the global model every `evaluation_interval` rounds. An operator with test data needs
 no device: `sparrow evaluate` does it at the coordinator.
 
-With `fedspu`, `ditto` and `apfl` every device receives the finished global model once, at the end. A mixture of it
-and the personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the device's
+With `fedspu`, `ditto`, `apfl` and `fedem` every device receives the finished global model once, at the end. A mixture
+of it and the personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the device's
 validation data. This helps most with small budgets, whose devices have never trained some of their weights.
 
 ### The end of a round

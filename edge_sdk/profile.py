@@ -199,10 +199,11 @@ def _predictor(
     task: Task, manifest: Manifest, settings: FederationSettings, rehearse: Rehearse, clock: Callable[[], float]
 ) -> Predictor:
     """Return the predictor. Raises BadArgument for a method that needs what the coordinator makes of a federation."""
-    with suppress(KeyError, UnknownWork):  # a setting of the method is missing
-        predictor = Predictor(task, manifest, settings, rehearse=rehearse, clock=clock)
-        if predictor.budgets:
-            return predictor
+    if load_method(settings.method).network is None:  # the model is the task's
+        with suppress(KeyError, UnknownWork):  # a setting of the method is missing
+            predictor = Predictor(task, manifest, settings, rehearse=rehearse, clock=clock)
+            if predictor.budgets:
+                return predictor
     raise BadArgument(
         f"--method {settings.method} cannot be profiled before its federation exists, because the coordinator "
         f"completes its settings and prepares its model; sparrow join predicts its rounds"

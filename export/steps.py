@@ -109,6 +109,7 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
 def judge_outputs(model: bytes) -> bytes:
     """Return what an evaluation's graph does with its outputs: output [N, ...] and target in, loss out."""
     proto = onnx.load_from_string(model)
+    name_outputs(proto.graph)
     editor, graph = Editor(proto), proto.graph
     (output,) = [each for each in graph.output if each.name == "output"]
     graph.input.append(output)
@@ -118,6 +119,39 @@ def judge_outputs(model: bytes) -> bytes:
         maker.output[:] = [editor.fresh() if each == "output" else each for each in maker.output]
     editor.remove_unread()
     return bytes(proto.SerializeToString(deterministic=True))
+
+
+def name_outputs(graph: onnx.GraphProto) -> None:
+    """Let a value of which an output of the graph is a copy be that output.
+
+    What a model computes alike in training and in evaluation is such a value, of an evaluation's output and loss.
+    """
+    outputs, made = {each.name for each in graph.output}, {name for node in graph.node for name in node.output}
+    for node in [each for each in graph.node if each.op_type == "Identity" and each.output[0] in outputs]:
+        copied, name = node.input[0], node.output[0]
+        if copied in outputs or copied not in made:
+            continue
+        graph.node.remove(node)
+        for other in graph.node:
+            other.input[:] = [name if read == copied else read for read in other.input]
+            other.output[:] = [name if written == copied else written for written in other.output]
+        for info in [each for each in graph.value_info if each.name == copied]:
+            graph.value_info.remove(info)
+
+
+def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodeProto]:
+    """Return the nodes by which ``ends``, the loss and what else is told of it, follow from the output, in order."""
+    behind, reached = {"output"}, []
+    for node in graph.node:
+        if behind.intersection(node.input):
+            behind.update(node.output)
+            reached.append(node)
+    wanted, part = set(ends), []
+    for node in reversed(reached):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            part.append(node)
+    return part[::-1]
 
 
 class Editor:

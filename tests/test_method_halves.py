@@ -37,6 +37,7 @@ def test_both_halves_declare_the_same(name):
     ours, theirs = device.load_method(name), server.load_method(name)
     for capability in ("needs_coupling", "narrow", "mixes_global"):
         assert getattr(ours, capability) == getattr(theirs, capability), capability
+    assert (theirs.compose is None) == (ours.network is None)
     assert theirs.prepares == (ours.prepare is not device.hand_back)
 
 

@@ -56,7 +56,7 @@ from sparrow.coordinator.errors import (
     callers_data,
     explain,
 )
-from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
+from sparrow.coordinator.methods import CoordinatorMethod, Published, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, carry_out_replacement, settings_of
 from sparrow.coordinator.models.judging import CHUNK, judge
 from sparrow.coordinator.rounds import rollback
@@ -144,7 +144,8 @@ class Federations:
             if tensors:
                 raise BadContent(f"{next(iter(tensors))}: weights are not replaced; leave them out, or publish anew")
             method = _check_model(federation.method, published)
-            manifest = method.manifest(published, settings_of(federation))
+            composed = _composed(method, Published(published, graphs, {}), settings_of(federation))
+            manifest, graphs = method.manifest(composed.manifest, settings_of(federation)), dict(composed.files)
         has = self._models.manifest(federation)
         manifest = Manifest.model_validate({**manifest.model_dump(), "first_sha256": has.first_sha256})
         difference = _difference(has, manifest, masked=model.mask is not None)
@@ -193,15 +194,16 @@ class Federations:
         with callers_data():
             if published is not None:
                 manifest.check_tensors(published, what="the published weights", which="published")
-            manifest = method.manifest(manifest, settings)
+            composed = _composed(method, Published(manifest, published_files, published or {}), settings)
+            manifest, published_files = method.manifest(composed.manifest, settings), composed.files
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
             _check_frozen(published_files.get("frozen"), manifest)
             if published is not None and manifest.first:
-                first = values.pack(manifest, "first", published)
+                first = values.pack(manifest, "first", composed.tensors)
                 manifest, published_files = manifest.with_values("first", first), {**published_files, "first": first}
             situation = Situation(manifest, settings)
-            model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+            model = method.start(initial_values(manifest, settings.seed, composed.tensors), situation)
         fault = fault_of_model(model, settings)
         if fault is not None:
             raise BadContent(f"{fault}; publish smaller weights, or another precision")
@@ -548,6 +550,15 @@ def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
     for name, tensor in values.unpack(manifest, "frozen", file).items():
         if not np.isfinite(tensor).all():
             raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
+
+
+def _composed(method: CoordinatorMethod, published: Published, settings: FederationSettings) -> Published:
+    """Return the federation's model. Raises BadContent and SkeletonError for a published one that is none, or cannot be
+    taken."""
+    if method.compose is None:
+        return published
+    _check_graphs(published.files, published.manifest)
+    return method.compose(published, settings)
 
 
 def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:

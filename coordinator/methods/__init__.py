@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.manifest import FileName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, fits_ratio
@@ -51,6 +51,18 @@ class GlobalModel:
     mask: ElementMask | None = None
     own: Tensors = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model as it is published: its manifest, the files that this names, and weights by name.
+
+    tensors: none for those whose first values are drawn from recipes.
+    """
+
+    manifest: Manifest
+    files: Mapping[FileName, bytes]
+    tensors: Tensors
 
 
 @dataclass(frozen=True)
@@ -265,6 +277,9 @@ class CoordinatorMethod:
         sent the finished global model, and takes of it as much as its validation data speak for.
     prepares: one device ``prepare``s the model before the first round: round 0, repeated until an update comes.
     always_sends_values: devices are sent the global model with any kind of work.
+    compose: makes the federation's model of the published one: several of it, say, with graphs of their own. The device
+        half's ``network`` does the same. None: it is the published one. Raises BadContent for a model that cannot be
+        taken.
     manifest: returns the federation's manifest: the published one, in which tensors may become private and be cut into
         blocks. Raises BadContent for a model that the method cannot take, or not with these settings.
     start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
@@ -289,6 +304,7 @@ class CoordinatorMethod:
     mixes_global: bool = False
     prepares: bool = False
     always_sends_values: bool = False
+    compose: Callable[[Published, FederationSettings], Published] | None = None
     manifest: Callable[[Manifest, FederationSettings], Manifest] = lambda published, settings: published
     start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
     aggregation: Aggregation = WEIGHTED_MEAN

@@ -94,7 +94,7 @@ def open_torch(
     from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
     from edge_sdk.training.engine import TorchEngine
 
-    task = task.seeded(info.settings.seed)
+    task = load_method(info.method).task_of(task, manifest, info.settings.seed)
     check_model(task.model, manifest)
     take_values(task.model, manifest, values)
     check_task(task, manifest)

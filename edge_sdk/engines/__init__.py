@@ -86,12 +86,15 @@ class Engine(Protocol):
         *,
         moves: bool = False,
         teacher: Teacher | None = None,
+        responsibilities: NDArray[Any] | None = None,
     ) -> tuple[float, NDArray[Any]]:
         """Return loss and outputs [N, ...] for ``batches`` taken as one, in training mode, and hand ``visit`` the name
         and the gradient of each parameter in ``names``.
 
         A gradient is the engine's own, and lasts until the next call; ``visit`` must not change the model. moves:
         whether running statistics do, as in a step. teacher: teaches in place of, or beside, the targets.
+        responsibilities: of a mixture, [N, M]: gradients are of the mean over samples of Σ_m r_m times component m's
+        loss, where without they are of the mixture's own. Neither changes with the other.
         """
 
     def curvature(self, batches: Sequence[Batch], direction: Mapping[str, NDArray[np.float32]]) -> Tensors:
@@ -116,6 +119,9 @@ class Engine(Protocol):
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the model's outputs [N, C, ...] on ``batches``, float32, in evaluation mode, and their targets [N]."""
+
+    def likelihoods(self, batches: Batches) -> NDArray[Any]:
+        """Return ln p(y | x) under each component of a mixture, float32 [N, M], in evaluation mode."""
 
     def loss(self, outputs: NDArray[Any], targets: Any) -> float:
         """Return the task's loss of outputs [N, ...], for targets as a ``Batch`` has them."""

@@ -22,7 +22,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from edge_sdk.engines import Graphs
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest
+from edge_sdk.protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
 from sparrow.export.bounds import Walk, check_fields, names
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import check_node, check_structure, parse, refuse_external
@@ -30,7 +30,6 @@ from sparrow.export.skeleton import check_node, check_structure, parse, refuse_e
 OPSET = 21
 """Version of the standard operators that steps are published with."""
 
-MOST_NODES = 10_000
 LARGEST_CONSTANT = 1024 * 1024
 """Bytes of one constant."""
 SAMPLES = (2, 3)

@@ -100,12 +100,17 @@ class OnnxEngine:
         *,
         moves: bool = False,
         teacher: Teacher | None = None,
+        responsibilities: Array | None = None,
     ) -> tuple[float, Array]:
         """Return loss and outputs, and hand out gradients."""
         inputs, targets = _joined(batches)
-        network = self.network if teacher is None else self.network.taught(teacher.weight, teacher.temperature)
+        network, more = self.network, dict[str, Array]()
+        if teacher is not None:
+            network, more = network.taught(teacher.weight, teacher.temperature), {"teacher": teacher.outputs}
+        elif responsibilities is not None:
+            network, more = network.weighed, {"responsibilities": responsibilities}
         step = network.step()
-        given = step.draw(self._chance, len(targets)) | ({} if teacher is None else {"teacher": teacher.outputs})
+        given = step.draw(self._chance, len(targets)) | more
         loss = step.run(inputs, targets, given, moves=moves)
         for name in names:
             if name in step.gradients:
@@ -150,6 +155,10 @@ class OnnxEngine:
         pairs = list(map(as_arrays, batches))
         scores = [self.network.evaluation.answer(inputs, targets)[1] for inputs, targets in pairs]
         return np.concatenate(scores), np.concatenate([targets for _, targets in pairs])
+
+    def likelihoods(self, batches: Batches) -> Array:
+        """Return the likelihoods of a mixture's components."""
+        return np.concatenate([self.network.likelihoods(*batch) for batch in map(as_arrays, batches)])
 
     def loss(self, outputs: Array, targets: Array) -> float:
         """Return the loss of outputs."""

@@ -29,7 +29,7 @@ from edge_sdk.engines.training import (
     Pull,
     check_loadable,
 )
-from edge_sdk.engines.variants import batch_statistics, distil, scale_outputs
+from edge_sdk.engines.variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
 
@@ -111,6 +111,10 @@ class Sessions:
         """Return those of the step on the loss of a student, whose teacher's outputs are an input ``teacher``."""
         return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
 
+    def weighed(self) -> Sessions:
+        """Return those of a mixture's step whose responsibilities are an input."""
+        return self._other(("weighed",), weigh)
+
     def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:
         with self.lock:
             if key not in self._others:
@@ -126,6 +130,10 @@ class Sessions:
         """Return what batch norms find of a batch; None where the model has none."""
         graph = self._statistics
         return None if graph is None else self._of(("statistics",), lambda: graph)
+
+    def likelihoods(self) -> onnxruntime.InferenceSession:
+        """Return the likelihoods of samples under a mixture's components."""
+        return self._of(("likelihoods",), lambda: likelihoods(self.graphs.evaluation))
 
     @cached_property
     def _statistics(self) -> bytes | None:
@@ -187,6 +195,11 @@ class Network:
             self._students[key] = Network(self.manifest, self.sessions.taught(*key), self._index, self.tensors)
         return self._students[key]
 
+    @cached_property
+    def weighed(self) -> Network:
+        """The same mixture, whose step is given responsibilities."""
+        return Network(self.manifest, self.sessions.weighed(), self._index, self.tensors)
+
     def load(self, tensors: Mapping[str, Array]) -> None:
         """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
         check_loadable(tensors, {name: tensor.shape for name, tensor in self.tensors.items()})
@@ -215,6 +228,10 @@ class Network:
     def loss(self, outputs: Array, targets: Array) -> float:
         """Return the loss of outputs [N, ...]."""
         return float(self._run(self.sessions.judgement(), {"output": outputs, "target": targets})["loss"])
+
+    def likelihoods(self, inputs: Array, targets: Array) -> Array:
+        """Return ln p(y | x) of a batch under each component of a mixture, float32 [N, M]."""
+        return self._run(self.sessions.likelihoods(), {"input": inputs, "target": targets})["likelihoods"]
 
     def flow(self, given: Mapping[str, Array], direction: Mapping[str, Array]) -> Tensors:
         """Return the Hessian times ``direction``, by the same names. given: a batch, and what is drawn for it. Raises

@@ -1,4 +1,4 @@
-"""Other steps, made of a published one's graph: other losses, and no step at all but the statistics of batches.
+"""Other graphs, made of published ones: steps on other losses, statistics of batches, likelihoods under a mixture.
 
 The published step names the model's ``output`` and its ``error``, the gradient of the loss by it: what lies between is
 the task's loss, and what reads the error is the backward pass of the model.
@@ -12,7 +12,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from sparrow.export.steps import Editor
+from edge_sdk.protocol.mixture import WEIGHTS, name_in
+from sparrow.export.mixture import RESPONSIBILITIES
+from sparrow.export.steps import Editor, loss_part
 
 ENDS = ("loss", "error")
 
@@ -22,7 +24,7 @@ def scale_outputs(step: bytes) -> bytes:
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
     names = {"output": editor.fresh()}
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in _loss_part(editor)]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in loss_part(editor.graph, ENDS)]
     ends = _free_ends(editor)
     for copy in copies:  # what else reads the loss's parts is the model's own backward pass
         names |= {name: editor.fresh() for name in copy.output if name}
@@ -75,6 +77,45 @@ def distil(step: bytes, weight: float, temperature: float) -> bytes:
     return _finished(proto, editor)
 
 
+def weigh(step: bytes) -> bytes:
+    """Return the step of a mixture whose ``responsibilities`` [N, M] are an input."""
+    proto = onnx.load_from_string(step)
+    editor = Editor(proto)
+    maker, shape = editor.maker(RESPONSIBILITIES), [None, _components(proto)]
+    if maker is not None:
+        maker.output[:] = [editor.fresh()]
+    editor.graph.input.append(helper.make_tensor_value_info(RESPONSIBILITIES, TensorProto.FLOAT, shape))
+    return _finished(proto, editor)
+
+
+def likelihoods(evaluation: bytes) -> bytes:
+    """Return the graph of a mixture's ``likelihoods`` [N, M]: ln p(y | x) of each sample under each component."""
+    proto = onnx.load_from_string(evaluation)
+    editor, nodes = Editor(proto), proto.graph.node
+    target = next(each for each in editor.graph.input if each.name == "target")
+
+    def add(kind: str, *inputs: str, **attributes: Any) -> str:
+        output = editor.fresh()
+        nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
+        return output
+
+    places = add("Unsqueeze", add("Cast", target.name, to=TensorProto.INT64), editor.integers([1]))
+    found = [
+        add("GatherElements", add("LogSoftmax", name_in(each, "output"), axis=1), places, axis=1)
+        for each in range(_components(proto))
+    ]
+    nodes.append(helper.make_node("Concat", found, ["likelihoods"], axis=1))
+    del editor.graph.output[:]
+    editor.graph.output.append(helper.make_tensor_value_info("likelihoods", TensorProto.FLOAT, None))
+    return _finished(proto, editor)
+
+
+def _components(proto: onnx.ModelProto) -> int:
+    """Return how many components a mixture's graph has."""
+    (weights,) = (each for each in proto.graph.input if each.name == WEIGHTS)
+    return int(weights.type.tensor_type.shape.dim[0].dim_value)
+
+
 def batch_statistics(evaluation: bytes) -> bytes | None:
     """Return the graph that runs a model in evaluation mode, but for batch norms, which normalise by their batch; None
     for a model that has none. Its outputs are the batch's statistics: ``PLACE:NAME``, by the tensor that holds them."""
@@ -100,26 +141,11 @@ def batch_statistics(evaluation: bytes) -> bytes | None:
     return _finished(proto, editor) if graph.output else None
 
 
-def _loss_part(editor: Editor) -> list[onnx.NodeProto]:
-    """Return the nodes by which loss and error follow from the output, in their order."""
-    behind, reached = {"output"}, []
-    for node in editor.graph.node:
-        if behind.intersection(node.input):
-            behind.update(node.output)
-            reached.append(node)
-    wanted, part = set(ENDS), []
-    for node in reversed(reached):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            part.append(node)
-    return part[::-1]
-
-
 def _free_ends(editor: Editor) -> Mapping[str, str]:
     """Return what loss and error are called from now on, so that others can have their names: those who read the error
     then read another one, but for the loss's own part."""
     names = {name: editor.fresh() for name in ENDS}
-    part = _loss_part(editor)
+    part = loss_part(editor.graph, ENDS)
     makers = [maker for maker in map(editor.maker, ENDS) if maker is not None]
     for node in part:
         node.input[:] = [names.get(name, name) for name in node.input]

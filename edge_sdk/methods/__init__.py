@@ -251,6 +251,8 @@ class DeviceMethod:
         the method takes any model.
     check_data: raises BadArgument where rounds would fail with a device's data, before it enrols. None: it takes all
         that the model does.
+    network: returns the task with the federation's model in place of its own, where the server half ``compose``s one:
+        for PyTorch, as ONNX Runtime has the federation's graphs. Raises BadArgument for a task that it cannot be of.
     effort: returns what rounds at a budget have to do, to be tried on this device. Raises BudgetTooSmall. None: what
         ``active`` says, or the whole model.
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
@@ -270,6 +272,7 @@ class DeviceMethod:
     active: ActiveNeurons | None = None
     check: Callable[[nn.Module, Manifest, torch.Tensor], None] | None = None
     check_data: Callable[[Task, FederationSettings], None] | None = None
+    network: Callable[[Task, Manifest], Task] | None = None
     effort: Callable[[Rehearsal, float], Effort] | None = None
     picks_best: bool = True
     mixes_global: bool = False
@@ -304,6 +307,11 @@ class DeviceMethod:
             check_narrow(model, manifest, example)
         if self.check is not None:
             self.check(model, manifest, example)
+
+    def task_of(self, task: Task, manifest: Manifest, seed: int) -> Task:
+        """Return the task with the model of a federation of this ``manifest`` and ``seed``. Raises BadArgument."""
+        task = task.seeded(seed)
+        return self.network(task, manifest) if self.network else task
 
     def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
         """Return a mask as rounds at ``budget`` have it; None: the whole model is trained."""

@@ -48,6 +48,9 @@ MAX_MANIFEST = 16 * 1024 * 1024
 MAX_GRAPH = 16 * 1024 * 1024
 """Largest ONNX graph accepted, in bytes: without weights, one of thousands of nodes is well below 1 MiB."""
 
+MOST_NODES = 10_000
+"""Most nodes of a training step or an evaluation that devices accept."""
+
 GraphName = Literal["skeleton", "step", "evaluation"]
 
 Values = Literal["frozen", "first"]
@@ -481,7 +484,7 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
         if isinstance(spec.init, Constant):
             values: Array = np.full(spec.shape, spec.init.value, dtype=np.float32)
         elif isinstance(spec.init, Uniform):
-            values = _uniform(spec, spec.init.bound, seed)
+            values = draw_uniform(spec, spec.init.bound, seed)
         elif spec.name in published:
             values = np.array(published[spec.name], dtype=np.dtype(spec.dtype)).reshape(spec.shape)
         else:
@@ -491,7 +494,8 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
     return values
 
 
-def _uniform(spec: TensorSpec, bound: float, seed: int) -> Array:
+def draw_uniform(spec: TensorSpec, bound: float, seed: int) -> Array:
+    """Return float32 of the tensor's shape, uniform in [-bound, bound), drawn by its name as in ``initial_values``."""
     key = hashlib.sha256(f"init|{seed}|{spec.name}".encode()).digest()
     raw = np.random.PCG64(int.from_bytes(key[:16], "big")).random_raw(spec.size)
     unit = (raw >> np.uint64(40)).astype(np.float64) * 2.0**-24

@@ -147,7 +147,7 @@ class TorchTrainer:
     def __init__(self, first: Task, known: Known, compute: Compute, values: Tensors) -> None:
         from edge_sdk.training.checking import check_task  # here, because the other trainer needs no PyTorch
 
-        first = first.seeded(known.info.settings.seed)
+        first = load_method(known.info.method).task_of(first, known.manifest, known.info.settings.seed)
         check_model(first.model, known.manifest)
         take_values(first.model, known.manifest, values)
         check_task(first, known.manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from edge_sdk.training.local import (
     set_tensors,
     train_locally,
 )
+from edge_sdk.training.mixture import mixture_in
 from edge_sdk.training.narrow import Narrow
 
 
@@ -107,6 +109,7 @@ class TorchEngine:
         *,
         moves: bool = False,
         teacher: Teacher | None = None,
+        responsibilities: NDArray[Any] | None = None,
     ) -> tuple[float, NDArray[Any]]:
         """Return loss and outputs; each gradient is freed before the backward pass makes the next."""
         begin_training(self.model)
@@ -115,7 +118,11 @@ class TorchEngine:
             visit(name, gradient.detach().cpu().contiguous().numpy())
 
         task = self.task if teacher is None else replace(self.task, loss=self._taught_by(teacher))
-        loss, outputs = visit_gradients(self.model, task, batches, names, hand_over, moves=moves)
+        judged = None
+        if responsibilities is not None:
+            shares = torch.tensor(np.asarray(responsibilities, np.float32), device=device_of(self.model))
+            judged = partial(mixture_in(self.model).weighed, self.task.loss, shares)
+        loss, outputs = visit_gradients(self.model, task, batches, names, hand_over, moves=moves, judged=judged)
         return loss, outputs.float().cpu().numpy()
 
     def _taught_by(self, teacher: Teacher) -> Callable[[Tensor, Tensor], Tensor]:
@@ -176,6 +183,15 @@ class TorchEngine:
                     scores.append(self.model(layout(inputs, targets)).float().cpu().numpy())
                 labels.append(targets.cpu().numpy())
         return np.concatenate(scores), np.concatenate(labels)
+
+    def likelihoods(self, batches: Batches) -> NDArray[Any]:
+        """Return the likelihoods of a mixture's components."""
+        mixture, found = mixture_in(self.model), []
+        with evaluating(self.model), torch.inference_mode():
+            for inputs, targets in (as_tensors(batch, device_of(self.model)) for batch in batches):
+                with self.task.compute.precision():
+                    found.append(mixture.likelihoods(inputs, targets).float().cpu().numpy())
+        return np.concatenate(found)
 
     def loss(self, outputs: NDArray[Any], targets: Any) -> float:
         """Return the loss of outputs."""

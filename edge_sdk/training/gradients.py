@@ -22,13 +22,14 @@ def visit_gradients(
     visit: Callable[[str, torch.Tensor], None],
     *,
     moves: bool = False,
+    judged: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[float, torch.Tensor]:
     """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one;
     return loss and outputs.
 
     One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
     (running statistics) are as before afterwards unless they are to move, and no gradient is left, whatever ``visit``
-    raises.
+    raises. judged: gives loss and outputs of a batch, where they are not the task's.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     hooks = []
@@ -41,8 +42,11 @@ def visit_gradients(
     try:
         with nullcontext() if moves else buffers_kept(model):
             with task.compute.precision():
-                outputs = model(inputs)
-                loss = task.loss(outputs, targets)
+                if judged is None:
+                    outputs = model(inputs)
+                    loss = task.loss(outputs, targets)
+                else:
+                    loss, outputs = judged(inputs, targets)
             loss.backward()
         return float(loss.item()), outputs.detach()
     finally:

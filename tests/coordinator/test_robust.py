@@ -270,6 +270,7 @@ METHODS = (
     "fedprox",
     "ditto",
     "apfl",
+    "fedem",
     "fedper",
     "fedrep",
     "lgfedavg",

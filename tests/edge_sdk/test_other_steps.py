@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from onnx import helper, load_from_string
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
@@ -15,6 +16,7 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
+from sparrow.export.steps import judge_outputs
 
 from .networks import zoo
 from .test_engine import compiled
@@ -47,6 +49,18 @@ def opened(kind, manifest, graphs):
     for engine in (torch, onnx):
         engine.load(weights)
     return torch, onnx, (inputs, targets)
+
+
+def test_the_loss_of_outputs_that_are_copies_needs_no_more_than_these():
+    """So evaluations are written of models that compute the same in training: their values have the step's names."""
+    evaluation = load_from_string(load_builtin("digits").graphs["evaluation"])
+    for name in ("output", "loss"):
+        for node in evaluation.graph.node:
+            node.input[:] = [f"the {name}" if read == name else read for read in node.input]
+            node.output[:] = [f"the {name}" if made == name else made for made in node.output]
+        evaluation.graph.node.append(helper.make_node("Identity", [f"the {name}"], [name]))
+    judged = load_from_string(judge_outputs(evaluation.SerializeToString())).graph
+    assert {each.name for each in judged.input} == {"output", "target"}
 
 
 def trainable(engine):

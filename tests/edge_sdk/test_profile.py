@@ -220,6 +220,7 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
         (["--task", "mnits"], Exit.NOT_FOUND, "there is no task 'mnits' here (did you mean mnist?)"),
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
         (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
+        (["--method", "fedem"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["--method", "pfedgate"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
         (["--batch-size", "0"], Exit.USAGE, "batch-size: 0 cannot work; give a number of at least 1"),

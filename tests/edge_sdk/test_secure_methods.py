@@ -21,6 +21,7 @@ METHODS = {
     "fedrep": {},
     "ditto": {},
     "apfl": {},
+    "fedem": {},
     "fedmd": {},
     "lgfedavg": {},
     "fjord": {},

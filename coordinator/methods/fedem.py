@@ -1,0 +1,121 @@
+"""FedEM, server half: a mixture of models of the published kind, whose components are averaged one by one.
+
+Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
+arXiv:2108.10252, Algorithm 1. The federation's model is ``components`` of the published one
+(``edge_sdk.protocol.mixture``), so that what goes down and up is so many times FedAvg's, and the mean of the updates is
+the mean of each component, weighted with n_i. The weights π of the mixture are each device's own: no message has them.
+
+Components that began alike would stay alike. Values with a recipe are drawn by their names, and so for each component
+by itself. Of values that were published the first component has those, and the others the same and noise from the
+federation's seed, whose standard deviation is ``spread`` times the tensor's root mean square.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edge_sdk.protocol.manifest import (
+    MAX_GRAPH,
+    MOST_NODES,
+    Array,
+    FileName,
+    GraphName,
+    Manifest,
+    Tensors,
+    TensorSpec,
+    draw_uniform,
+)
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.mixture import mixture_of, name_in
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import (
+    CoordinatorMethod,
+    MethodSettings,
+    Published,
+    needs_sums_alone,
+    own_settings,
+    whole_model,
+)
+
+log = logging.getLogger(__name__)
+
+TRAINING: tuple[GraphName, ...] = ("step", "evaluation")
+"""Graphs that a device without PyTorch trains with, both or neither."""
+
+
+class FedEMSettings(MethodSettings):
+    """FedEM's settings beyond FedAvg's."""
+
+    components: int = Field(default=3, ge=1, le=10, description="Models M in the mixture; traffic is M times FedAvg's")
+    spread: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Noise by which components begin apart from published weights, of their RMS",
+    )
+
+
+def compose(published: Published, settings: FederationSettings) -> Published:
+    """Return the mixture of ``components`` published models.
+
+    Raises BadContent for a model that does not answer with a score of each class, SkeletonError for one whose targets
+    are no classes.
+    """
+    from sparrow.export.mixture import mix  # onnx: 7 MB, which other methods' built-in tasks do without
+
+    rules, manifest = own_settings(settings, FedEMSettings), published.manifest
+    if len(manifest.output_shape) != 1 or manifest.output_shape[0] < 2:
+        raise BadContent(
+            f"fedem mixes classifiers, and this model's outputs have the shape {manifest.output_shape} per sample; "
+            f"publish one with a score for each of two classes or more, or choose another method"
+        )
+    graphs = {name: mix(published.files[name], manifest, rules.components) for name in manifest.graphs}
+    if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
+        log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
+        graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
+    others = {name: file for name, file in published.files.items() if name not in manifest.graphs}
+    files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
+    tensors = _of_each(published.tensors, manifest, rules, settings.seed)
+    return Published(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
+
+
+def _may_run(graph: bytes) -> bool:
+    """Return whether devices accept a training step or an evaluation of this size."""
+    import onnx
+
+    return len(graph) <= MAX_GRAPH and len(onnx.load_from_string(graph).graph.node) <= MOST_NODES
+
+
+def _of_each(tensors: Mapping[str, Array], manifest: Manifest, rules: FedEMSettings, seed: int) -> Tensors:
+    """Return the published weights of each component, but for the first with noise."""
+    trained = {spec.name: spec for spec in manifest.shared if spec.trainable}
+    mixed = Tensors()
+    for each in range(rules.components):
+        for name, tensor in tensors.items():
+            new = name_in(each, name)
+            mixed[new] = tensor
+            if each and name in trained:
+                deviation = rules.spread * float(np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
+                mixed[new] = tensor.astype(np.float32) + _noise(trained[name], new, deviation, seed)
+    return mixed
+
+
+def _noise(spec: TensorSpec, name: str, deviation: float, seed: int) -> NDArray[np.float32]:
+    """Return uniform noise of a standard deviation."""
+    noise = draw_uniform(spec.model_copy(update={"name": name}), 3**0.5 * deviation, seed)
+    return np.asarray(noise, np.float32)
+
+
+FEDEM = CoordinatorMethod(
+    smallest_budget=whole_model,
+    settings_type=FedEMSettings,
+    personal_models=True,
+    mixes_global=True,
+    compose=compose,
+    why_not_secure=needs_sums_alone,
+)

@@ -1,0 +1,162 @@
+"""FedEM, the device half: a mixture of models that all devices train, and each device's own weights of it.
+
+Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
+arXiv:2108.10252. In each round of its Algorithm 1 device i has, for the components h_m received and its samples j,
+
+    E-step   r_mj ∝ π_im exp(-loss(h_m(x_j), y_j)),  Σ_m r_mj = 1
+    M-step   π_im = mean of r_mj over j;  h_m is trained on Σ_j r_mj loss(h_m(x_j), y_j)
+
+with the loss -ln softmax(h_m(x))_y, and predicts Σ_m π_im softmax(h_m(x)). The components go up; π stays, and begins
+uniform. The personal model is the mixture as training has left it; beside it the components received are judged, with
+the device's π. A device without a model of its own finds its π by E- and M-steps that leave the components as they are.
+
+Departures: the r of a batch are computed when it comes, by the components received, which gives the same r as computing
+all of them first: a task's data may come in any order. So π is the mean over the samples that the round trains on, in
+whole epochs all alike, and each epoch after the first costs a forward pass more. A task's loss other than cross-entropy
+is what components are trained on, while r goes by their probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.optimiser import Optimiser, rule_of
+from edge_sdk.engines.training import Divergence, LocalResult, count_steps
+from edge_sdk.errors import BadArgument
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, judge_held_out
+from edge_sdk.protocol.flops import forward_flops, training_flops
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component
+from edge_sdk.tasks import Task, count_examples
+
+Weights = NDArray[np.float64]
+"""π, or the responsibilities of samples: [..., M], of sum 1."""
+
+MOST_STEPS, SETTLED = 100, 1e-4
+"""Of EM on components that stay: so many steps, or until no weight moves by more."""
+
+
+def network(task: Task, manifest: Manifest) -> Task:
+    """Return the task with the mixture in its model's place. Raises BadArgument where it is no classification."""
+    from edge_sdk.training.mixture import Mixture  # here, because devices need no PyTorch
+
+    if not task.classification:
+        raise BadArgument("fedem mixes classifiers, and this task has no classes; join a federation of another method")
+    return replace(task, model=Mixture(task.model, components_of(manifest), manifest.aliases))
+
+
+def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Weights:
+    """Return the E-step: r [N, M], of ln p(y | x) under each component [N, M], and π [M]."""
+    joint = likelihoods.astype(np.float64) + np.log(np.maximum(weights, SMALLEST_WEIGHT))
+    shares = np.exp(joint - joint.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    personal, before = job.state.personal or {}, _weights(job)
+    job.engine.load({**personal, **whole_model(job.manifest, job.received), WEIGHTS: before})
+    result, after = _train_components(job, before)
+    job.engine.load({WEIGHTS: after})
+    mixture = job.engine.read()
+    counts = {
+        "mixture_moved": int(np.abs(after - before).max() > SETTLED),
+        "components_used": int((after >= 0.5 / len(after)).sum()),
+    }
+    concluded = conclude(job, result, personal=mixture, update=Update(pack(job.manifest, mixture, None)), counts=counts)
+    return replace(concluded, flops=_flops(job.manifest, result.samples))
+
+
+def evaluate(job: Job) -> Evaluated:
+    """Judge the personal mixture and, where the payload brings them, the global components under the device's π."""
+    if job.state.personal is not None or job.received is None:
+        return evaluate_both(job)
+    _find_weights(job)
+    flops = forward_flops(job.manifest) * count_examples(job.task.train)
+    return Evaluated(None, *judge_held_out(job), flops=flops)
+
+
+def adapt(job: Job) -> DeviceState:
+    """Find π for the finished components and, with ``finetune_epochs``, train a copy of these as in a round."""
+    weights = _find_weights(job)
+    if job.assignment.settings.finetune_epochs:
+        _train_components(fine_tuning(job), weights, purpose="adapt")
+    return replace(job.state, personal=job.engine.read())
+
+
+def _weights(job: Job) -> Weights:
+    """Return the device's π."""
+    if job.state.personal is None:
+        return _uniform(job.manifest)
+    return np.asarray(job.state.personal[WEIGHTS], np.float64)
+
+
+def _uniform(manifest: Manifest) -> Weights:
+    size = components_of(manifest)
+    return np.full(size, 1 / size)
+
+
+def _find_weights(job: Job) -> Weights:
+    """Load the components received, and the π that fits them best on training data; return it."""
+    weights = _uniform(job.manifest)
+    job.engine.load({**whole_model(job.manifest, job.received), WEIGHTS: weights})
+    likelihoods = job.engine.likelihoods(job.task.train)
+    for _ in range(MOST_STEPS):
+        before, weights = weights, responsibilities(likelihoods, weights).mean(axis=0)
+        if np.abs(weights - before).max() <= SETTLED:
+            break
+    job.engine.load({WEIGHTS: weights})
+    return weights
+
+
+def _train_components(job: Job, weights: Weights, purpose: str = "train") -> tuple[LocalResult, Weights]:
+    """Train the components that are loaded, each sample by its responsibilities under π ``weights``.
+
+    Returns what was done, its loss that of the mixture, and the mean responsibilities. Raises TrainingDiverged.
+    """
+    engine, settings, batches = job.engine, job.assignment.settings, job.task.train
+    rate, total = settings.learning_rate_of(job.assignment.round), count_steps(settings, batches)
+    diverged = Divergence(settings, rate, total)
+    names = [spec.name for spec in job.manifest.tensors if spec.trainable]
+    received, start = engine.twin(), engine.read()
+    trained = {name: np.array(start[name], np.float32) for name in names}
+    optimiser = Optimiser(rule_of(settings, rate), trained)
+    seen, loss_sum, shares_sum = 0, 0.0, np.zeros(len(weights))
+    for step, batch in enumerate(islice(engine.epochs(batches, job.seed(purpose)), total), start=1):
+        shares = responsibilities(received.likelihoods([batch]), weights)
+        gradients = dict[str, NDArray[np.float32]]()
+        loss, _ = engine.differentiate(
+            [batch], names, gradients.__setitem__, moves=True, responsibilities=shares.astype(np.float32)
+        )
+        if not math.isfinite(loss):
+            finite = bool((batch[0] - batch[0] == 0).all())  # of an array or a tensor, wherever it is
+            raise diverged.of_loss(loss, step, inputs_finite=finite)
+        optimiser.step({name: np.array(each) for name, each in gradients.items()})
+        engine.load(trained)
+        seen += len(batch[1])
+        loss_sum += loss * len(batch[1])
+        shares_sum += shares.sum(axis=0)
+        job.progress(step, total, loss_sum / seen)
+    for name, tensor in engine.read().items():
+        if not np.isfinite(tensor).all():
+            raise diverged.of_tensor(name)
+    return LocalResult(count_examples(batches), seen, total, loss_sum / seen), shares_sum / seen
+
+
+def _flops(manifest: Manifest, samples: int) -> int:
+    """Return the FLOPs of a round: every component is trained on each sample, and judges it before."""
+    component = first_component(manifest)
+    return components_of(manifest) * (training_flops(component, samples) + samples * forward_flops(component))
+
+
+FEDEM = DeviceMethod(
+    train=train, evaluate=evaluate, adapt=adapt, network=network, mixes_global=True, acts=("mixture_moved",)
+)

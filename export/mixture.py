@@ -1,0 +1,211 @@
+"""A model's graphs made into those of a mixture of such models (``edge_sdk.protocol.mixture``).
+
+The nodes of the forward pass, and of a training step's backward pass, stand once for each component. Between them
+
+    output             ln Σ_m π_m softmax(z_m), of the components' outputs z_m
+    loss               the task's own, of this output
+    responsibilities   [N, M]: r_m = π_m p_m(y) / Σ_m' π_m' p_m'(y), by which each sample's error in component m is
+                       multiplied
+
+are added, so that a step has the gradients of EM's M-step. Where the loss is cross-entropy, these are the gradients of
+the mixture's own loss. Numbers that a model draws, for dropout, are drawn once for all components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
+from sparrow.export.bounds import check_fields
+from sparrow.export.building import Building
+from sparrow.export.errors import SkeletonError
+from sparrow.export.skeleton import OUTPUT, check_structure, parse
+from sparrow.export.steps import loss_part, name_outputs
+
+RESPONSIBILITIES = "responsibilities"
+LOSS, ERROR, TARGET = "loss", "error", "target"
+_OF_TENSORS = ("grad:", "new:")
+
+Rename = Callable[[str], str]
+Named = TypeVar("Named", ValueInfoProto, TensorProto)
+
+
+def mix(graph: bytes, manifest: Manifest, components: int) -> bytes:
+    """Return the graph of a mixture, of that of one model: its skeleton, its evaluation or its training step.
+
+    manifest: the one model's. Raises SkeletonError for what is no plain graph, and for a step whose targets are not
+    classes.
+    """
+    check_fields(graph)
+    model = parse(graph)
+    check_structure(model)
+    name_outputs(model.graph)
+    return _Mixing(model, manifest, components).mixed()
+
+
+class _Mixing:
+    def __init__(self, model: ModelProto, manifest: Manifest, components: int) -> None:
+        self._model, self._graph, self._components = model, model.graph, range(components)
+        (self._classes,) = manifest.output_shape
+        self._names = [names_in(each, manifest) for each in self._components]
+        self._tensors = self._names[0].keys()
+        held = {tensor.name for tensor in self._graph.initializer}
+        self._constants = held - self._tensors
+        self._given = {each.name for each in self._graph.input} - self._tensors - held
+        self._ends = {each.name for each in self._graph.output} & {LOSS, ERROR}
+        self._add = Building("mixture.")
+
+    def mixed(self) -> bytes:
+        """Return the mixture's graph."""
+        part = loss_part(self._graph, self._ends) if self._ends else []
+        backward = _behind(self._graph, ERROR, part) if ERROR in self._ends else []
+        late = {name for node in backward for name in node.output}
+        forward = [node for node in self._graph.node if late.isdisjoint(node.output)]
+        nodes = [_copy(node, self._of(each)) for each in self._components for node in forward]
+        terms = self._output()
+        if ERROR in self._ends:
+            self._weigh(terms)
+        nodes += self._add.nodes
+        nodes += [_copy(node, self._of_mixture(part)) for node in part]
+        for each in self._components:
+            nodes += [_copy(node, self._weighed(each)) for node in backward]
+        self._write(nodes)
+        return bytes(self._model.SerializeToString(deterministic=True))
+
+    def _of(self, component: int) -> Rename:
+        """Return what a component's values are called."""
+        names = self._names[component]
+        named = {kind + name: kind + new for kind in ("", *_OF_TENSORS) for name, new in names.items()}
+
+        def rename(name: str) -> str:
+            if not name or name in self._given:
+                return name
+            return f"constants.{name}" if name in self._constants else named.get(name, name_in(component, name))
+
+        return rename
+
+    def _weighed(self, component: int) -> Rename:
+        """Return what a component's values are called, the error being the weighed one."""
+        rename = self._of(component)
+        return lambda name: _error(component) if name == ERROR else rename(name)
+
+    def _of_mixture(self, part: Iterable[NodeProto]) -> Rename:
+        """Return what the values of the loss of the mixture's output are called; others are the first component's."""
+        made, first = {name for node in part for name in node.output}, self._of(0)
+
+        def rename(name: str) -> str:
+            if name in self._ends or name == OUTPUT:
+                return name
+            return f"mixture.loss.{name}" if name in made else first(name)
+
+        return rename
+
+    def _output(self) -> list[str]:
+        """Add the mixture's output; return ln π_m softmax(z_m) [N, C] of every component."""
+        add = self._add.add
+        smallest = self._add.constant(np.array(SMALLEST_WEIGHT, np.float32))
+        logs = add("Log", add("Max", WEIGHTS, smallest))
+        terms = [
+            add(
+                "Add",
+                add("LogSoftmax", self._of(each)(OUTPUT), axis=1),
+                add("Gather", logs, self._add.whole(each), axis=0),
+            )
+            for each in self._components
+        ]
+        if len(terms) == 1:
+            add("Identity", terms[0], output=OUTPUT)
+            return terms
+        top = add("Max", *terms)
+        total, *others = (add("Exp", add("Sub", term, top)) for term in terms)
+        for other in others:
+            total = add("Add", total, other)
+        add("Add", top, add("Log", total), output=OUTPUT)
+        return terms
+
+    def _weigh(self, terms: Iterable[str]) -> None:
+        """Add the responsibilities, and each component's error times its own."""
+        add, whole = self._add.add, self._add.whole
+        target = next((each for each in self._graph.input if each.name == TARGET), None)
+        kind = target.type.tensor_type if target is not None else None
+        if kind is None or len(kind.shape.dim) != 1 or kind.elem_type not in (TensorProto.INT64, TensorProto.INT32):
+            raise SkeletonError(
+                "the step's targets are not classes, one for each sample; a mixture is of classifiers: choose another "
+                "method for this task"
+            )
+        classes = add("Cast", TARGET, to=TensorProto.INT64)
+        choices = self._add.constant(np.array([0, 1], np.float32))
+        chosen = add("OneHot", classes, whole(self._classes), choices, axis=-1)
+        joint = [add("ReduceSum", add("Mul", chosen, term), whole(1), keepdims=1) for term in terms]
+        add("Softmax", add("Concat", *joint, axis=1), axis=1, output=RESPONSIBILITIES)
+        for each in self._components:
+            share = add("Gather", RESPONSIBILITIES, whole(each), axis=1)
+            add("Mul", self._of(each)(ERROR), share, output=_error(each))
+
+    def _write(self, nodes: list[NodeProto]) -> None:
+        """Put the mixture's graph into the model."""
+        old, new = self._graph, GraphProto(name=self._graph.name)
+        new.node.extend(nodes)
+        shared = [each for each in old.input if each.name in self._given]
+        own = [each for each in old.input if each.name not in self._given]
+        size = len(self._components)
+        new.input.extend(self._once(own))
+        if own:
+            new.input.append(helper.make_tensor_value_info(WEIGHTS, TensorProto.FLOAT, [size]))
+        new.input.extend(shared)
+        new.initializer.extend(self._once([tensor for tensor in old.initializer if tensor.name in self._tensors]))
+        if not own:
+            new.initializer.append(TensorProto(name=WEIGHTS, data_type=TensorProto.FLOAT, dims=[size]))
+        constants = (tensor for tensor in old.initializer if tensor.name in self._constants)
+        new.initializer.extend(_renamed(constants, self._of(0)))
+        new.initializer.extend(self._add.initializers)
+        answers = self._ends | {OUTPUT}
+        new.output.extend(each for each in old.output if each.name in answers)
+        for each in self._components:
+            new.output.extend(_renamed((one for one in old.output if one.name not in answers), self._of(each)))
+            new.value_info.extend(_renamed(old.value_info, self._of(each)))
+        old.CopyFrom(new)
+
+    def _once(self, tensors: Sequence[Named]) -> list[Named]:
+        """Return a model's tensors as all components have them; what they share, once."""
+        found = {each.name: each for component in self._components for each in _renamed(tensors, self._of(component))}
+        return list(found.values())
+
+
+def _error(component: int) -> str:
+    """Return what a component's error times its responsibilities is called."""
+    return f"mixture.error.{component}"
+
+
+def _behind(graph: GraphProto, name: str, but: Iterable[NodeProto]) -> list[NodeProto]:
+    """Return the nodes that follow from a value, in their order, but for some."""
+    left_out, reached, behind = {made for node in but for made in node.output}, {name}, []
+    for node in graph.node:
+        if left_out.isdisjoint(node.output) and reached.intersection(node.input):
+            reached.update(node.output)
+            behind.append(node)
+    return behind
+
+
+def _copy(node: NodeProto, rename: Rename) -> NodeProto:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.ClearField("name")
+    copy.input[:] = [rename(name) for name in node.input]
+    copy.output[:] = [rename(name) if name else name for name in node.output]
+    return copy
+
+
+def _renamed(values: Iterable[Named], rename: Rename) -> list[Named]:
+    copies = []
+    for value in values:
+        copy = type(value)()
+        copy.CopyFrom(value)
+        copy.name = rename(value.name)
+        copies.append(copy)
+    return copies
