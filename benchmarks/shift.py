@@ -26,6 +26,7 @@ import httpx
 import torch
 from tqdm import tqdm
 
+from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.opening import fetch_graphs, share_onnx
 from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Reference, StateFolder
@@ -155,7 +156,8 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             federation=info.name,
             device=plan.name(index),
         )
-        found.append(_judge(job, info.method))
+        prior = LabelPrior.of(task, manifest, info.settings)
+        found.append(_judge(job if prior is None else prior.received(job), info.method))
     return found
 
 

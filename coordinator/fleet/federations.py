@@ -613,6 +613,23 @@ def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: Fede
     check_robust(method, settings)
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)
+    check_adjustment(method, manifest, settings)
+
+
+def check_adjustment(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
+    """Raise BadContent for class frequencies that are to be added to outputs where method or model have no place."""
+    if not settings.logit_adjustment:
+        return
+    if not method.adjusts_logits:
+        raise BadContent(
+            f"logit_adjustment: {settings.method} has no one model that outputs alike on all devices; leave it out, or "
+            f"choose fedavg, fedprox, fedspu, ditto or apfl"
+        )
+    if manifest.output_bias is None:
+        raise BadContent(
+            "logit_adjustment: the model's last layer has no trained bias with a value for each class, which it is "
+            "added to; leave it out, or publish a model that has one"
+        )
 
 
 def _unbounded(settings: FederationSettings) -> str | None:

@@ -295,6 +295,8 @@ class CoordinatorMethod:
     why_not_secure: returns why sums of its updates cannot be made without seeing one of them; None: they can, as each
         is no more than values, of all that exists or of neurons that devices of one active ratio can have in common.
     pages: a page in a browser takes part (``coordinator.web``), which has the device half in JavaScript.
+    adjusts_logits: devices may add their class frequencies to the outputs (``logit_adjustment``): what travels is the
+        values of one whole model or of a part of it, and nothing else is made of them.
     """
 
     smallest_budget: Callable[[FederationSettings], float]
@@ -319,6 +321,7 @@ class CoordinatorMethod:
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
     pages: bool = False
+    adjusts_logits: bool = False
 
     @property
     def needs_coupling(self) -> bool:

@@ -21,5 +21,6 @@ APFL = CoordinatorMethod(
     settings_type=APFLSettings,
     personal_models=True,
     mixes_global=True,
+    adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )

@@ -24,5 +24,6 @@ DITTO = CoordinatorMethod(
     settings_type=DittoSettings,
     personal_models=True,
     mixes_global=True,
+    adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )

@@ -10,5 +10,7 @@ from __future__ import annotations
 
 from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
 
-FEDAVG = CoordinatorMethod(smallest_budget=whole_model, pages=True, why_not_secure=needs_sums_alone)
+FEDAVG = CoordinatorMethod(
+    smallest_budget=whole_model, pages=True, adjusts_logits=True, why_not_secure=needs_sums_alone
+)
 """w <- sum of n_k w_k / sum of n_k, over the cohort."""

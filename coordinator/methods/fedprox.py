@@ -24,5 +24,9 @@ class FedProxSettings(MethodSettings):
 
 
 FEDPROX = CoordinatorMethod(
-    smallest_budget=whole_model, settings_type=FedProxSettings, pages=True, why_not_secure=needs_sums_alone
+    smallest_budget=whole_model,
+    settings_type=FedProxSettings,
+    pages=True,
+    adjusts_logits=True,
+    why_not_secure=needs_sums_alone,
 )

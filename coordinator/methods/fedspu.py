@@ -19,6 +19,7 @@ FEDSPU = CoordinatorMethod(
     personal_models=True,
     mixes_global=True,
     pages=True,
+    adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )
 """A masked weighted mean; a weight that nobody held keeps its value."""

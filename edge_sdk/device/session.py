@@ -30,6 +30,7 @@ from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import SecureOnly
 from edge_sdk.device.heartbeat import Heartbeat
+from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
@@ -241,6 +242,9 @@ class Session:
             self._prepared, self.engine = open_torch(task, self.manifest, self.info, values, prepare, budget)
         self.task = self._prepared.task
         log.info("%s trains with %s", name, self.engine.title)
+        self._prior = LabelPrior.of(self.task, self.manifest, self.info.settings)
+        if self._prior is not None:
+            self._prior.check(self.engine, self.task.train)
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
@@ -656,17 +660,21 @@ class Session:
             case Kind.prepare:
                 self._train(job, self._method.prepare, download.cost)
             case Kind.personalise:
-                self._personalise(job, download.cost)
+                self._personalise(self._adjusted(job), download.cost)
             case Kind.evaluate:
-                self._evaluate(job, download.cost)
+                self._evaluate(self._adjusted(job), download.cost)
             case Kind.adapt:
-                self._adapt(job, download.cost)
+                self._adapt(self._adjusted(job), download.cost)
             case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
                 self._keep_and_send(assignment, self._secure.answer(assignment), job.state)
             case other:
                 self._hand_back(
                     assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
                 )
+
+    def _adjusted(self, job: Job) -> Job:
+        """Return the work with this device's class frequencies in what was received, where the federation wants it."""
+        return job if self._prior is None else self._prior.received(job)
 
     def _receive(self, assignment_id: str, payload: Payload) -> bundle.Bundle:
         """Return the decoded payload. Raises Damaged where it is not what this model's can be."""
@@ -692,17 +700,18 @@ class Session:
             raise ProtocolError(
                 "the coordinator asks for an update without masks, and this device sends none (require_secure)"
             )
-        first = self._judge_first(job)
+        adjusted = self._adjusted(job)
+        first = self._judge_first(adjusted)
         with self._telemetry.phase("train") as train:
-            trained = work(job)
+            trained = work(adjusted)
             best = self._find_best(job, trained)
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
-        update = trained.update
+        update = trained.update if self._prior is None else self._prior.sent(trained.update)
         statement: Statement | None = None
         if job.assignment.settings.secure and job.assignment.kind is Kind.train:
             with self._telemetry.phase("evaluate") as measured:
-                metrics = self._metrics(job, trained, best) if job.assignment.settings.secure_metrics else None
+                metrics = self._metrics(adjusted, trained, best) if job.assignment.settings.secure_metrics else None
             first["evaluation"] = self.progress.evaluation.plus(measured.cost)
             hidden = self._secure.mask(job, update, metrics)
             update, statement = replace(update, values=hidden.values, extras=hidden.extras), hidden.statement

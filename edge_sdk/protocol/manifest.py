@@ -268,6 +268,14 @@ class Manifest(_Record):
         return tuple(tensor for tensor in (*self.tensors, *(self.outputs or ())) if tensor.policy == "shared")
 
     @cached_property
+    def output_bias(self) -> TensorSpec | None:
+        """The last layer's bias, one value for each output of a sample, if it is trained and crosses the wire; None
+        where there is no such tensor."""
+        names = self.layers[-1].tensors if self.layers else ()
+        fitting = (spec for spec in self.shared if spec.name in names and spec.shape == self.output_shape)
+        return next((spec for spec in fitting if spec.trainable), None)
+
+    @cached_property
     def graphs(self) -> dict[GraphName, str]:
         """The graphs that are published beside it -> their SHA-256."""
         named: dict[GraphName, str | None] = {

@@ -167,6 +167,13 @@ class FederationSettings(_Request):
     optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
     learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate of the first round")
     learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
+    logit_adjustment: float = Field(
+        default=0.0,
+        ge=0,
+        le=10,
+        description="Strength with which the logarithms of a device's class frequencies are added to its outputs, in "
+        "training and prediction, so that the shared model need not learn them; 0: not at all",
+    )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
     batch_size: int = Field(
