@@ -225,12 +225,13 @@ TINY = """
 title = "Tiny"
 task = "digits"
 devices = 4
-rounds = 8
-evaluate_every = 4
+rounds = 4
+evaluate_every = 2
 seeds = [0]
 
 [settings]
 cohort = 3
+learning_rate = 0.1
 local_epochs = 1
 
 [axes]
@@ -278,6 +279,7 @@ def numbers(recorded, kind, at=-1):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_a_run_leaves_rows_of_its_evaluated_rounds(analysed):
     folder, (fedspu, dmpfl, gated), _ = analysed
     kinds = {each.trial.label: {row.kind for row in each.analyses} for each in (fedspu, dmpfl, gated)}
@@ -288,7 +290,7 @@ def test_a_run_leaves_rows_of_its_evaluated_rounds(analysed):
         "pFedGate": always | {"gates"},
     }
     for each in (fedspu, dmpfl, gated):
-        assert [row.round for row in each.analyses if row.kind == "masks"] == [4, 8]
+        assert [row.round for row in each.analyses if row.kind == "masks"] == [2, 4]
         assert len(numbers(each, "masks")["matrix"]) == 4
     assert not list((folder / "work" / "analyses").iterdir()), "the trials' own folders are gone"
     page = (folder / "work" / "tiny.md").read_text()
@@ -296,6 +298,7 @@ def test_a_run_leaves_rows_of_its_evaluated_rounds(analysed):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_fedspus_masks_are_those_that_its_devices_trained(analysed):
     _, (fedspu, *_), _ = analysed
     last = numbers(fedspu, "masks")
@@ -309,6 +312,7 @@ def test_fedspus_masks_are_those_that_its_devices_trained(analysed):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_dm_pfls_rows_are_of_the_devices_own_states(analysed):
     _, (_, dmpfl, _), states = analysed
     duals = []
@@ -324,6 +328,7 @@ def test_dm_pfls_rows_are_of_the_devices_own_states(analysed):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_gates_and_distances_are_of_the_devices_own_states(analysed):
     _, (_, _, gated), states = analysed
     known = [stored for _, (_, stored) in sorted(states["pFedGate"].items())]
@@ -336,6 +341,7 @@ def test_gates_and_distances_are_of_the_devices_own_states(analysed):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_pictures_are_drawn_from_rows_alone_and_are_the_same_each_time(analysed, tmp_path):
     _, found, _ = analysed
     group = Group("alpha = 0.5", {each.trial.label: (each,) for each in found})
@@ -354,6 +360,7 @@ def test_pictures_are_drawn_from_rows_alone_and_are_the_same_each_time(analysed,
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_an_error_of_a_look_ends_the_trial(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny.toml").write_text(TINY)
 
