@@ -46,7 +46,8 @@ def _run(options: argparse.Namespace) -> None:
         experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     if options.command == "report":
-        recorded = rows.read(options.results or folder / "results.jsonl")
+        both = [folder / "results.jsonl", folder / "analysis.jsonl"]
+        recorded = rows.read(options.results or next((file for file in both if file.exists()), both[0]))
         if not recorded:
             raise FileNotFoundError(f"{folder} has no results; run `sparrow bench run {name}` first")
         recorded = list(rows.latest(recorded).values())
