@@ -17,7 +17,7 @@ from sparrow.benchmarks.rows import Analysis
 MOST_DEVICES = 20
 """Devices that a row's matrices have, the first ones; means are over all."""
 
-OF_THE_END = ("matrix", "linkage")
+OF_THE_END = ("matrix", "each", "linkage")
 """What only the last row of a kind keeps."""
 
 Looks = Sequence[Look | None]
@@ -110,7 +110,7 @@ class Summaries:
                 "shared": measures.spread(shared),
                 "private": measures.spread(1 - shared),
                 "labels": None if to_all is None else measures.together_each(shared, to_all),
-                "matrix": _short(shared[:MOST_DEVICES]),
+                "each": _short(shared[:MOST_DEVICES]),
             },
         )
 

@@ -186,7 +186,7 @@ def _shared(trials: Mapping[str, Recorded]) -> dict[str, Points]:
         numbers, data = analysed(trial, "private"), analysed(trial, "data")
         if numbers and data:
             far = [data["to_all"][device] for device in numbers["devices"]]
-            found[label] = (far, [100 * share for share in numbers["matrix"]])
+            found[label] = (far, [100 * share for share in numbers["each"]])
     return found
 
 

@@ -136,7 +136,7 @@ def test_what_is_shared_with_a_global_mask():
     summaries.add(2, [Look(unit="weights", mask=each, kept={}, shared=changed) for each in mine])
     found = {(each.kind, each.round): each.numbers for each in summaries.rows()}
     assert found["private", 1]["shared"] == pytest.approx({"mean": 7 / 12, "least": 1 / 2, "most": 2 / 3})
-    assert found["private", 2]["matrix"] == [0.75, 1]
+    assert found["private", 2]["each"] == [0.75, 1]
     assert found["global", 1] == {"kept": 3 / 8, "before": None, "first": 1}
     assert found["global", 2] == {"kept": 3 / 8, "before": 0.5, "first": 0.5}
 
@@ -323,7 +323,7 @@ def test_dm_pfls_rows_are_of_the_devices_own_states(analysed):
         expected = (first & second).sum() / (first | second).sum()
         assert numbers(dmpfl, "masks")["matrix"][one][other] == pytest.approx(expected, rel=1e-3)
     shared = [1 - dual.private.count / dual.mask.count for dual in duals]
-    assert numbers(dmpfl, "private")["matrix"] == pytest.approx(shared, rel=1e-3)
+    assert numbers(dmpfl, "private")["each"] == pytest.approx(shared, rel=1e-3)
     assert min(shared) < 1, "masks have parted"
 
 
