@@ -63,8 +63,9 @@ demo-seeds: setup
 results: setup
 	for page in docs/results/*.jsonl; do name=$$(basename $$page .jsonl); \
 	  test -f benchmarks/experiments/$$name.toml && test -f docs/results/$$name.md || continue; \
-	  case $$name in *-settings|*-classes|*-decisive) kinds= ;; dmpfl-*) kinds=shift ;; \
-	  *) kinds='curves shift' ;; esac; \
+	  case $$name in *-settings|*-classes|*-decisive) kinds= ;; \
+	  *-masks) kinds='masks pairs distances private kept theorem' ;; *-gates) kinds='distances gates' ;; \
+	  dmpfl-*) kinds=shift ;; *) kinds='curves shift' ;; esac; \
 	  $(BIN)/python -m benchmarks report $$name --results $$page --out docs/results --pictures $$kinds \
 	    || exit 1; done
 

@@ -1,8 +1,9 @@
-"""``python -m benchmarks compare|run|tune|report|claims``: comparisons of methods, and the papers' tables.
+"""``python -m benchmarks compare|run|analyse|tune|report|claims``: comparisons of methods, and the papers' tables.
 
 python -m benchmarks compare --data mine.npz            methods side by side on your own data
 python -m benchmarks tune fedspu-cifar10 --data DIR     choose settings on validation data
 python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume continues after Ctrl-C
+python -m benchmarks analyse fedspu-masks --data DIR    run every trial and analyse what its mechanism does
 python -m benchmarks report fedspu-cifar10              tables and plots of the recorded trials
 python -m benchmarks claims                             measured figures of the hand-written pages, from committed rows
 """
@@ -45,11 +46,13 @@ def _run(options: argparse.Namespace) -> None:
         experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     if options.command == "report":
-        recorded = rows.read(options.results or folder / "results.jsonl")
+        both = [folder / "results.jsonl", folder / "analysis.jsonl"]
+        recorded = rows.read(options.results or next((file for file in both if file.exists()), both[0]))
         if not recorded:
             raise FileNotFoundError(f"{folder} has no results; run `sparrow bench run {name}` first")
         recorded = list(rows.latest(recorded).values())
-        command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
+        what = "analyse" if any(each.analyses for each in recorded) else "run"
+        command = f"python -m benchmarks {what} {name} --data DIR` and `python -m benchmarks report {name}"
         record = runner.read_tuning(folder, name)
         _report(experiment, recorded, options.out or folder, command, record, options.pictures)
         return
@@ -63,7 +66,8 @@ def _run(options: argparse.Namespace) -> None:
             for label, chosen in tuned.items():
                 print(f"{label}: {chosen}")
             return
-        recorded = runner.run(experiment, name, where, **how, seeds=options.seed or ())
+        analyses = options.command == "analyse"
+        recorded = runner.run(experiment, name, where, **how, seeds=options.seed or (), analyses=analyses)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume continues") from None
     record = runner.read_tuning(folder, name) if experiment.tune else {}
@@ -151,14 +155,18 @@ def _options(parser: Parser) -> None:
     )
     own.set_defaults(scale=None, only=None, seed=None)
     _add_work(own)
-    for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
+    for command, help_text in (
+        ("run", "run every trial"),
+        ("analyse", "run every trial, one device at a time, and analyse what its mechanism does"),
+        ("tune", "choose settings on validation data"),
+    ):
         each = commands.add_parser(command, help=help_text)
         each.add_argument("experiment", help=f"one of {known}, or a .toml file")
         each.add_argument("--data", default="", help="the task's data, a folder or file; none for digits")
         each.add_argument("--scale", type=float, help="factor on the number of rounds, for a preview")
         each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
         _add_work(each)
-        if command == "run":
+        if command != "tune":
             each.add_argument("--seed", type=int, action="append", help="only this seed; may be repeated")
         else:
             each.set_defaults(seed=None)

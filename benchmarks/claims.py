@@ -38,6 +38,7 @@ from sparrow.benchmarks.report.figures import (
     device_rounds,
     end_of,
     global_accuracy,
+    mean_analysed,
     participants,
     shift_of,
     stopped_devices,
@@ -268,6 +269,16 @@ class Figures:
         found = next(each for each in lines if (each["model"], each["batch"]) == (network, batch))[what]
         self.used.setdefault("gating", [])
         return float(found[run] / found["FedAvg"])
+
+    def analysed(self, file: str, label: str, kind: str, what: str, at: int = -1, **axes: Value) -> float:
+        """Return a number of an ``analysis`` row, such as jaccard.mean of masks, mean over seeds.
+
+        at: the ``at``-th evaluated round, the last by default.
+        """
+        found = mean_analysed(self.trials(file, label, axes), kind, what, at)
+        if found is None:
+            raise SystemExit(f"{file}.jsonl, {label}: no analysis of {kind} has {what}")
+        return found
 
     def low(self, estimate: Estimate) -> float:
         """Return the lower end of an interval; minus infinity if it is unknown."""

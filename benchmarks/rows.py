@@ -1,5 +1,5 @@
 """Results as JSON lines: per trial a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per further
-test set of its last models, and a ``result`` row.
+test set of its last models, ``analysis`` rows where its mechanism was analysed, and a ``result`` row.
 
 The rows of a trial are written together when it has ended, so a file has complete trials only, and an interrupted and
 resumed trial has the same rows as an uninterrupted one.
@@ -58,6 +58,15 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
+class Analysis:
+    """Numbers of one kind of analysis (``sparrow.benchmarks.analysis``) after an evaluated round; 0: of the data."""
+
+    kind: str
+    round: int
+    numbers: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Recorded:
     """The rows of one trial. The last point is the end, because a federation is always evaluated at its end."""
 
@@ -65,6 +74,7 @@ class Recorded:
     points: tuple[Point, ...]
     result: TrialResult
     shifts: tuple[Shifted, ...] = ()
+    analyses: tuple[Analysis, ...] = ()
 
 
 def append(path: Path, recorded: Recorded) -> None:
@@ -79,6 +89,7 @@ def append(path: Path, recorded: Recorded) -> None:
             {**_short({"row": "shift", "trial": name, **asdict(each)}), "test_set": each.test_set}
             for each in recorded.shifts
         ),
+        *(_short({"row": "analysis", "trial": name, **asdict(each)}) for each in recorded.analyses),
         _short({"row": "result", "trial": name, **asdict(recorded.result)}),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,22 +123,28 @@ def read(path: Path) -> list[Recorded]:
     trials: dict[str, Trial] = {}
     points: dict[str, list[Point]] = {}
     shifts: dict[str, list[Shifted]] = {}
+    analyses: dict[str, list[Analysis]] = {}
     recorded = []
     for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
         try:
             row: dict[str, Any] = json.loads(line)
             kind, name = row.pop("row"), row.pop("trial")
             if kind == "trial":
-                trials[name], points[name], shifts[name] = Trial.model_validate(row), [], []
+                trials[name], points[name] = Trial.model_validate(row), []
+                shifts[name], analyses[name] = [], []
             elif kind == "point":
                 points[name].append(_point(row))
             elif kind == "shift":
                 shifts[name].append(_shifted(row))
+            elif kind == "analysis":
+                analyses[name].append(Analysis(**row))
             else:
                 devices = tuple(DeviceResult(**each) for each in row.pop("devices"))
                 idle = None if row.get("idle") is None else tuple(row["idle"])
                 result = TrialResult(**{**row, "devices": devices, "idle": idle})
-                recorded.append(Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name])))
+                recorded.append(
+                    Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name]), tuple(analyses[name]))
+                )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None
     return recorded

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES
 from sparrow.benchmarks import rows
+from sparrow.benchmarks.analysis.observing import observed
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials
 from sparrow.benchmarks.files import files_of_devices
 from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, rejudged, shifted
@@ -76,16 +78,18 @@ def run(
     resume: bool,
     only: Sequence[str] = (),
     seeds: Sequence[int] = (),
+    analyses: bool = False,
 ) -> list[Recorded]:
     """Run every trial of an experiment whose label is in ``only`` and whose seed is in ``seeds`` (all if they are
     empty); return their rows.
 
     Labels that judge the same training another way get their rows with it, asked for or not: it is not kept.
     resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
+    analyses: analyse what their mechanisms do, into a file of its own; then an interrupted trial begins anew.
     """
-    file = where.folder / "results.jsonl"
+    file = where.folder / ("analysis.jsonl" if analyses else "results.jsonl")
     if not resume:
-        shutil.rmtree(where.folder / "trials", ignore_errors=True)
+        shutil.rmtree(where.folder / ("analyses" if analyses else "trials"), ignore_errors=True)
         file.unlink(missing_ok=True)
     done = rows.latest(rows.read(file))
     every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
@@ -100,7 +104,9 @@ def run(
                 print(f"{name}: trial {number} of {len(wanted)}, {trial.name}", file=sys.stderr, flush=True)
             trained = _same_training(trial, done.values())
             alike = [each for each in every if each.training == trial.training]
-            for each in [rows.of_global_model(trained, trial)] if trained else run_trial(alike, where):
+            for each in (
+                [rows.of_global_model(trained, trial)] if trained else run_trial(alike, where, analyse=analyses)
+            ):
                 done[each.trial.name] = each
                 rows.append(file, each)
     done = rows.latest(rows.read(file))  # all alike, whether run now or before
@@ -146,15 +152,20 @@ def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
     return tuned
 
 
-def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = ()) -> list[Recorded]:
+def run_trial(
+    trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = (), *, analyse: bool = False
+) -> list[Recorded]:
     """Run one training, from the start or from an interruption, and return the rows of each trial that evaluates it.
 
     retuned: trials that differ from these in how a copy is fine-tuned before it is judged (``finetune_``...), and so
-    not in training. They have the last point alone.
+    not in training. They have the last point alone. analyse: from the start, one device at a time, and look at the
+    devices whenever they are evaluated.
     """
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
-    folder = where.folder / "trials" / digest
+    folder = where.folder / ("analyses" if analyse else "trials") / digest
+    if analyse:
+        shutil.rmtree(folder, ignore_errors=True)
     begin = time.monotonic()
     plan = plan_of(trial, where)
     test_sets = [(each, _data_text(where, trial.tested_on(each))) for each in trial.test_sets]
@@ -163,9 +174,19 @@ def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = 
     with coordinator(folder) as server:
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
         publish(server, FEDERATION, task, exist_ok=True, **{"draws": "seed", **trial.settings})
-        fleet = run_fleet(server, plan, engine=trial.engine, processes=where.processes, state_dir=folder / "devices")
+        with observed(server, plan, folder) if analyse else nullcontext() as observer:
+            fleet = run_fleet(
+                server,
+                plan,
+                engine=trial.engine,
+                processes=1 if observer else where.processes,
+                state_dir=folder / "devices",
+                on_step=observer or (lambda stepped: None),
+                interrupted=lambda: observer is not None and observer.error is not None,
+            )
+            analyses = observer.rows() if observer else ()
         seconds = time.monotonic() - begin
-        recorded = [collect(server, each, seconds, fleet.engine) for each in trials]
+        recorded = [replace(collect(server, each, seconds, fleet.engine), analyses=analyses) for each in trials]
         others: list[Recorded] = []
         if test_sets or retuned:
             finished = read_finished(server, FEDERATION, folder, fleet.engine)

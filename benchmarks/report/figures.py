@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
+from typing import Any
 
 from edge_sdk.errors import SdkError
 from edge_sdk.methods import load_method
@@ -154,3 +155,22 @@ def over_seeds(
     judged = [shift_of(test_set, trial) for trial in done]
     known = [accuracy for accuracy in (figure(each) for each in judged if each) if accuracy]
     return known if len(known) == len(done) else []
+
+
+def analysed(trial: Recorded, kind: str, at: int = -1) -> dict[str, Any] | None:
+    """Return the numbers of a kind of analysis after the last evaluated round, or the ``at``-th; None without them."""
+    found = [each.numbers for each in trial.analyses if each.kind == kind]
+    return found[at] if found else None
+
+
+def number_in(numbers: dict[str, Any] | None, what: str) -> float | None:
+    """Return one number by its dotted name, as in ``jaccard.mean``; None if it is not there."""
+    value: Any = numbers
+    for name in what.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return None if value is None else float(value)
+
+
+def mean_analysed(done: Sequence[Recorded], kind: str, what: str, at: int = -1) -> float | None:
+    """Return the mean over trials of one number of a kind of analysis."""
+    return known_mean(number_in(analysed(trial, kind, at), what) for trial in done)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.benchmarks.experiment import Experiment
+from sparrow.benchmarks.report.analyses import analysis_sections
 from sparrow.benchmarks.report.cells import (
     ABSENT,
     COST_COLUMNS,
@@ -128,6 +129,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         "",
         *for_each_group(found, lambda group: label_table(group.trials, TIME_COLUMNS)),
         *mechanism_sections(found),
+        *analysis_sections(found),
     ]
     return lines
 

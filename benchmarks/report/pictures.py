@@ -9,6 +9,7 @@ from statistics import fmean
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.experiment import Experiment, Options
 from sparrow.benchmarks.metrics import Accuracy, Point
+from sparrow.benchmarks.report import analyses
 from sparrow.benchmarks.report.comparisons import accuracy_interval, differences
 from sparrow.benchmarks.report.figures import MIB, Group, counting, end_of, over_seeds, participants, trial_means
 from sparrow.benchmarks.rows import Recorded
@@ -16,7 +17,7 @@ from sparrow.benchmarks.rows import Recorded
 MEAN_ACCURACY = "accuracy, %, mean over devices"
 
 
-KINDS = ("accuracy", "curves", "shift", "devices", "differences", "costs")
+KINDS = ("accuracy", "curves", "shift", "devices", "differences", "costs", *analyses.KINDS)
 """The kinds of pictures, by the endings of their files' names."""
 
 
@@ -73,7 +74,7 @@ def draw(
     if path := wanted("costs", next(iter(spent.values()))):
         plots.bars(spent, colour, path)
         pictures.append(("Costs of a trial, mean over seeds; of traffic, up is strong and down pale", path))
-    return pictures
+    return [*pictures, *analyses.draw_analyses(found, folder, name, kinds)]
 
 
 def _by_cost(
