@@ -113,6 +113,8 @@ FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDele
 """Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
 GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
+FINISHED_SHARE = 0.5
+"""Share of the global model in the mixture that is trained once more, where the federation asks for that."""
 
 
 Answer = TypeVar("Answer")
@@ -817,7 +819,7 @@ class Session:
 
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
-            self._mix_with_global(job)
+            finishing = self._mix_with_global(job)
             best = self.best
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=best)))
             answers = self.engine.read() if best is None else best
@@ -825,14 +827,15 @@ class Session:
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
-            measured.flops = forward_flops(self.manifest, exists) * sum(judged) + evaluated.flops
+            trained = evaluated.flops + finishing
+            measured.flops = forward_flops(self.manifest, exists) * sum(judged) + trained
         tells = not job.assignment.settings.secure_metrics
         receipt = Receipt(
             personal=evaluated.personal if tells else None,
             global_model=evaluated.global_model if tells else None,
             validation=evaluated.validation if tells else None,
             others=dict(evaluated.others) if tells else {},
-            finetune_flops=min(evaluated.flops, MOST_FLOPS),
+            finetune_flops=min(trained, MOST_FLOPS),
             inference_flops=nonzero_flops(self.manifest, answers),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
@@ -1018,24 +1021,36 @@ class Session:
         else:
             self._save_progress(best=best.model_copy(update=found))
 
-    def _mix_with_global(self, job: Job) -> None:
+    def _mix_with_global(self, job: Job) -> int:
         """Keep a mixture of the personal model and the finished global one as the best model, where validation data
-        speak for it: what a small budget has never trained is then the others'."""
+        speak for it: what a small budget has never trained is then the others'. With ``finetune_epochs`` one of them
+        is also trained once more, within the budget; returns the FLOPs of that."""
         if not job.assignment.plan.get("finished") or not self._method.mixes_global:
-            return
+            return 0
         if job.received is None or self.personal is None or self.progress.best is None:
-            return
+            return 0
         received = whole_model(self.manifest, job.received)
         for share in GLOBAL_SHARES:
-            mixture = mixed(self.personal, received, share)
-            try:
-                found = self._validate(mixture)
-            except TrainingDiverged:  # a model of which nothing can be said is not the best
-                continue
-            if is_better(found, self.progress.best.validation):
-                best = self._best_of(job, found, share)
-                self.progress = self.progress.model_copy(update={"best": best})
-                self._folder.save_best(self.manifest, mixture, self.progress)
+            self._keep_if_better(job, mixed(self.personal, received, share), share)
+        if self._method.finish is None or not job.assignment.settings.finetune_epochs:
+            return 0
+        try:
+            tensors, flops = self._method.finish(job, mixed(self.personal, received, FINISHED_SHARE))
+        except TrainingDiverged as error:
+            log.warning("training once more at the end failed: %s", error)
+            return 0
+        self._keep_if_better(job, tensors, FINISHED_SHARE)
+        return flops
+
+    def _keep_if_better(self, job: Job, tensors: Tensors, share: float) -> None:
+        """Keep a model as the best one, where validation data speak for it. share: of the global model in it."""
+        try:
+            found = self._validate(tensors)
+        except TrainingDiverged:  # a model of which nothing can be said is not the best
+            return
+        if is_better(found, self.progress.best.validation if self.progress.best else None):
+            self.progress = self.progress.model_copy(update={"best": self._best_of(job, found, share)})
+            self._folder.save_best(self.manifest, tensors, self.progress)
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
         """Return the global model on validation data, where it was just judged beside a personal one."""

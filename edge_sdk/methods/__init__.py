@@ -258,6 +258,8 @@ class DeviceMethod:
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
     mixes_global: a mixture of the personal and the whole global model is a personal model, too. The server half says
         the same, and sends the finished global model to every device.
+    finish: trains a mixture of both once more, at the end, as ``finetune_epochs`` says and within the budget; returns
+        the model and the FLOPs that it took.
     engines: what its rounds can be trained with.
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
@@ -276,6 +278,7 @@ class DeviceMethod:
     effort: Callable[[Rehearsal, float], Effort] | None = None
     picks_best: bool = True
     mixes_global: bool = False
+    finish: Callable[[Job, Tensors], tuple[Tensors, int]] | None = None
     engines: tuple[EngineName, ...] = ("onnx", "torch")
     acts: tuple[str, ...] = ()
 

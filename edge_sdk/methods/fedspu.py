@@ -24,13 +24,16 @@ Where paper and released code differ, or are silent:
 
 from __future__ import annotations
 
+import hashlib
+
 from edge_sdk.engines.training import Part
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update
 from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
-from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
+from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, fine_tune, train_loaded
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 
 
 def train(job: Job) -> Trained:
@@ -61,6 +64,22 @@ def adapt(job: Job) -> DeviceState:
     return adapt_as_in_a_round(job, _assigned(job)[1])
 
 
+def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
+    """Train a model once more, as ``fine_tuning`` says, under a draw of this device's own at its budget; return it and
+    the FLOPs. Raises TrainingDiverged.
+
+    Not of the paper. What stands still keeps a small budget's model from fitting its few samples too closely, and the
+    work of a step within the budget.
+    """
+    mask = None
+    if job.budget < FULL_RATIO:
+        key = hashlib.sha256(str(job.seed("finish")).encode()).hexdigest()[:32]
+        mask = draw_neurons(job.manifest, NeuronDraw(key, job.budget))
+    job.engine.load(tensors)
+    result = fine_tune(job, Part(mask), purpose="finish")
+    return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
+
+
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
     """Return the draw and the mask of this assignment; None and None where everything is trained."""
     if job.assignment.work is None:
@@ -82,5 +101,6 @@ FEDSPU = DeviceMethod(
     adapt=adapt,
     active=ActiveNeurons(sample=sample_drawn),
     mixes_global=True,
+    finish=finish,
     acts=("frozen_neurons", "frozen_values"),
 )

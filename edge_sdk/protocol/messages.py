@@ -323,7 +323,8 @@ class FederationSettings(_Request):
         ge=0,
         le=10_000,
         description="Local epochs that turn the finished global model into a personal one, judged beside it at every "
-        "evaluation; for methods that end with one global model",
+        "evaluation; under fedspu: local epochs, within the budget, of one more training at the end, of personal and "
+        "global model mixed in equal parts, which is kept where validation data speak for it",
     )
     finetune_learning_rate: float | None = Field(
         default=None,

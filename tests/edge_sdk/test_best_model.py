@@ -224,3 +224,31 @@ def test_a_mixture_with_the_finished_global_model_is_kept_where_it_is_better(cli
         assert result.global_share == 0.25
         assert answer(result.export.path) == pytest.approx(0.75 * wanted[name] + 0.25 * 3.0, abs=0.3)
         assert state.personal.read((tmp_path / name / "best.safetensors").read_bytes()).best
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_fedspu_trains_a_mixture_once_more_at_the_end(client, tmp_path, epochs):
+    """One device, whose validation data want what only more training than its one round's step brings."""
+
+    def data(target):
+        return [(torch.ones(1, 1), torch.full((1, 1), target))]
+
+    def task():
+        return Task("one", Constant(3.0), nn.MSELoss(), data(6.0), data(6.0), classification=False)
+
+    settings = {**FLAT, "min_devices": 1, "cohort": 1, "rounds": 1, "local_steps": 1, "learning_rate": 0.0625}
+    publish("http://in-process", "one", task(), client=client, method="fedspu", finetune_epochs=epochs, **settings)
+    result = join(
+        "http://in-process",
+        task(),
+        federation="one",
+        name="pi",
+        budget=1.0,
+        state_dir=tmp_path / "pi",
+        export=tmp_path / "pi.onnx",
+        client=client,
+        quiet=True,
+    )
+    # A step halves the distance to 6 (loss (2 w - 6)^2, rate 1/16): 3, then 4.5, and with two more 5.25 and 5.625.
+    assert answer(result.export.path) == pytest.approx(5.625 if epochs else 4.5, abs=1e-4)
+    assert result.global_share == (0.5 if epochs else 0.0)
