@@ -27,7 +27,7 @@ from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.engines import Engine
 from edge_sdk.methods import Job, Update
 from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, unpack
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Batches, Task
@@ -69,7 +69,7 @@ class LabelPrior:
         batch = [next(iter(batches))]
         tensors = engine.read()
         before, _ = engine.scores(batch)
-        engine.load({self.bias: tensors[self.bias] + self.offset})
+        engine.load({self.bias: np.add(tensors[self.bias], self.offset)})
         after, _ = engine.scores(batch)
         engine.load({self.bias: tensors[self.bias]})
         moved = _centred(after - before) - _centred(self.offset[None])
@@ -85,19 +85,23 @@ class LabelPrior:
 
     def sent(self, update: Update) -> Update:
         """Return an update without the prior."""
-        base = None if update.base is None else {**update.base, self.bias: update.base[self.bias] - self.offset}
+        base = (
+            None
+            if update.base is None
+            else {**update.base, self.bias: np.subtract(update.base[self.bias], self.offset)}
+        )
         return replace(update, values=self._moved(update.values, update.mask, -1), base=base)
 
     def _added(self, received: Bundle) -> Bundle:
         return replace(received, values=self._moved(received.values, received.mask, 1))
 
-    def _moved(self, values: NDArray[np.float32], mask: Mask | None, sign: int) -> NDArray[np.float32]:
+    def _moved(self, values: Array, mask: Mask | None, sign: int) -> NDArray[np.float32]:
         moved = np.array(values, np.float32)
         for spec, block, view in unpack(self.manifest, moved, mask):
             if spec.name == self.bias:
                 part = np.empty(block.size, np.float32)
                 block.take_into(self.offset, part)
-                view += sign * part.reshape(view.shape)
+                np.add(view, sign * part.reshape(view.shape), out=view)
         return moved
 
 
