@@ -333,7 +333,9 @@ def test_an_older_model_is_taken_up_without_what_was_trained_on_later_ones(coord
     assert coordinator.record(3).base_version == 1
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedspu", "feddrop", "heterofl", "fjord", "ditto", "fedper"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "fedspu", "feddrop", "heterofl", "fjord", "ditto", "pfedme", "perfedavg", "fedper"]
+)
 def test_methods_that_take_a_mean_can(method):
     assert load_method(method).why_not_buffered(FederationSettings()) is None
 

@@ -270,6 +270,8 @@ METHODS = (
     "fedprox",
     "ditto",
     "apfl",
+    "pfedme",
+    "perfedavg",
     "fedper",
     "fedrep",
     "lgfedavg",

@@ -21,6 +21,8 @@ METHODS = {
     "fedrep": {},
     "ditto": {},
     "apfl": {},
+    "pfedme": {},
+    "perfedavg": {},
     "lgfedavg": {},
     "fjord": {},
     "heterofl": {"rows": "all"},
