@@ -75,9 +75,9 @@ the end, and every `global_evaluation_interval` rounds if that is set. For metho
 FedAvg, these devices evaluate the global model every `evaluation_interval` rounds. An operator with test data needs
 no device: `sparrow evaluate` does it at the coordinator.
 
-With `fedspu`, `ditto`, `apfl` and `fedem` every device receives the finished global model once, at the end. A mixture
-of it and the personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the device's
-validation data. This helps most with small budgets, whose devices have never trained some of their weights.
+With `fedspu`, `ditto`, `apfl`, `fedem` and `pfedme` every device receives the finished global model once, at the end. A
+mixture of it and the personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the
+device's validation data. This helps most with small budgets, whose devices have never trained some of their weights.
 
 ### The end of a round
 
@@ -100,9 +100,9 @@ again until it asks for work.
   `buffer` updates have arrived, and devices that still train count in a later round. An update that is t models old
   moves today's model by (1 + t)^-`staleness_exponent` times its own change. Records count the stale updates
   (`notes.stale_updates`) and the largest age. This works for methods whose rounds are a mean of updates: FedSPU,
-  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto and APFL. Others refuse it, and so does
-  differential privacy. The updates of a round depend on the devices' speed, so two runs differ; the same arrivals
-  give the same model.
+  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto, APFL, pFedMe and Per-FedAvg. Others refuse it,
+  and so does differential privacy. The updates of a round depend on the devices' speed, so two runs differ; the same
+  arrivals give the same model.
 """
 
 METHODS = """

@@ -334,7 +334,8 @@ def test_an_older_model_is_taken_up_without_what_was_trained_on_later_ones(coord
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedprox", "fedspu", "feddrop", "heterofl", "fjord", "ditto", "fedem", "fedper"]
+    "method",
+    ["fedavg", "fedprox", "fedspu", "feddrop", "heterofl", "fjord", "ditto", "fedem", "pfedme", "perfedavg", "fedper"],
 )
 def test_methods_that_take_a_mean_can(method):
     assert load_method(method).why_not_buffered(FederationSettings()) is None

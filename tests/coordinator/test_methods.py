@@ -264,6 +264,34 @@ def test_fine_tuned_copies_are_judged_and_the_last_is_kept(coordinator):
     assert judged == sorted(receipt.personal["loss"] for receipt in adapted), "the same copy as was judged"
 
 
+def test_perfedavg_s_adapted_copies_are_judged_and_kept(coordinator):
+    """Beside the global model, which every device is sent; nothing stays on devices from round to round."""
+    coordinator.create("perfedavg", method_settings={"inner_rate": 0.1, "adaptation_steps": 3}, evaluation_interval=3)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate", "adapt"]] * 2
+    record = coordinator.records.rounds("f")[-1]
+    assert record.loss_personal < record.loss_global
+    assert record.finetune_flops > 0
+    assert [receipt.state_bytes for receipt in coordinator.receipts()] == [0, 0]
+    judged = sorted(receipt.personal["loss"] for receipt in coordinator.receipts())
+    assert judged == sorted(receipt.personal["loss"] for receipt in coordinator.receipts("adapt")), "the same copy"
+
+
+def test_pfedme_without_mixing_keeps_the_servers_model_and_devices_have_their_own(coordinator, new_coordinator):
+    start = initial_values(DIGITS, 0)
+    for mixing, each in ((0.0, coordinator), (1.0, new_coordinator())):
+        own = {"proximal_weight": 1.0, "outer_rate": 0.1, "server_mixing": mixing}
+        each.create("pfedme", method_settings=own, local_epochs=3, evaluation_interval=3)
+        sessions = [each.open_device(name) for name in "ab"]
+        worked = each.play(*sessions)
+        assert [kinds(of_device) for of_device in worked] == [["train"] * 3 + ["evaluate"]] * 2
+        record = each.records.rounds("f")[-1]
+        assert record.loss_personal < record.loss_global
+        assert not same(sessions[0].personal, sessions[1].personal)
+        assert same(each.model().tensors, start) == (mixing == 0)
+
+
 def test_fedavg_is_fedspu_of_devices_that_train_everything(coordinator, new_coordinator):
     coordinator.create("fedavg", early_stopping="paper", patience=9)
     coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))

@@ -192,7 +192,8 @@ def without_norm(small):
 
 @accountant
 @pytest.mark.parametrize(
-    "name", ["fedspu", "fedavg", "fedprox", "ditto", "apfl", "fedem", "feddrop", "heterofl", "hermes"]
+    "name",
+    ["fedspu", "fedavg", "fedprox", "ditto", "apfl", "fedem", "pfedme", "perfedavg", "feddrop", "heterofl", "hermes"],
 )
 def test_methods_of_a_plain_mean_may(small, name):
     check_privacy(load_method(name), without_norm(small), completed(FederationSettings(method=name, **PRIVATE)))

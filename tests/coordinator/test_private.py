@@ -278,6 +278,10 @@ def test_personal_models_stay_and_the_global_one_is_fedavgs(coordinator, new_coo
     [
         ("ditto", {"proximal_weight": -1}, "proximal_weight"),
         ("apfl", {"mixing_weight": 1.5}, "mixing_weight"),
+        ("pfedme", {"proximal_weight": 0}, "proximal_weight"),
+        ("pfedme", {"server_mixing": -1}, "server_mixing"),
+        ("perfedavg", {"hessian": "exact"}, "hessian"),
+        ("perfedavg", {"inner_rate": 0}, "inner_rate"),
         ("local", {"x": 1}, "takes no settings of its own"),
     ],
 )

@@ -271,6 +271,8 @@ METHODS = (
     "ditto",
     "apfl",
     "fedem",
+    "pfedme",
+    "perfedavg",
     "fedper",
     "fedrep",
     "lgfedavg",

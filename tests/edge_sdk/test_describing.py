@@ -145,7 +145,9 @@ def test_models_that_cannot_be_traced_train_and_predict_as_onnx(client, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedprox", "ditto", "apfl", "fedem", "fedper", "fedrep", "lgfedavg", "local"])
+@pytest.mark.parametrize(
+    "method", ["fedprox", "ditto", "apfl", "fedem", "pfedme", "perfedavg", "fedper", "fedrep", "lgfedavg", "local"]
+)
 def test_methods_of_whole_tensors_take_a_recurrent_model(client, tmp_path, method):
     result = play(client, tmp_path / "pi", task_of(Recurrent(), words_of()), method=method)
     assert result.rounds == 2

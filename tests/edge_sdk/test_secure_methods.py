@@ -23,6 +23,8 @@ METHODS = {
     "apfl": {},
     "fedem": {},
     "fedmd": {},
+    "pfedme": {},
+    "perfedavg": {},
     "lgfedavg": {},
     "fjord": {},
     "heterofl": {"rows": "all"},

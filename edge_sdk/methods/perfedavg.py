@@ -1,0 +1,219 @@
+"""Per-FedAvg, the device half: a global model trained so that one gradient step on a device's data makes it personal.
+
+Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
+Approach", NeurIPS 2020, arXiv:2002.07948. Each local step of its Algorithm 1 takes batches D, D' and D'', and moves w
+along the gradient of f(w - α∇f(w)):
+
+    u = w - α∇f(w; D)                                        α: ``inner_rate``
+    w ← w - β(I - α∇²f(w; D''))∇f(u; D')                     β: ``learning_rate``
+
+``hessian`` = first_order leaves the Hessian out (FO-MAML), and D'' with it: two gradients a step. With hessian_free
+(HF-MAML) its product with g = ∇f(u; D') is
+
+    [∇f(w + δg; D'') - ∇f(w - δg; D'')] / 2δ                 δ: ``difference``
+
+which makes four. w goes up. A device is judged by w after ``adaptation_steps`` steps of α on its training data, in the
+paper one, and keeps that when the federation has ended; w itself is judged beside it as the global model.
+
+Departures, and choices where the paper is silent:
+
+- A local step takes two or three batches of the device's data, one after the other, so that D, D' and D'' share no
+  sample where there are so many. Local steps are as many as FedAvg's, so a round goes through the data two or three
+  times as often; samples, and with them FLOPs, are those of all gradients.
+- The step of β is the federation's optimiser's; with plain SGD, as the paper has it, it is the one above. β decays as
+  the learning rate does (``learning_rate_decay``); α is constant, because it is part of what is minimised.
+- Both gradients of the difference see the same dropout, whose noise would be divided by 2δ otherwise.
+- Running statistics move in ∇f(w; D) alone, as in a step of w.
+- Losses are f(u; D'), of what is minimised. Early stopping goes by w adapted, on validation data.
+- With ``finetune_epochs`` the steps by which w is adapted are those of so many epochs instead, at
+  ``finetune_learning_rate`` if that is set.
+
+Counts: ``meta_steps``, the local steps whose u was not w; ``hessian_steps``, those with a Hessian's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from edge_sdk.engines import Engine, Progress
+from edge_sdk.engines.optimiser import Optimiser, rule_of
+from edge_sdk.engines.training import Batch, LocalResult, derive_seed
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    MethodSettings,
+    Trained,
+    Update,
+    own_settings,
+)
+from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.rounds import conclude, judge_held_out
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.tasks import Batches
+
+if TYPE_CHECKING:
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+
+
+class Settings(MethodSettings):
+    """Per-FedAvg's own settings."""
+
+    hessian: Literal["first_order", "hessian_free"]
+    inner_rate: float
+    difference: float
+    adaptation_steps: int
+
+
+@dataclass
+class Meta:
+    """A round's local steps. weights: w, which ``optimiser`` moves in place. seed: dropout of differences follows from
+    it. moved: the steps whose u was not w; curved: those with a Hessian's part."""
+
+    weights: Weights
+    optimiser: Optimiser
+    own: Settings
+    seed: int
+    moved: int = field(default=0, init=False)
+    curved: int = field(default=0, init=False)
+
+    def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        """Take a local step; the engine has w then."""
+        rate = self.own.inner_rate
+        _, inner = gradients.of(next(batches), self.weights, moves=True)
+        ahead = moved(self.weights, inner, -rate)
+        self.moved += any(not np.array_equal(each, self.weights[name]) for name, each in ahead.items())
+        judged = next(batches)
+        loss, outer = gradients.of(judged, ahead)
+        if self.own.hessian == "hessian_free":
+            product = self._product(gradients, next(batches), outer)
+            outer = moved(outer, product, -rate)
+            self.curved += any(each.any() for each in product.values())
+        self.optimiser.step(outer)
+        gradients.engine.load(self.weights)
+        return loss, len(judged[1])
+
+    def _product(self, gradients: Gradients, batch: Batch, direction: Weights) -> Weights:
+        """Return the Hessian's product with ``direction``, by the difference of two gradients."""
+        length, seed = self.own.difference, derive_seed(self.seed, gradients.step)
+        (_, above), (_, below) = (
+            # The batch comes from ``epochs`` again, because that decides what is drawn for it.
+            gradients.of(next(gradients.engine.epochs([batch], seed)), moved(self.weights, direction, each))
+            for each in (length, -length)
+        )
+        return {name: (each - below[name]) / np.float32(2 * length) for name, each in above.items()}
+
+
+def moved(weights: Weights, direction: Weights, length: float) -> Weights:
+    """Return weights + length·direction, where ``direction`` has them."""
+    return {
+        name: each + np.float32(length) * direction[name] if name in direction else each
+        for name, each in weights.items()
+    }
+
+
+def take_meta_steps(
+    engine: Engine,
+    batches: Batches,
+    settings: FederationSettings,
+    own: Settings,
+    *,
+    learning_rate: float,
+    seed: int,
+    progress: Progress,
+) -> tuple[LocalResult, Meta]:
+    """Take a round's steps from the model that the engine holds. Raises TrainingDiverged."""
+    weights = trained_weights(engine)
+    meta = Meta(weights, Optimiser(rule_of(settings, learning_rate), weights), own, seed)
+    result = take_steps(engine, batches, settings, meta.step, learning_rate=learning_rate, seed=seed, progress=progress)
+    return result, meta
+
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    settings = job.assignment.settings
+    job.engine.load(whole_model(job.manifest, job.received))
+    result, meta = take_meta_steps(
+        job.engine,
+        job.task.train,
+        settings,
+        job.own(Settings),
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        seed=job.seed("train"),
+        progress=job.progress,
+    )
+    trained, adapting = job.engine.read(), 0
+
+    def judge() -> Evaluation:
+        nonlocal adapting
+        adapting = take_inner_steps(job, job.own(Settings).adaptation_steps, job.own(Settings).inner_rate).samples
+        found = job.engine.evaluate(job.task.validation)
+        job.engine.load(trained)
+        return found
+
+    update = Update(pack(job.manifest, trained, None))
+    counts = {"meta_steps": meta.moved, "hessian_steps": meta.curved}
+    concluded = conclude(job, result, personal=None, update=update, counts=counts, judge=judge)
+    return replace(concluded, flops=concluded.flops + training_flops(job.manifest, adapting))
+
+
+def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
+    """Take so many plain gradient steps from the model that the engine holds; the same ones whenever a round asks.
+
+    Raises TrainingDiverged.
+    """
+    settings = job.assignment.settings.model_copy(update={"local_steps": steps})
+    weights = trained_weights(job.engine)
+
+    def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        batch = next(batches)
+        loss, found = gradients.of(batch, weights, moves=True)
+        weights.update(moved(weights, found, -rate))
+        gradients.engine.load(weights)
+        return loss, len(batch[1])
+
+    return take_steps(job.engine, job.task.train, settings, step, learning_rate=rate, seed=job.seed("finetune"))
+
+
+def adapt_loaded(job: Job) -> LocalResult:
+    """Adapt the global model, which the engine holds, to the device's data. Raises TrainingDiverged."""
+    settings, own = job.assignment.settings, job.own(Settings)
+    steps = settings.finetune_epochs * len(job.task.train) or own.adaptation_steps
+    return take_inner_steps(job, steps, settings.finetune_learning_rate or own.inner_rate)
+
+
+def evaluate(job: Job) -> Evaluated:
+    """Judge the global model on held-out data, and a copy of it that is adapted to the device's training data."""
+    job.engine.load(whole_model(job.manifest, job.received))
+    global_model = job.engine.evaluate(job.task.held_out, metrics=True)
+    result = adapt_loaded(job)
+    personal, validation = judge_held_out(job)
+    return Evaluated(personal, global_model, validation, flops=training_flops(job.manifest, result.samples))
+
+
+def adapt(job: Job) -> DeviceState:
+    """Keep the finished global model, adapted as it is to be judged."""
+    job.engine.load(whole_model(job.manifest, job.received))
+    adapt_loaded(job)
+    return replace(job.state, personal=job.engine.read())
+
+
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return steps as rounds take them."""
+    own = own_settings(rehearsal.settings, Settings)
+
+    def work(engine: Engine, batches: Batches, settings: FederationSettings, progress: Progress) -> object:
+        return take_meta_steps(engine, batches, settings, own, learning_rate=0.0, seed=0, progress=progress)
+
+    return StepsEffort(rehearsal, work, 4 if own.hessian == "hessian_free" else 2)
+
+
+PERFEDAVG = DeviceMethod(train=train, evaluate=evaluate, adapt=adapt, effort=effort, acts=("meta_steps",))

@@ -1,0 +1,164 @@
+"""pFedMe, the device half: personal models near a global one, which follows them by their Moreau envelopes.
+
+T. Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, arXiv:2006.08848. In each
+local step of a round (its Algorithm 1) a device takes a batch D, approximates its personal model, and moves its local
+model w_i, which begins as the model received, along the gradient of the Moreau envelope, λ(w_i - θ_i):
+
+    θ_i ≈ argmin f(θ; D) + λ/2·|θ - w_i|²        K steps: ``inner_steps``, λ: ``proximal_weight``
+    w_i ← w_i - ηλ(w_i - θ_i)                    η: ``outer_rate``
+
+w_i goes up; θ_i stays, and with it the device predicts. A local step costs K of FedAvg's. A device that comes later
+trains a θ for the finished model, pulled to it, for ``finetune_epochs`` or else as many epochs as in a round.
+
+Departures, and choices where the paper is silent:
+
+- θ's K steps are those of the federation's optimiser, at ``learning_rate``; the paper takes any first-order method. Its
+  memory (momentum, moments) lasts a round. The pull counts in a gradient's norm where ``clip`` is set. η decays as the
+  learning rate does (``learning_rate_decay``); the paper's is constant.
+- θ begins a round as the model received and goes on from batch to batch, as in the released code; the paper says only
+  how near to the minimum it must come. It is not kept over rounds: w has moved meanwhile.
+- The released code adds 0.001·θ to the gradient, which the paper does not: ``weight_decay`` is 0 unless it is set.
+- In the released code θ's tensors are those that w_i is written to when the round ends, so that what it judges as
+  personal is w_i. Here it is θ, as the paper has it.
+- In the paper all devices train in every round and a sample of them is averaged; here the cohort alone trains.
+- w_i itself is never run. Running statistics are those that θ finds, moved once a batch, in the first of its K steps;
+  they are sent with w_i.
+- Early stopping goes by θ. Losses are those of θ as it is when a batch comes, without the pull.
+
+Counts: ``pulled_steps``, the steps of θ; ``envelope_steps``, the local steps in which w_i moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edge_sdk.engines import Engine, Progress
+from edge_sdk.engines.optimiser import Optimiser, rule_of
+from edge_sdk.engines.training import Batch, LocalResult
+from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
+from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
+from edge_sdk.methods.whole import pull_of
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Batches
+
+if TYPE_CHECKING:
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+
+
+class Settings(MethodSettings):
+    """pFedMe's own settings."""
+
+    proximal_weight: float
+    inner_steps: int
+    outer_rate: float
+
+
+@dataclass
+class Envelope:
+    """A round's local steps. local: w_i, moved in place. personal: θ, which ``optimiser`` moves in place. share: ηλ.
+    moved: the steps in which w_i did."""
+
+    local: Weights
+    personal: Weights
+    optimiser: Optimiser
+    weight: float
+    inner_steps: int
+    share: float
+    moved: int = field(default=0, init=False)
+
+    def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        """Take a local step; the engine has θ then."""
+        batch, first = next(batches), 0.0
+        for inner in range(self.inner_steps):
+            loss, found = gradients.of(batch, self.personal, moves=inner == 0)
+            first = first if inner else loss
+            for name, gradient in found.items():
+                gradient += np.float32(self.weight) * (self.personal[name] - self.local[name])
+            self.optimiser.step(found)
+        gradients.engine.load(self.personal)
+        moved = False
+        for name, local in self.local.items():
+            after = local - np.float32(self.share) * (local - self.personal[name])
+            moved = moved or not np.array_equal(after, local)
+            local[:] = after
+        self.moved += moved
+        return first, len(batch[1])
+
+
+def take_envelope_steps(
+    engine: Engine,
+    batches: Batches,
+    settings: FederationSettings,
+    own: Settings,
+    *,
+    learning_rate: float,
+    outer_rate: float,
+    seed: int,
+    progress: Progress,
+) -> tuple[LocalResult, Envelope]:
+    """Take a round's steps from the model that the engine holds, which is θ afterwards. Raises TrainingDiverged."""
+    local, personal = trained_weights(engine), trained_weights(engine)
+    optimiser = Optimiser(rule_of(settings, learning_rate), personal)
+    weight = own.proximal_weight
+    envelope = Envelope(local, personal, optimiser, weight, own.inner_steps, outer_rate * weight)
+    result = take_steps(
+        engine, batches, settings, envelope.step, learning_rate=learning_rate, seed=seed, progress=progress
+    )
+    return result, envelope
+
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    settings, own = job.assignment.settings, job.own(Settings)
+    rate = settings.learning_rate_of(job.assignment.round)
+    job.engine.load({**(job.state.personal or {}), **whole_model(job.manifest, job.received)})
+    result, envelope = take_envelope_steps(
+        job.engine,
+        job.task.train,
+        settings,
+        own,
+        learning_rate=rate,
+        outer_rate=own.outer_rate * rate / settings.learning_rate,
+        seed=job.seed("train"),
+        progress=job.progress,
+    )
+    personal = job.engine.read()
+    update = Update(pack(job.manifest, {**personal, **envelope.local}, None))
+    counts = {"pulled_steps": result.steps * own.inner_steps, "envelope_steps": envelope.moved}
+    return conclude(job, result, personal=personal, update=update, counts=counts)
+
+
+def adapt(job: Job) -> DeviceState:
+    """Train a personal model for the finished global one, pulled to it. Raises BundleError, TrainingDiverged."""
+    job.engine.load(whole_model(job.manifest, job.received))
+    train_loaded(fine_tuning(job), purpose="adapt", pull=pull_of(job.own(Settings).proximal_weight))
+    return replace(job.state, personal=job.engine.read())
+
+
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return steps as rounds take them."""
+    own = own_settings(rehearsal.settings, Settings)
+
+    def work(engine: Engine, batches: Batches, settings: FederationSettings, progress: Progress) -> object:
+        return take_envelope_steps(
+            engine, batches, settings, own, learning_rate=0.0, outer_rate=0.0, seed=0, progress=progress
+        )
+
+    return StepsEffort(rehearsal, work, own.inner_steps)
+
+
+PFEDME = DeviceMethod(
+    train=train,
+    evaluate=evaluate_both,
+    adapt=adapt,
+    effort=effort,
+    mixes_global=True,
+    acts=("envelope_steps",),
+)
