@@ -378,7 +378,7 @@ def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1, inputs
     published = sum(len(part.inputs) for part in parts[:training])
     order: slice | Array = slice(None)
     if (test := _of_each(parts, "test", "b", "true or false")) is not None:
-        order, published = np.argsort(test, kind="stable"), int(np.count_nonzero(~test))
+        order, published = np.argsort(test, kind="stable"), len(test) - int(np.count_nonzero(test))
         if published == 0:
             raise DataError(
                 f"{source}: test is true for all samples, so none is to train on; correct it or leave it out"
@@ -420,7 +420,8 @@ def _names_of(people: Array, names: Array | None, source: str) -> Array:
         return people
     if people.min() < 0 or people.max() >= len(names):
         raise DataError(f"{source}: people are {people.min()} to {people.max()}, but {len(names)} have names; name all")
-    return names[people]
+    named: Array = names[people]
+    return named
 
 
 def _of_each(parts: Sequence[Part], name: str, kinds: str, what: str) -> Array | None:

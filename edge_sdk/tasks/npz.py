@@ -155,8 +155,8 @@ def _read_whole(place: Path, stamp: int) -> Dataset:
             "the classes from 0"
         )
     classes = _classes(arrays, {str(place): targets}, names or 0)
-    people, names, runs = whose(parts, len(targets))
-    return Dataset(inputs, targets, people, classes, published=len(targets), names=names, runs=runs)
+    people, people_names, runs = whose(parts, len(targets))
+    return Dataset(inputs, targets, people, classes, published=len(targets), names=people_names, runs=runs)
 
 
 def _joined(parts: list[Part]) -> tuple[Array, Array]:
