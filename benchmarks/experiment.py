@@ -5,12 +5,14 @@
     partition = "dirichlet"         its options are axes, or follow after commas; "default": the task's own partition,
                                     or each device has its own file
     devices = 100
+    new = 20                        more devices, which never train: they adapt the finished model, and are judged apart
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
     engine = "torch"                what trains every method; else ONNX Runtime what it can, and PyTorch the others
     as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
-    data = { test = "published" }   further options of --data, for every trial
+    data = { test = "published" }   further options of --data, for every trial; { leave_out = "sketch" }: nobody trains
+                                    on this person or domain, whose samples are what all are tested on
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
     accuracy_targets = [0.9]        shares: one more table, the cumulative upload until an evaluation finds as much
     shifts = [0, 0.5, 1]            a trial's last models are evaluated on these test sets too: shares of the
@@ -20,7 +22,7 @@
     [settings]                      of every method: fields of FederationSettings
     cohort = 10
 
-    [axes]                          options of the partition; every combination is run
+    [axes]                          options of --data, or devices = [10, 100]; every combination is run
     alpha = [0.1, 0.5, 1.0]
 
     [[methods]]
@@ -173,6 +175,8 @@ class Experiment(_Part):
         decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
         if decided:
             raise ValueError(f"data: {', '.join(decided)} is set elsewhere in the experiment; leave it out of data")
+        if any(type(count) is not int or count < 1 for count in self.axes.get("devices", ())):
+            raise ValueError(f"axes: devices is {list(self.axes['devices'])}; give whole numbers from 1")
         self._check_shifts()
         return self
 
@@ -230,7 +234,8 @@ class Experiment(_Part):
         """Return True if the devices' test samples together are the published test set, so that weighted means
         refer to it.
         """
-        return self.data.get("test") == "published"
+        leaves_out = "leave_out" in {**self.data, **self.axes}
+        return self.data.get("test", "published" if leaves_out else "own") == "published"
 
 
 class Trial(_Part):
@@ -278,7 +283,7 @@ class Trial(_Part):
     @property
     def data_text(self) -> str:
         """Return the distribution of the data as text for ``--data``; the path goes before it."""
-        options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items()]
+        options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items() if key != "devices"]
         dealt = self.partition != DEFAULT
         return ",".join([*[f"partition={self.partition}"] * dealt, *options, *[f"seed={self.seed}"] * dealt])
 
@@ -386,8 +391,9 @@ def tuning_trial(
 def _trial(
     experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
 ) -> Trial:
+    devices = int(axes.get("devices", experiment.devices))
     # Means are over all devices, the global model's too.
-    always = {"min_devices": experiment.devices, "global_evaluation_devices": experiment.devices + experiment.new}
+    always = {"min_devices": devices, "global_evaluation_devices": devices + experiment.new}
     complete = {**always, "deadline_seconds": 86400.0, **settings}
     if not experiment.as_published:  # a method is judged by both models at every evaluation, by everybody
         every = complete.get("evaluation_interval", FederationSettings().evaluation_interval)
@@ -402,7 +408,7 @@ def _trial(
         partition=experiment.partition,
         axes=axes,
         seed=seed,
-        devices=experiment.devices,
+        devices=devices,
         new=experiment.new,
         boards=experiment.boards,
         budgets=run.budgets,

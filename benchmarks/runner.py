@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,13 +188,37 @@ def run_trial(
         seconds = time.monotonic() - begin
         recorded = [replace(collect(server, each, seconds, fleet.engine), analyses=analyses) for each in trials]
         others: list[Recorded] = []
-        if test_sets or retuned:
+        late = [_index(each.device) for each in recorded[0].result.devices if each.new and each.accuracy is None]
+        if test_sets or retuned or late:
             finished = read_finished(server, FEDERATION, folder, fleet.engine)
+            if late:
+                (own_models,) = judge(finished, plan, [plan.data], processes=where.processes, devices=late)
+                recorded = [_with_late(each, dict(zip(late, own_models, strict=True))) for each in recorded]
             if test_sets:
                 found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
             others = [_retuned(finished, recorded[0], each, plan, where) for each in retuned]
     shutil.rmtree(folder)
     return [*(replace(each, shifts=_shifts(each.trial, found)) for each in recorded), *others]
+
+
+def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
+    """Return the rows with the figures of new devices, by index, that reported none.
+
+    With DM-PFL a new device catches up on the last round for everyone, which does not judge, and adapts nothing then.
+    """
+
+    def judged_late(device: DeviceResult) -> DeviceResult:
+        each = found.get(_index(device.device))
+        judgement = own(each, recorded.trial.judged_as) if each and each.personal else None
+        if judgement is None:
+            return device
+        shared = each.global_model.accuracy if each and each.global_model else None
+        return replace(
+            device, test_examples=judgement.num_examples, accuracy=judgement.accuracy, accuracy_global=shared
+        )
+
+    devices = tuple(map(judged_late, recorded.result.devices))
+    return replace(recorded, result=replace(recorded.result, devices=devices))
 
 
 def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, where: Where) -> Recorded:

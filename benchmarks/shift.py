@@ -102,14 +102,20 @@ def _newest_values(folder: Path) -> Tensors:
 
 
 def judge(
-    finished: Finished, plan: Plan, texts: Sequence[DataOfDevices], *, processes: int | None
+    finished: Finished,
+    plan: Plan,
+    texts: Sequence[DataOfDevices],
+    *,
+    processes: int | None,
+    devices: Sequence[int] | None = None,
 ) -> list[list[Evaluated]]:
-    """Return the results of every device that trained on every test set, each given as ``Plan.data``; by test set.
+    """Return the results of ``devices``, by default those that trained, on every test set, each given as ``Plan.data``;
+    by test set.
 
     Raises DataError, and KeyboardInterrupt.
     """
     number = processes or os.cpu_count() or 1
-    devices = range(plan.devices)
+    devices = range(plan.devices) if devices is None else devices
 
     def judge_one(index: int) -> list[Evaluated]:
         return judge_device(finished, plan, index, texts)

@@ -23,14 +23,15 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.tasks.models import DigitsNet
+from edge_sdk.tasks.public import BY_DEVICES, full_name
 from edge_sdk.tasks.public import MODELS as CHOICES
-from edge_sdk.tasks.public import full_name
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (DigitsNet, (1, 8, 8)),
     **{
         full_name(task, model): (choice.build, choice.shape)
         for task, choices in CHOICES.items()
+        if task not in BY_DEVICES
         for model, choice in choices.items()
     },
 }

@@ -18,9 +18,10 @@ class Dataset:
     """All samples: first the ``published`` ones of the published training part, then those of the test part, if any.
 
     inputs [N, ...]: bytes or floats as stored, in memory or mapped from disk. targets [N]: int64, classes from 0.
-    people [N] or None: who made each sample. sources [N] or None: the name of what it was recorded with. classes: how
-    many there are. Two sets are equal only if they are the same
-    object, so that what was computed of one can be kept by it.
+    people [N] or None: who made each sample, or its domain, by number, and ``names`` of the numbers; those who made
+    none of the published training part come last. sources [N] or None: the name of what it was recorded with. runs [N]
+    or None: the number of its unbroken recording. classes: how many there are. Two sets are equal only if they are the
+    same object, so that what was computed of one can be kept by it.
     """
 
     inputs: Array
@@ -29,6 +30,8 @@ class Dataset:
     classes: int
     published: int
     sources: Array | None = None
+    names: tuple[str, ...] = ()
+    runs: Array | None = None
 
 
 def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
@@ -50,4 +53,13 @@ def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
 @lru_cache(maxsize=8)
 def _read(place: Path, stamp: int, wanted: SampleFormat) -> Dataset:
     parts = read(place, wanted)
-    return Dataset(parts.inputs, parts.targets, parts.people, wanted.classes, parts.published, parts.sources)
+    return Dataset(
+        parts.inputs,
+        parts.targets,
+        parts.people,
+        wanted.classes,
+        parts.published,
+        parts.sources,
+        parts.names,
+        parts.runs,
+    )

@@ -23,7 +23,7 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import BadOption, DataError
-from edge_sdk.tasks.partition import Index, Split, drawn, shifted, split
+from edge_sdk.tasks.partition import Index, Split, drawn, people_of, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
@@ -52,7 +52,8 @@ class Dealing:
     nothing of its own held out. corruption and severity: what becomes of the device's test images, None and 0 for
     nothing. train_on, test_on: what the samples that it learns from, and those that it tests on, were recorded with;
     None for anything. public: the share of what would be dealt that is every device's instead, for methods that compare
-    models on it; 0 for none.
+    models on it; 0 for none. leave_out: the person, or domain, of whom no sample is dealt, and all samples are the
+    published test part.
     """
 
     path: str | None
@@ -71,6 +72,7 @@ class Dealing:
     train_on: str | None = None
     test_on: str | None = None
     public: float = 0.0
+    leave_out: str | None = None
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
@@ -85,7 +87,7 @@ class Dealing:
             raise BadOption(f"--data: test={self.test}; choose own or published")
         if not 0 <= self.shift <= 1:
             raise BadOption(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
-        if self.test == "published" and self.part == "all":
+        if self.test == "published" and self.part == "all" and self.leave_out is None:
             raise BadOption(
                 "--data: part=all deals the published test part to be trained on, and test=published tests on it; "
                 "leave one of them out"
@@ -169,6 +171,8 @@ def read_dealing(
                 f"--data: {key + '=' + text!r} is not understood{close}; {task} takes {_grammar(needs_path)}, and "
                 f"partition={name} takes {', '.join(option_types) or 'no options'}"
             )
+    if "leave_out" in fields:
+        fields.setdefault("test", "published")
     if "held_out" in fields and fields.get("test") == "published":
         raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
     if "corruption" in fields and not corruptible:
@@ -189,7 +193,7 @@ _FIELDS: Mapping[str, type] = {
     "severity": int,
 }
 
-_TEXTS = ("part", "test", "corruption", "train_on", "test_on")
+_TEXTS = ("part", "test", "corruption", "train_on", "test_on", "leave_out")
 
 
 def _grammar(needs_path: bool) -> str:
@@ -237,11 +241,9 @@ def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
     index, of = place(dataset, dealing, device=device)
-    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options, dealing.public)
+    own = _split(dataset, _dealt(dataset, dealing, of)[index], dealing)
     if dealing.test == "published":
-        own = _tested_on_published(dataset, dealt[index], dealing, index=index, of=of)
-    else:
-        own = _split(dealt[index], dealing.seed, dealing.held_out, dealing.validation)
+        own = replace(own, test=_published(dataset, dealing, index=index, of=of))
     own = Split(
         _recorded_with(dataset, own.train, dealing.train_on, "training"),
         _recorded_with(dataset, own.validation, dealing.train_on, "validation"),
@@ -260,9 +262,29 @@ def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]
     """(index, of): which part of how many the device so named holds. Raises DataError."""
     of = dealing.of
     if of is None:
-        by_person = dealing.partition == "person" and dataset.people is not None
-        of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
+        of = DEVICES
+        if dealing.partition == "person" and dataset.people is not None:
+            training, _ = _parts(dataset, dealing.part, dealing.leave_out)
+            of = len(people_of(dataset.people[training], **dict(dealing.options)))
     return dealing.place(device, of), of
+
+
+@lru_cache(maxsize=8)
+def _parts(dataset: Dataset, part: str, leave_out: str | None) -> tuple[Index, Index]:
+    """Return what is dealt, and the published test part: as published, or all samples of who is left out."""
+    every = np.arange(len(dataset.targets))
+    training = every[: dataset.published] if part == "train" else every
+    if leave_out is None:
+        return training, every[dataset.published :]
+    if dataset.people is None:
+        raise BadOption(f"--data: leave_out={leave_out}, but the data do not say who made a sample; leave it out")
+    if leave_out not in dataset.names:
+        raise BadOption(
+            f"--data: leave_out={leave_out}{nearest(leave_out, dataset.names)}; the data are of "
+            f"{', '.join(dataset.names[:8])}{', ...' if len(dataset.names) > 8 else ''}; choose one of them"
+        )
+    out = dataset.people == dataset.names.index(leave_out)
+    return training[~out[training]], np.flatnonzero(out)
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
@@ -284,40 +306,46 @@ def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: st
     return kept
 
 
+def _dealt(dataset: Dataset, dealing: Dealing, of: int) -> list[Index]:
+    rule = dealing.partition, of, dealing.seed, dealing.options
+    return _deal(dataset, dealing.part, dealing.leave_out, *rule, dealing.public)
+
+
 @lru_cache(maxsize=8)
 def _deal(
     dataset: Dataset,
     part: str,
+    leave_out: str | None,
     partition: str,
     of: int,
     seed: int,
     options: tuple[tuple[str, float], ...],
     public: float,
 ) -> list[Index]:
-    everything = _dealt_samples(dataset, part)
-    left = np.setdiff1d(np.arange(everything), drawn(everything, seed, public))
-    count = len(left)
+    left = np.setdiff1d(*_dealt_samples(dataset, part, leave_out, seed, public), assume_unique=True)
     people = None if dataset.people is None else dataset.people[left]
     dealt = find_partition(partition)(dataset.targets[left], people, of=of, seed=seed, **dict(options))
     together = np.sort(np.concatenate(dealt))
-    if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= count:
+    if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= len(left):
         raise DataError(
             f"partition={partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one of none; "
             f"correct the function"
         )
-    return [left[each] for each in dealt]
+    return [left[samples] for samples in dealt]
 
 
 def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
     """Return the samples that every device has, as indices into ``dataset``, in the order that all have them in; None
     where there are none. They are dealt to nobody."""
-    public = drawn(_dealt_samples(dataset, dealing.part), dealing.seed, dealing.public)
+    given = dealing.part, dealing.leave_out, dealing.seed, dealing.public
+    _, public = _dealt_samples(dataset, *given)
     return public if len(public) else None
 
 
-def _dealt_samples(dataset: Dataset, part: str) -> int:
-    """Return how many samples are there to be dealt, the first ones."""
-    return dataset.published if part == "train" else len(dataset.targets)
+def _dealt_samples(dataset: Dataset, part: str, leave_out: str | None, seed: int, public: float) -> tuple[Index, Index]:
+    """Return what there is to be dealt, and which of it is every device's instead."""
+    training, _ = _parts(dataset, part, leave_out)
+    return training, training[drawn(len(training), seed, public)]
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
@@ -330,37 +358,30 @@ def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
     """Return the samples of all devices that they have for one use, each once."""
-    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options, dealing.public)
-    split = [_split(samples, dealing.seed, dealing.held_out, dealing.validation) for samples in dealt]
+    split = [_split(dataset, samples, dealing) for samples in _dealt(dataset, dealing, of)]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
-def _split(samples: Index, seed: int, held_out: float, validation: float) -> Split:
-    parts = split(len(samples), seed, held_out, validation)
+def _split(dataset: Dataset, samples: Index, dealing: Dealing) -> Split:
+    """Return a device's samples by use; none for testing if it tests on published ones."""
+    held_out = None if dealing.test == "published" else dealing.held_out
+    runs = None if dataset.runs is None else dataset.runs[samples]
+    parts = split(len(samples), dealing.seed, held_out, dealing.validation, runs)
     return Split(samples[parts.train], samples[parts.validation], samples[parts.test])
 
 
-def _tested_on_published(dataset: Dataset, samples: Index, dealing: Dealing, *, index: int, of: int) -> Split:
-    """Return ``samples`` for training and validation; for testing, every ``of``-th of the published
-    test part from ``index``.
+def _published(dataset: Dataset, dealing: Dealing, *, index: int, of: int) -> Index:
+    """Return every ``of``-th sample of the published test part from ``index``.
 
     So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
     the accuracy on the whole of it as their mean.
     """
-    count = len(dataset.targets) - dataset.published
-    if count == 0:
+    _, testing = _parts(dataset, dealing.part, dealing.leave_out)
+    if len(testing) == 0:
         raise BadOption("--data: test=published, but the data have no published test part; give one, or leave it out")
-    if count < of:
+    if len(testing) < of:
         raise BadOption(
-            f"--data: test=published, but {count} published test samples are too few for {of} devices; use fewer "
-            "devices, or leave it out"
+            f"--data: test=published, but {len(testing)} published test samples are too few for {of} devices; use "
+            "fewer devices, or leave it out"
         )
-    if not 0 < dealing.validation < 1:
-        raise BadOption(f"--data: validation={dealing.validation:g}; it must lie between 0 and 1")
-    if len(samples) < 2:
-        raise DataError(f"{len(samples)} samples cannot be split into training and validation; give at least 2")
-    # The stream and the rounding of ``partition.split``, of which this is the case without a test share.
-    order = samples[np.random.RandomState([dealing.seed & 0xFFFFFFFF, dealing.seed >> 32]).permutation(len(samples))]
-    kept = min(max(math.floor(dealing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
-    test = np.arange(dataset.published + index, len(dataset.targets), of)
-    return Split(np.sort(order[kept:]), np.sort(order[:kept]), test)
+    return testing[index::of]

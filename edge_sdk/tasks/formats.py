@@ -1,16 +1,18 @@
 """The file formats in which a task's samples may come; what is met in a folder decides which is read.
 
-    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person beside them, and watch
-                 (true: of a watch, false: of a phone). Images as files end to end: jpeg_train, offset_train (image i is
-                 jpeg[offset[i]:offset[i+1]]), y_train; _test
+    npz          x_train, y_train and perhaps x_test, y_test; or x, y and perhaps test (true: of the published test
+                 part). Perhaps beside them person, watch (true: of a watch, false: of a phone) and run (the number of
+                 the unbroken recording). Images as files end to end: jpeg, offset (image i is
+                 jpeg[offset[i]:offset[i+1]]) instead of x. A text: text, start and who speaks (``text``)
     IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
     binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
     table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label, y or target,
                  perhaps person, all other columns the values of a sample in order
     images       [train/ and test/]CLASS/*.png or .jpg
 
-Instead of ``person`` it may be called ``subject``, ``people`` or ``device``. Bytes stay bytes; nothing is ever
-unpickled.
+Instead of ``person`` it may be called as in ``PEOPLE``; where it is numbers, ``persons`` (``writers``, ...) may name
+them. Who made the samples of MNIST.npz may be said in MNIST_writers.npz beside it: writer_train, writer_test. Bytes
+stay bytes; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import re
 import struct
 import zipfile
 import zlib
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +33,10 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
 from edge_sdk.tasks.loading import DataError, NoData, label_names
+from edge_sdk.tasks.text import windows
 
-PEOPLE = ("person", "subject", "people", "device")
-"""What the entry or column is called that says who made a sample, or on which device."""
+PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
+"""What the entry or column is called that says who made a sample, on which device, or of which domain it is."""
 
 WATCH = "watch"
 """The entry that says whether a sample is of a watch; those that are not are a phone's."""
@@ -67,27 +71,32 @@ class SampleFormat:
 
 @dataclass(frozen=True)
 class Parts:
-    """A set as read: inputs [N, *shape], targets [N] int64, people [N] or None, sources [N] (names) or None.
-
-    The first ``published`` samples are its training part.
-    """
+    """A set as read; the fields are those of ``datasets.Dataset``."""
 
     inputs: Array
     targets: Array
     people: Array | None
     published: int
     sources: Array | None = None
+    names: tuple[str, ...] = ()
+    runs: Array | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file's samples before they are checked; ``source`` is how a message calls them."""
+    """One file's samples before they are checked; ``source`` is how a message calls them.
+
+    names: of people given by number from 0. test: which are of the published test part.
+    """
 
     source: str
     inputs: Array
     labels: Array
     people: Array | None = None
     watch: Array | None = None
+    run: Array | None = None
+    test: Array | None = None
+    names: Array | None = None
 
 
 def read(place: Path, wanted: SampleFormat) -> Parts:
@@ -115,12 +124,15 @@ def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             names = set(archive.files)
-            if "jpeg_train" in names:
-                return _jpegs(path, archive, wanted)
-            if "x" in names:
-                return _join([archived(path, archive, "")], wanted)
-            uses = ["_train", *(["_test"] if "x_test" in names else [])]
-            return _join([archived(path, archive, use) for use in uses], wanted)
+            entries = ChainMap(archive, _people_beside(path, archive))
+            if "text" in names:
+                return _join([_text(path, entries, wanted)], wanted)
+            content = "jpeg" if {"jpeg", "jpeg_train"} & names else "x"
+            uses = ["_train", *(["_test"] if f"{content}_test" in names else [])]
+            uses = [""] if content in names else uses
+            if content == "jpeg":
+                return _jpegs(path, entries, uses, wanted)
+            return _join([archived(path, entries, use) for use in uses], wanted)
     except KeyError as error:
         raise DataError(
             f"{path}: holds {', '.join(sorted(names)) or 'nothing'}, but {error.args[0]}; add it, or {wanted.advice}"
@@ -133,13 +145,48 @@ def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
         raise DataError(f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers") from None
 
 
-def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
-    """Return the samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
-    people = _only(path, [name + use for name in PEOPLE if name + use in archive])
-    inputs, labels = _entry(archive, f"x{use}"), _entry(archive, f"y{use}")
+def archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array | None = None) -> Part:
+    """Return the samples of ``use``, _train, _test, or nothing, and what else the file says of them.
+
+    inputs: the samples, where they are not the entry x.
+    """
+    person = _only(path, [name for name in PEOPLE if name + use in archive])
     return Part(
-        f"{path} (x{use})", inputs, labels, None if people is None else archive[people], archive.get(WATCH + use)
+        f"{path} (x{use})",
+        _entry(archive, f"x{use}") if inputs is None else inputs,
+        _entry(archive, f"y{use}"),
+        None if person is None else archive[person + use],
+        archive.get(WATCH + use),
+        archive.get(f"run{use}"),
+        None if use else archive.get("test"),
+        archive.get(f"{person}s"),
     )
+
+
+def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]:
+    """Return who made the samples, as a file beside theirs says, such as mnist_writers.npz; nothing without one."""
+    for kind in PEOPLE:
+        beside = path.with_name(f"{path.stem}_{kind}s.npz")
+        if not beside.is_file():
+            continue
+        with np.load(beside, allow_pickle=False) as found:
+            for labels in ("y", "y_train", "y_test"):
+                if labels in found and labels in archive and not np.array_equal(found[labels], archive[labels]):
+                    raise DataError(
+                        f"{beside}: its {labels} is not that of {path.name}; give the same samples in order"
+                    )
+            return {name: found[name] for name in found if name.startswith(kind)}
+    return {}
+
+
+def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> Part:
+    """Return the windows of a text, of the length that the task wants."""
+    person = _only(path, [name for name in PEOPLE if name in archive])
+    if person is None:
+        raise KeyError(f"no entry says who speaks ({', '.join(PEOPLE)})")
+    speeches = {name: _entry(archive, name) for name in ("text", "start")}
+    found = windows(**speeches, people=archive[person], place=archive.get("place"), length=wanted.shape[0])
+    return Part(str(path), found.inputs, found.targets, found.people, run=found.runs, names=archive.get(f"{person}s"))
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
@@ -155,14 +202,14 @@ def _entry(archive: Mapping[str, Array], name: str) -> Array:
     return archive[name]
 
 
-def _jpegs(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> Parts:
-    uses = ["_train", *(["_test"] if "jpeg_test" in archive else [])]
+def _jpegs(path: Path, archive: Mapping[str, Array], uses: Sequence[str], wanted: SampleFormat) -> Parts:
     offsets = [_entry(archive, f"offset{use}") for use in uses]
-    labels = [_entry(archive, f"y{use}") for use in uses]
     inputs = decode_jpegs(
         path, lambda: [_entry(archive, f"jpeg{use}") for use in uses], offsets, wanted.shape, name=wanted.task
     )
-    return _checked(str(path), inputs, np.concatenate(labels), None, len(labels[0]), wanted)
+    ends = np.cumsum([len(offset) - 1 for offset in offsets])
+    own = zip(uses, np.split(inputs, ends[:-1]), strict=True)
+    return _join([archived(path, archive, use, each) for use, each in own], wanted, inputs=inputs)
 
 
 # --- IDX and CIFAR-10's binary version ---------------------------------------------------------------------------
@@ -300,7 +347,7 @@ def _images(place: Path, wanted: SampleFormat) -> Parts | None:
             f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the others "
             f"or name the folders by number, 0 to {wanted.classes - 1}"
         )
-    return _checked(str(place), inputs, labels, None, len(found[0]), wanted)
+    return Parts(*_checked(str(place), inputs, labels, wanted), people=None, published=len(found[0]))
 
 
 def _by_class(folder: Path) -> list[Path]:
@@ -315,36 +362,77 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1) -> Parts:
-    """Return the parts one after another; the first ``training`` are those to train on."""
+def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Parts:
+    """Return the parts one after another; the first ``training`` are those to train on, or those of one part that are
+    not of its ``test``. inputs: of all parts, where they are one array already.
+    """
+    source = parts[0].source
     for part in parts:
         if len(part.inputs) != len(part.labels):
             raise DataError(f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; give one each")
-    with_people = [part.people for part in parts if part.people is not None]
-    if with_people and (len(with_people) < len(parts) or any(len(p.inputs) != len(p.people) for p in parts)):  # type: ignore[arg-type]
-        raise DataError(f"{parts[0].source}: some samples have a person and others none; give one each, or none at all")
-    checked = _checked(
-        parts[0].source,
-        _together([_values(part.inputs, part.source, wanted) for part in parts]),
-        _together([part.labels for part in parts]),
-        _together(with_people) if with_people else None,
-        sum(len(part.inputs) for part in parts[:training]),
-        wanted,
-    )
-    return replace(checked, sources=_sources(parts))
+    if inputs is None:
+        inputs = _together([_values(part.inputs, part.source, wanted) for part in parts])
+    inputs, targets = _checked(source, inputs, _together([part.labels for part in parts]), wanted)
+    watch = _of_each(parts, WATCH, "b", "true or false")
+    sources = None if watch is None else np.where(watch, "watch", "phone")
+    published = sum(len(part.inputs) for part in parts[:training])
+    order: slice | Array = slice(None)
+    if (test := _of_each(parts, "test", "b", "true or false")) is not None:
+        order, published = np.argsort(test, kind="stable"), len(test) - int(np.count_nonzero(test))
+        if published == 0:
+            raise DataError(
+                f"{source}: test is true for all samples, so none is to train on; correct it or leave it out"
+            )
+        inputs, targets, sources = inputs[order], targets[order], None if sources is None else sources[order]
+    codes, names, runs = whose(parts, published, order)
+    return Parts(inputs, targets, codes, published, sources, names, runs)
 
 
-def _sources(parts: Sequence[Part]) -> Array | None:
-    """Return the recorder of each sample, ``phone`` or ``watch``; None if the data set does not say."""
-    flags = [part.watch for part in parts if part.watch is not None]
-    if not flags:
+def whose(
+    parts: Sequence[Part], published: int, order: slice | Array = slice(None)
+) -> tuple[NDArray[np.intp] | None, tuple[str, ...], NDArray[np.intp] | None]:
+    """Return of all samples, in this ``order``: who made them, by number, the numbers' names, and their unbroken
+    recordings by number. None and () where the parts do not say it. Raises DataError.
+
+    Who made none of the first ``published`` samples comes last, so that devices of these can be new ones.
+    """
+    source = parts[0].source
+    given = [part.people for part in parts if part.people is not None]
+    if given and (len(given) < len(parts) or any(len(part.inputs) != len(part.people) for part in parts)):  # type: ignore[arg-type]
+        raise DataError(f"{source}: some samples have a person and others none; give one each, or none at all")
+    runs = _of_each(parts, "run", "iu", "a whole number")
+    codes, names = None, np.array([], str)
+    if given:
+        found, codes = np.unique(_together(given)[order], return_inverse=True)
+        last = ~np.isin(np.arange(len(found)), codes[:published])
+        ranked = np.argsort(last, kind="stable")
+        codes = np.argsort(ranked)[codes]
+        names = _names_of(found[ranked], parts[0].names, source)
+    if runs is not None:
+        pairs = np.stack([np.zeros(len(runs), np.intp) if codes is None else codes, runs[order]])
+        runs = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
+    return codes, tuple(map(str, names)), runs
+
+
+def _names_of(people: Array, names: Array | None, source: str) -> Array:
+    """Return the names of people, who are numbers of ``names`` if there are any."""
+    if names is None or people.dtype.kind not in "iu":
+        return people
+    if people.min() < 0 or people.max() >= len(names):
+        raise DataError(f"{source}: people are {people.min()} to {people.max()}, but {len(names)} have names; name all")
+    named: Array = names[people]
+    return named
+
+
+def _of_each(parts: Sequence[Part], name: str, kinds: str, what: str) -> Array | None:
+    """Return an entry with one value per sample, of all parts; None if no part has it."""
+    given = [getattr(part, name) for part in parts]
+    if all(each is None for each in given):
         return None
-    if len(flags) < len(parts) or any(
-        part.watch is not None and (part.watch.dtype != np.bool_ or part.watch.shape != (len(part.inputs),))
-        for part in parts
-    ):
-        raise DataError(f"{parts[0].source}: {WATCH} must be true or false for each sample, or left out")
-    return np.where(_together(flags), "watch", "phone")
+    for part, each in zip(parts, given, strict=True):
+        if each is None or each.dtype.kind not in kinds or each.shape != (len(part.inputs),):
+            raise DataError(f"{part.source}: {name} must be {what} for each sample, or left out")
+    return _together(given)
 
 
 def _together(arrays: Sequence[Array]) -> Array:
@@ -379,10 +467,8 @@ def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
     return np.require(array, np.uint8, ["C", "W"])  # torch warns of arrays that cannot be written
 
 
-def _checked(
-    source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: SampleFormat
-) -> Parts:
-    """Classes numbered, people numbered, and nothing missing."""
+def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) -> tuple[Array, NDArray[np.int64]]:
+    """Return inputs and targets, classes numbered and nothing missing."""
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
     targets = _numbered(source, labels, wanted)
@@ -392,8 +478,7 @@ def _checked(
             f"{source}: has {label_names(beyond)} in {len(beyond)} of {len(targets)} samples, but {wanted.task} has "
             f"{wanted.classes} classes, 0 to {wanted.classes - 1}; correct them or leave these samples out"
         )
-    codes = None if people is None else np.unique(people, return_inverse=True)[1]
-    return Parts(inputs, targets, codes, published)
+    return inputs, targets
 
 
 def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:

@@ -73,8 +73,26 @@ def mnist_fedsgc() -> nn.Module:
     )
 
 
-def mnist_leaf() -> nn.Module:
-    """[N,1,28,28] -> [N,10]: LEAF's FEMNIST network without padding, as pFedGate uses it, with ten outputs."""
+def mnist_dmpfl() -> nn.Module:
+    """[N,1,28,28] -> [N,10]: the network of McMahan et al. (arXiv:1602.05629), which DM-PFL's is similar to."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 32, kernel_size=5, padding=2),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(32, 64, kernel_size=5, padding=2),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(3136, 512),
+            relu3=nn.ReLU(),
+            out=nn.Linear(512, 10),
+        )
+    )
+
+
+def mnist_leaf(classes: int = 10) -> nn.Module:
+    """[N,1,28,28] -> [N,classes]: LEAF's FEMNIST network without padding, as pFedGate uses it."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 32, kernel_size=5),
@@ -86,7 +104,30 @@ def mnist_leaf() -> nn.Module:
             flatten=nn.Flatten(),
             fc1=nn.Linear(1024, 2048),
             relu3=nn.ReLU(),
-            out=nn.Linear(2048, 10),
+            out=nn.Linear(2048, classes),
+        )
+    )
+
+
+def emnist_leaf() -> nn.Module:
+    """[N,1,28,28] -> [N,62]: ``mnist_leaf`` for 62 classes."""
+    return mnist_leaf(62)
+
+
+def emnist_fedspu() -> nn.Module:
+    """[N,1,28,28] -> [N,62]: FedSPU's EMNIST network."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 20, kernel_size=3, padding=1),
+            bn1=nn.BatchNorm2d(20),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(20, 20, kernel_size=3, padding=1),
+            bn2=nn.BatchNorm2d(20),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            out=nn.Linear(980, 62),
         )
     )
 
@@ -173,14 +214,54 @@ def cifar10_pfedgate() -> nn.Module:
     )
 
 
-def har_small() -> nn.Module:
+def cifar100_pfedgate() -> nn.Module:
+    """[N,3,32,32] -> [N,100]: pFedGate's CIFAR-100 network of two linear layers."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 32, kernel_size=5),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(32, 64, kernel_size=5),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(1600, 2048),
+            relu3=nn.ReLU(),
+            out=nn.Linear(2048, 100),
+        )
+    )
+
+
+def uci_har_small() -> nn.Module:
+    """[N,9,128] windows -> [N,6]: ``har_small`` for UCI HAR."""
+    return har_small(9, 128, 6)
+
+
+def uci_har_dmpfl() -> nn.Module:
+    """[N,9,128] windows -> [N,6]: the layers that we take for DM-PFL's HAR network, two hidden ones of 256 and 128.
+
+    The paper names 561 features, made of these windows by the set's authors; here the inputs are the windows.
+    """
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(1152, 256),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(256, 128),
+            relu2=nn.ReLU(),
+            out=nn.Linear(128, 6),
+        )
+    )
+
+
+def har_small(channels: int = 6, steps: int = 64, classes: int = 5) -> nn.Module:
     """[N,6,64] windows of accelerometer and gyroscope -> [N,5]: three convolutions in time and 64 hidden units.
 
     Group norm, because people differ and batch norm's running statistics would mix them.
     """
     return nn.Sequential(
         OrderedDict(
-            conv1=nn.Conv1d(6, 32, kernel_size=5, padding=2),
+            conv1=nn.Conv1d(channels, 32, kernel_size=5, padding=2),
             norm1=nn.GroupNorm(4, 32),
             pool1=nn.MaxPool1d(2),
             relu1=nn.ReLU(),
@@ -193,11 +274,75 @@ def har_small() -> nn.Module:
             pool3=nn.MaxPool1d(2),
             relu3=nn.ReLU(),
             flatten=nn.Flatten(),
-            fc1=nn.Linear(512, 64),
+            fc1=nn.Linear(64 * (steps // 8), 64),
             relu4=nn.ReLU(),
-            out=nn.Linear(64, 5),
+            out=nn.Linear(64, classes),
         )
     )
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions of 3 x 3 beside a shortcut (He et al., arXiv:1512.03385): [N,inputs,H,W] ->
+    [N,outputs,H/stride,W/stride].
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            convolution = nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(OrderedDict(conv=convolution, bn=nn.BatchNorm2d(outputs)))
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        """Return the block's maps."""
+        inner = F.relu(self.bn1(self.conv1(maps)))
+        return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(maps))
+
+
+def pacs_resnet18() -> nn.Module:
+    """[N,3,64,64] -> [N,7]: ResNet-18 (He et al., arXiv:1512.03385), not trained before; FedSGC's PACS network."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False),
+        bn1=nn.BatchNorm2d(64),
+        relu1=nn.ReLU(),
+        pool1=nn.MaxPool2d(3, stride=2, padding=1),
+    )
+    inputs = 64
+    for stage, outputs in enumerate((64, 128, 256, 512), start=1):
+        layers[f"block{stage}a"] = ResidualBlock(inputs, outputs, stride=1 if stage == 1 else 2)
+        layers[f"block{stage}b"] = ResidualBlock(outputs, outputs, stride=1)
+        inputs = outputs
+    return nn.Sequential(
+        OrderedDict(**layers, pool5=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), out=nn.Linear(512, 7))
+    )
+
+
+class CharacterLSTM(nn.Module):
+    """[N,T] characters as numbers -> [N,characters] scores of the next one."""
+
+    def __init__(self, characters: int, embedded: int, units: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(characters, embedded)
+        self.lstm = nn.LSTM(embedded, units, layers, batch_first=True)
+        self.out = nn.Linear(units, characters)
+
+    def forward(self, characters: torch.Tensor) -> torch.Tensor:
+        """Class scores, before softmax."""
+        return self.out(self.lstm(self.embed(characters.long()))[0][:, -1])  # type: ignore[no-any-return]
+
+
+def shakespeare_small() -> nn.Module:
+    """[N,80] -> [N,65]: one LSTM layer of 128 units; ours, a tenth of LEAF's."""
+    return CharacterLSTM(65, embedded=8, units=128, layers=1)
+
+
+def shakespeare_leaf() -> nn.Module:
+    """[N,80] -> [N,65]: LEAF's, of McMahan et al. (arXiv:1602.05629): two LSTM layers of 256 units."""
+    return CharacterLSTM(65, embedded=8, units=256, layers=2)
 
 
 def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -13,7 +13,8 @@ deviation 1 beforehand, alike on all devices. Labels are whole numbers from 0.
 Or one file with the samples of all devices, an npz or a table: ``--data path.npz,index=2,of=5`` (see ``dealing``).
 
     x [N, ...]  y [N]                  or x_train, y_train and what else there is of these pairs: all are dealt
-    person [N]                         optional: who made each sample; then devices are people
+    person [N]                         optional: who made each sample (``formats.PEOPLE``); then devices are people
+    run [N]                            optional: the unbroken recording that a sample is of; no split divides one
 
 Numbers that are no bytes are put on one scale: the training samples of all devices have mean 0 and deviation 1 in each
 feature [N,F], or channel of images. That can only be computed where all samples are in one place.
@@ -38,7 +39,7 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, public_samples, read_dealing
-from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
+from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table, whose
 from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
 
@@ -149,7 +150,7 @@ def _read_whole(place: Path, stamp: int) -> Dataset:
         for key in (f"{letter}{use}" for use in uses or [""] for letter in "xy"):
             _wanted(arrays, key)
         parts = [archived(place, arrays, use) for use in uses or [""]]
-    inputs, labels, people = _joined(parts)
+    inputs, labels = _joined(parts)
     targets, names = number_classes(str(place), labels)
     if targets.min() < 0 or targets.max() >= max(len(targets), 2):
         raise DataError(
@@ -157,12 +158,12 @@ def _read_whole(place: Path, stamp: int) -> Dataset:
             "the classes from 0"
         )
     classes = _classes(arrays, {str(place): targets}, names or 0)
-    codes = None if people is None else np.unique(people, return_inverse=True)[1]
-    return Dataset(inputs, targets, codes, classes, published=len(targets))
+    people, people_names, runs = whose(parts, len(targets))
+    return Dataset(inputs, targets, people, classes, published=len(targets), names=people_names, runs=runs)
 
 
-def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
-    """Check and return inputs, labels and people of all parts one after another."""
+def _joined(parts: list[Part]) -> tuple[Array, Array]:
+    """Check and return inputs and labels of all parts one after another."""
     for part in parts:
         counts = [len(each) for each in (part.inputs, part.labels, part.people) if each is not None]
         if part.labels.ndim != 1 or min(counts) < max(counts) or not part.labels.size:
@@ -177,14 +178,7 @@ def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
             f"{parts[0].source}: samples of {' and '.join(f'{each.shape[1:]} {each.dtype}' for each in inputs)}; they "
             "must be alike"
         )
-    people = [part.people for part in parts if part.people is not None]
-    if people and len(people) < len(parts):
-        raise DataError(f"{parts[0].source}: some samples have a person and others none; give one each, or none at all")
-    return (
-        np.concatenate(inputs),
-        np.concatenate([part.labels for part in parts]),
-        np.concatenate(people) if people else None,
-    )
+    return np.concatenate(inputs), np.concatenate([part.labels for part in parts])
 
 
 def _build(shape: tuple[int, ...], classes: int) -> nn.Module:

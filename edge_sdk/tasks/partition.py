@@ -178,11 +178,14 @@ def quantity(
     raise _too_few(REDRAWS, f"sigma={sigma:g}", of, minimum, labels, "a smaller sigma")
 
 
-def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
-    """Deal by person: device i holds the samples of the i-th one, in the order of their names or numbers."""
+def person(labels: Array, people: Array | None, *, of: int, seed: int, minimum: int = 1) -> list[Index]:
+    """Deal by person: device i holds the samples of the i-th one, in the order of their names or numbers.
+
+    Who made fewer than ``minimum`` samples is left out.
+    """
     if people is None:
         raise BadOption("partition=person: this set does not say who made its samples; choose another partition")
-    found = np.unique(people)
+    found = people_of(people, minimum)
     if of != len(found):
         raise DataError(
             f"partition=person: {of} devices for {len(found)} people; leave of= out, or set of={len(found)} (--devices "
@@ -191,28 +194,56 @@ def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[I
     return [np.flatnonzero(people == one) for one in found]
 
 
+def people_of(people: Array, minimum: float = 1) -> Array:
+    """Return those who made at least ``minimum`` samples, each once, in order."""
+    found, counts = np.unique(people, return_counts=True)
+    enough: Array = found[counts >= minimum]
+    return enough
+
+
 def iid(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
     """No skew: samples shuffled and dealt in equal numbers, give or take one."""
     _check(labels, of, 1)
     return [np.sort(part) for part in np.array_split(_random(seed).permutation(len(labels)), of)]
 
 
-def split(count: int, seed: int, held_out: float = 0.3, validation: float = 0.15) -> Split:
+def split(
+    count: int, seed: int, held_out: float | None = 0.3, validation: float = 0.15, runs: Array | None = None
+) -> Split:
     """Split ``count`` samples into train, validation and test at random.
 
-    ``held_out`` is the test share, ``validation`` that of the rest: 0.595, 0.105 and 0.3 by default. The stop rule
-    reads validation and reports read test (the authors use one held-out share for both, which flatters the reports).
-    Each set gets at least one sample. Raises DataError for fewer than three, or shares outside (0, 1).
+    ``held_out`` is the test share, ``validation`` that of the rest: 0.595, 0.105 and 0.3 by default; None holds no
+    sample out for testing. The stop rule reads validation and reports read test (the authors use one held-out share for
+    both, which flatters the reports). Each set gets at least one sample.
+
+    runs [count] or None: the unbroken recording that each sample is of. A recording is in one set as a whole, because
+    neighbours share samples of the sensor. The test set then has at least its share, validation at most its own.
+
+    Raises DataError for fewer samples, or recordings, than sets, and for shares outside (0, 1).
     """
-    if not (0 < held_out < 1 and 0 < validation < 1):
+    if held_out is None and not 0 < validation < 1:
+        raise BadOption(f"validation={validation:g}; it must lie between 0 and 1")
+    if held_out is not None and not (0 < held_out < 1 and 0 < validation < 1):
         raise BadOption(f"held_out is {held_out} and validation {validation}; both must lie between 0 and 1")
-    if count < 3:
-        raise DataError(f"{count} samples cannot be split into training, validation and test; give at least 3")
-    order = _random(seed).permutation(count)
-    # The 1e-9 removes accidents of binary floats: (1 - 0.3) * 10 is 7, not 6.999...
-    local = min(max(math.floor((1 - held_out) * count + 1e-9), 2), count - 1)
-    kept = min(max(math.floor(validation * local + 1e-9), 1), local - 1)
-    return Split(np.sort(order[kept:local]), np.sort(order[:kept]), np.sort(order[local:]))
+    _, run, sizes = np.unique(np.arange(count) if runs is None else runs, return_inverse=True, return_counts=True)
+    sets = ["training", "validation", *["test"] * (held_out is not None)]
+    if len(sizes) < len(sets):
+        what = "samples" if runs is None else "unbroken recordings (run)"
+        raise DataError(
+            f"{len(sizes)} {what} cannot be split into {', '.join(sets[:-1])} and {sets[-1]}; give at least {len(sets)}"
+        )
+    order = _random(seed).permutation(len(sizes))
+    ends = np.cumsum(sizes[order])
+
+    def within(samples: float) -> int:  # the 1e-9 removes accidents of binary floats: (1 - 0.3) * 10 is 7, not 6.999...
+        return int(np.searchsorted(ends, samples + 1e-9, side="right"))
+
+    local = len(order) if held_out is None else min(max(within((1 - held_out) * count), 2), len(order) - 1)
+    kept = min(max(within(validation * ends[local - 1]), 1), local - 1)
+    place = np.argsort(order)[run]
+    return Split(
+        *(np.flatnonzero(chosen) for chosen in ((place >= kept) & (place < local), place < kept, place >= local))
+    )
 
 
 def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) -> Index:

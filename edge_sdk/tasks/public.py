@@ -1,4 +1,4 @@
-"""Public data sets that a federation's devices share out among themselves: MNIST, CIFAR-10, and human activities.
+"""Public data sets that a federation's devices share out among themselves: images, human activities, and a text.
 
 ``data`` is like ``PATH,partition=dirichlet,alpha=0.1,index=3,of=100`` (see ``dealing``); PATH is a file or folder in a
 format of ``formats``. Nothing is downloaded.
@@ -39,6 +39,55 @@ CIFAR10 = SampleFormat(
     pixels=True,
     archives=("cifar10.npz",),
     described="CIFAR-10 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)",
+)
+EMNIST = SampleFormat(
+    "emnist",
+    (1, 28, 28),
+    classes=62,
+    pixels=True,
+    archives=("emnist.npz",),
+    described="EMNIST ByClass (Cohen et al. 2017, www.nist.gov/itl/products-and-services/emnist-dataset)",
+)
+FEMNIST = SampleFormat(
+    "femnist",
+    (1, 28, 28),
+    classes=62,
+    pixels=True,
+    archives=("femnist.npz",),
+    described="FEMNIST of LEAF (Caldas et al. 2018, leaf.cmu.edu)",
+)
+CIFAR100 = SampleFormat(
+    "cifar100",
+    (3, 32, 32),
+    classes=100,
+    pixels=True,
+    archives=("cifar100.npz",),
+    described="CIFAR-100 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)",
+)
+PACS = SampleFormat(
+    "pacs",
+    (3, 64, 64),
+    classes=7,
+    pixels=True,
+    archives=("pacs.npz",),
+    described="PACS (Li et al. 2017: photos, art paintings, cartoons, sketches), scaled to 64 x 64 pixels",
+)
+UCI_HAR = SampleFormat(
+    "uci_har",
+    (9, 128),
+    classes=6,
+    pixels=False,
+    archives=("har_uci.npz", "uci_har.npz"),
+    described="that of Anguita et al. (phones, UCI Machine Learning Repository 2012), in windows of 128 samples at 50 "
+    "Hz, half overlapping",
+)
+SHAKESPEARE = SampleFormat(
+    "shakespeare",
+    (80,),
+    classes=65,
+    pixels=True,
+    archives=("shakespeare.npz",),
+    described="Shakespeare's plays by speaking role, as text, start and role",
 )
 HAR = SampleFormat(
     "har",
@@ -83,6 +132,10 @@ _MNIST = ((1, 28, 28), _grey_levels(0.1307), _grey_levels(0.3081))
 _CIFAR = ((3, 32, 32), _grey_levels(0.4914, 0.4822, 0.4465), _grey_levels(0.2023, 0.1994, 0.2010))
 _CIFAR_HALF = ((3, 32, 32), _grey_levels(0.5, 0.5, 0.5), _grey_levels(0.5, 0.5, 0.5))
 
+_BYTES = ((1, 28, 28), (0.0,), (255.0,))
+_PACS = ((3, 64, 64), _grey_levels(0.485, 0.456, 0.406), _grey_levels(0.229, 0.224, 0.225))
+_TEXT = ((80,), (0.0,) * 80, (1.0,) * 80)
+
 # Over all 7,226 windows of the public set: m/s^2 along x, y, z (gravity included, hence the means), then rad/s.
 _HAR = (
     (6, 64),
@@ -90,21 +143,47 @@ _HAR = (
     (5.2587, 6.4453, 4.0262, 1.3970, 1.2346, 1.0315),
 )
 
+# Over all 10,299 windows of UCI HAR: body acceleration (g), rotation (rad/s), and acceleration with gravity (g).
+_UCI_HAR = (
+    (9, 128),
+    (-0.0007, -0.0003, -0.0002, -0.0034, -0.0002, 0.0009, 0.8083, 0.0218, 0.0848),
+    (0.1919, 0.1219, 0.1038, 0.4039, 0.3705, 0.254, 0.412, 0.3973, 0.3443),
+)
+
 MODELS: dict[str, dict[str, Choice]] = {
     "mnist": {
         "small": Choice("mnist_small", *_MNIST, parameters=21_840),
         "fedsgc": Choice("mnist_fedsgc", *_MNIST, parameters=261_840),
+        "dmpfl": Choice("mnist_dmpfl", *_MNIST, parameters=1_663_370),
         "leaf": Choice("mnist_leaf", *_MNIST, parameters=2_171_786),
     },
+    "emnist": {
+        "fedspu": Choice("emnist_fedspu", *_BYTES, parameters=64_722),
+        "leaf": Choice("emnist_leaf", *_MNIST, parameters=2_278_334),
+    },
+    "femnist": {"leaf": Choice("emnist_leaf", *_MNIST, parameters=2_278_334)},
     "cifar10": {
         "fedspu": Choice("cifar10_fedspu", *_CIFAR_HALF, parameters=134_902),
         "fedsgc": Choice("cifar10_fedsgc", *_CIFAR, parameters=232_970),
         "dmpfl": Choice("cifar10_dmpfl", *_CIFAR, parameters=797_962),
         "pfedgate": Choice("cifar10_pfedgate", *_CIFAR, parameters=256_830),
     },
+    "cifar100": {"pfedgate": Choice("cifar100_pfedgate", *_CIFAR, parameters=3_537_444)},
     "har": {"small": Choice("har_small", *_HAR, parameters=57_125)},
+    "uci_har": {
+        "small": Choice("uci_har_small", *_UCI_HAR, parameters=90_438),
+        "dmpfl": Choice("uci_har_dmpfl", *_UCI_HAR, parameters=328_838),
+    },
+    "pacs": {"resnet18": Choice("pacs_resnet18", *_PACS, parameters=11_180_103)},
+    "shakespeare": {
+        "small": Choice("shakespeare_small", *_TEXT, parameters=79_561),
+        "leaf": Choice("shakespeare_leaf", *_TEXT, parameters=815_945),
+    },
 }
 """Task -> name of the model -> the model; the first is the default, so that ``mnist`` means ``mnist:small``."""
+
+BY_DEVICES = ("pacs", "shakespeare")
+"""Tasks whose models a device publishes, because their training steps are too large to come with every coordinator."""
 
 
 def full_name(task: str, model: str) -> str:
@@ -122,9 +201,39 @@ def load_cifar10(data: str | None, *, device: str, seed: int, batch_size: int, m
     return _load(CIFAR10, model, data, device=device, seed=seed, batch_size=batch_size)
 
 
+def load_emnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "fedspu") -> Task:
+    """Handwritten digits and letters, 28 x 28 grey levels. Raises as ``load_mnist``."""
+    return _load(EMNIST, model, data, device=device, seed=seed, batch_size=batch_size)
+
+
+def load_femnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "leaf") -> Task:
+    """Handwritten digits and letters, dealt by writer by default. Raises as ``load_mnist``."""
+    return _load(FEMNIST, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
+
+
+def load_cifar100(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "pfedgate") -> Task:
+    """Photographs of a hundred kinds of things, 32 x 32 in colour. Raises as ``load_mnist``."""
+    return _load(CIFAR100, model, data, device=device, seed=seed, batch_size=batch_size)
+
+
+def load_pacs(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "resnet18") -> Task:
+    """Pictures of seven kinds of things, 64 x 64 in colour, dealt by domain by default. Raises as ``load_mnist``."""
+    return _load(PACS, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
+
+
 def load_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
     """Load the task of a person's activity, from 1.28 s of acceleration and rotation; dealt by person by default."""
     return _load(HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
+
+
+def load_uci_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
+    """Load the task of a person's activity, from 2.56 s of a phone's sensors; dealt by person by default."""
+    return _load(UCI_HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
+
+
+def load_shakespeare(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
+    """Load the task of the next character of a role, from the 80 before it; dealt by role by default."""
+    return _load(SHAKESPEARE, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
 
 
 def _load(

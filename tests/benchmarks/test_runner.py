@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from edge_sdk.tasks.dealing import read_dealing
@@ -249,6 +250,52 @@ def test_options_of_the_data_are_part_of_every_trial_and_its_data_text(tmp_path)
     assert (dealing.test, dealing.validation, dealing.options) == ("published", 0.1, (("alpha", 0.5),))
 
 
+def test_each_domain_is_left_out_in_turn_and_all_are_tested_on_it(tmp_path):
+    file = tmp_path / "tiny.toml"
+    left = TINY.replace("dirichlet", "person").replace("alpha = [0.5]", 'leave_out = ["photo", "sketch"]')
+    file.write_text(left)
+    plan = load_experiment(str(file))
+    assert plan.tests_on_published
+    found = [read_dealing(trial.data_text, task="pacs", seed=1) for trial in trials(plan, "tiny", {})]
+    assert [(each.leave_out, each.test) for each in found] == [("photo", "published")] * 2 + [
+        ("sketch", "published")
+    ] * 2
+    file.write_text('data = { test = "own" }\n' + left)
+    assert not load_experiment(str(file)).tests_on_published
+    file.write_text('data = { leave_out = "sketch" }\n' + TINY)
+    assert load_experiment(str(file)).tests_on_published
+
+
+@pytest.mark.slow
+def test_a_new_device_that_catches_up_instead_of_adapting_is_judged_too(tmp_path):
+    file = tmp_path / "tiny.toml"
+    once = "settings = { method_settings = { iterations = 1 } }\n"
+    one, other = (f'[[methods]]\nlabel = "{label}"\nmethod = "dmpfl"\n{once}' for label in ("DM-PFL", "DM-PFL+"))
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 4").replace("local_steps = 4", "")
+    file.write_text(f'{head}{one}{other}judged_as = "adaptive"\n')
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 0
+    for each in results(tmp_path / "work"):
+        new = each.result.devices[-1]
+        assert new.new
+        assert new.test_examples > 0
+        assert new.accuracy > 0.5
+        assert new.accuracy_global > 0.5
+
+
+@pytest.mark.slow
+def test_fleets_of_different_sizes(tmp_path):
+    """Few devices hold large shards, and all of them are awaited and judged."""
+    file = tmp_path / "tiny.toml"
+    sizes = TINY.replace("alpha = [0.5]", "devices = [2, 5]").replace("[settings]", 'partition = "shards"\n[settings]')
+    file.write_text(sizes.replace("rounds = 3", "rounds = 1").replace("cohort = 3", "cohort = 2"))
+    assert main(command("run", file, tmp_path / "work", "--processes", "1", "--only", "FedAvg")) == 0
+    found = results(tmp_path / "work")
+    assert [len(each.result.devices) for each in found] == [3, 6]
+    few, many = (np.mean([device.test_examples for device in each.result.devices]) for each in found)
+    assert few == pytest.approx(2 * many, rel=0.05)
+    assert "devices = 5" in (tmp_path / "work" / "tiny.md").read_text()
+
+
 # --- other test sets -------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +383,7 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
         (('method = "fedavg"', 'method = "fedavg"\ngrid = { clip = [1.0] }'), "FedAvg: has a grid but is not tuned"),
         (("new = 1", "data = { of = 3, alpha = 1 }"), "data: alpha, of is set elsewhere in the experiment"),
         (("new = 1", "upload_caps = [100, 0]"), "greater than 0"),
+        (("alpha = [0.5]", "devices = [0.5]"), "axes: devices is [0.5]; give whole numbers from 1"),
         (("new = 1", "shifts = [0, 2]"), "less than or equal to 1"),
         (("new = 1", "shifts = [0, 0.0]"), "shifts: a test set is named twice"),
         (("new = 1", "severities = [1]"), "severities need corruptions"),

@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_sdk.tasks.datasets import read_dataset
 from edge_sdk.tasks.loading import DataError
-from edge_sdk.tasks.public import CIFAR10, HAR, MNIST
+from edge_sdk.tasks.public import CIFAR10, HAR, MNIST, SHAKESPEARE
 
 RANDOM = np.random.default_rng(0)
 DIGITS = RANDOM.integers(0, 256, (24, 28, 28), dtype=np.uint8)
@@ -102,6 +102,100 @@ def test_windows_have_people(folder):
     assert dataset.classes == 5
 
 
+@pytest.mark.parametrize("kind", ["person", "subject", "device", "writer", "speaker", "role", "domain"])
+def test_people_may_be_called_otherwise_and_have_names(folder, kind):
+    names = np.array(["zoe", "ann", "bob", "nobody"])
+    np.savez(folder / "mnist.npz", x=DIGITS, y=LABELS, **{kind: np.arange(24) % 3, f"{kind}s": names})
+    dataset = read_dataset(str(folder), MNIST)
+    assert dataset.names == ("zoe", "ann", "bob"), "numbers keep their order"
+    assert dataset.people.tolist() == [0, 1, 2] * 8
+    np.savez(folder / "texts.npz", x=DIGITS, y=LABELS, **{kind: names[np.arange(24) % 3]})
+    assert read_dataset(str(folder / "texts.npz"), MNIST).names == ("ann", "bob", "zoe")
+    np.savez(folder / "few.npz", x=DIGITS, y=LABELS, **{kind: np.arange(24) % 3, f"{kind}s": names[:2]})
+    refused(folder / "few.npz", MNIST, "people are 0 to 2, but 2 have names")
+
+
+def test_a_flag_says_which_samples_are_the_published_test_part_and_who_is_there_alone_comes_last(folder):
+    test = np.arange(24) % 4 == 0
+    writer = np.where(test, 3, np.arange(24) % 3 + 4)  # writer 3 has test samples only
+    np.savez(folder / "mnist.npz", x=DIGITS, y=LABELS, test=test, writer=writer)
+    dataset = read_dataset(str(folder), MNIST)
+    order = [*np.flatnonzero(~test), *np.flatnonzero(test)]
+    np.testing.assert_array_equal(dataset.inputs[:, 0], DIGITS[order])
+    assert dataset.targets.tolist() == LABELS[order].tolist()
+    assert dataset.published == 18
+    assert dataset.names == ("4", "5", "6", "3")
+    assert [dataset.names[code] for code in dataset.people] == [str(each) for each in writer[order]]
+    for name, given, message in (
+        ("all", np.full(24, True), "test is true for all samples"),
+        ("number", test.astype(int), "test must be true or false for each sample, or left out"),
+    ):
+        np.savez(folder / f"{name}.npz", x=DIGITS, y=LABELS, test=given)
+        refused(folder / f"{name}.npz", MNIST, message)
+
+
+def test_recordings_are_of_their_person(folder):
+    run = np.repeat([1, 0, 1], 5)
+    np.savez(folder / "har.npz", x=WINDOWS, y=np.arange(15) % 5, subject=np.repeat([7, 7, 3], 5), run=run)
+    assert read_dataset(str(folder), HAR).runs.tolist() == np.repeat([2, 1, 0], 5).tolist(), "3's run 1 is not 7's"
+    np.savez(folder / "alone.npz", x=WINDOWS, y=np.arange(15) % 5, run=run)
+    assert read_dataset(str(folder / "alone.npz"), HAR).runs.tolist() == run.tolist()
+    np.savez(folder / "part.npz", x=WINDOWS, y=np.arange(15) % 5, run=run[:3])
+    refused(folder / "part.npz", HAR, "run must be a whole number for each sample")
+
+
+def test_writers_may_lie_in_a_file_beside_the_samples(folder):
+    np.savez(folder / "mnist.npz", x_train=DIGITS[:20], y_train=LABELS[:20], x_test=DIGITS[20:], y_test=LABELS[20:])
+    writers = {"writer_train": np.arange(20) % 2 + 8, "writer_test": np.full(4, 5)}
+    np.savez(folder / "mnist_writers.npz", **writers, y_train=LABELS[:20], y_test=LABELS[20:])
+    dataset = read_dataset(str(folder), MNIST)
+    assert dataset.names == ("8", "9", "5")
+    assert dataset.people.tolist() == [*[0, 1] * 10, *[2] * 4]
+    np.savez(folder / "mnist_writers.npz", **writers, y_train=LABELS[:20][::-1])
+    os.utime(folder, ns=(1, 1))
+    refused(folder, MNIST, "mnist_writers.npz: its y_train is not that of mnist.npz")
+
+
+def speeches(**changed):
+    """Two roles that say enough, in turns, and one that does not."""
+    text = np.arange(6000, dtype=np.int64) % 61
+    given = {"start": [0, 1000, 3000, 4000, 5500, 6000], "role": [1, 0, 1, 1, 2], "roles": ["ANN", "BOB", "CLEO"]}
+    return {"text": text.astype(np.uint8), **given, "place": [1, 2, 0, 3, 4], **changed}
+
+
+def test_a_text_becomes_windows_and_the_next_character_by_role(folder):
+    np.savez(folder / "shakespeare.npz", **speeches())
+    dataset = read_dataset(str(folder), SHAKESPEARE)
+    assert dataset.names == ("ANN", "BOB"), "CLEO says 500 characters"
+    windows = len(range(0, 500 - 80, 10))
+    assert np.bincount(dataset.people).tolist() == [4 * windows, 7 * windows]
+    assert np.bincount(dataset.runs).tolist() == [windows] * 11
+    bob = np.flatnonzero(dataset.people == 1)
+    said = speeches()["text"][[*range(3000, 4000), *range(1000), *range(4000, 5500)]]  # in the order of place
+    for row, at in ((0, 0), (1, 10), (windows, 500)):
+        assert dataset.inputs[bob[row]].tolist() == said[at : at + 80].tolist()
+        assert dataset.targets[bob[row]] == said[at + 80]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"text": np.zeros(6000)}, "text: is of float64"),
+        ({"start": [0, 1000]}, "start: must have 6 numbers for 5 speeches"),
+        ({"place": [1]}, "place: 1 numbers for 5 speeches"),
+        ({"start": [0, 10, 20, 30, 40, 50]}, "nobody of 3 says 2,000 characters"),
+    ],
+)
+def test_texts_that_cannot_be_used_are_explained(folder, changed, message):
+    np.savez(folder / "shakespeare.npz", **speeches(**changed))
+    refused(folder, SHAKESPEARE, message)
+
+
+def test_a_text_needs_roles(folder):
+    np.savez(folder / "shakespeare.npz", **{name: each for name, each in speeches().items() if name != "role"})
+    refused(folder, SHAKESPEARE, "no entry says who speaks")
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -183,6 +277,20 @@ def test_jpegs_are_decoded_once_into_a_file_that_processes_share(folder, cache, 
     monkeypatch.setattr("edge_sdk.tasks.decoding._write", None)  # whoever decodes again fails
     again = read_dataset(str(folder / "cifar10.npz"), CIFAR10)
     np.testing.assert_array_equal(again.inputs, dataset.inputs)
+
+
+def test_jpegs_of_domains(folder):
+    save_jpegs(folder / "cifar10.npz")
+    with np.load(folder / "cifar10.npz") as stored:
+        train = {name: stored[f"{name}_train"] for name in ("jpeg", "offset", "y")}
+    count = len(train["y"])
+    domains = {"domain": np.arange(count) % 2, "domains": ["photo", "sketch"]}
+    np.savez(folder / "one.npz", **train, **domains)
+    dataset = read_dataset(str(folder / "one.npz"), CIFAR10)
+    assert (dataset.published, len(dataset.inputs)) == (count, count)
+    np.testing.assert_array_equal(dataset.inputs, read_dataset(str(folder), CIFAR10).inputs[:count])
+    assert dataset.names == ("photo", "sketch")
+    assert dataset.people.tolist() == domains["domain"].tolist()
 
 
 def test_a_jpeg_that_is_none_is_named_and_leaves_nothing_behind(folder, cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from itertools import islice
 from pathlib import Path
@@ -116,3 +117,70 @@ def test_cifar10_is_dealt_and_scaled():
     mean, deviation = moments(everything.train)
     np.testing.assert_allclose(mean, 0, atol=0.15)
     np.testing.assert_allclose(deviation, 1.2, atol=0.1)  # the usual constants are means of deviations per image
+
+
+@real("mnist_writers.npz")
+@real("mnist.npz")
+def test_mnist_has_writers():
+    tasks = [load("mnist", f"{FOLDER},partition=person,index={index}") for index in range(539)]
+    assert (
+        sum(task.train.num_examples + task.validation.num_examples + task.test.num_examples for task in tasks) == 60_000
+    )
+    assert load("mnist", f"{FOLDER},partition=person,part=all,index=835,of=836").test.num_examples == 6
+
+
+@real("femnist.npz")
+def test_writers_of_whom_only_a_tenth_is_there_come_last():
+    sizes = []
+    for index in range(176):
+        task = load("femnist", f"{FOLDER},part=all,minimum=10,index={index}")
+        sizes.append(task.train.num_examples + task.validation.num_examples + task.test.num_examples)
+    assert sum(sizes) == 18_690 - 42, "eight writers have fewer than ten pictures"
+    assert sum(sizes[:101]) == 16_288 - 19
+    with pytest.raises(DataError, match="105 parts"):
+        load("femnist", f"{FOLDER},index=105")
+
+
+@real("emnist.npz")
+def test_emnist_has_62_classes():
+    task = load("emnist", f"{FOLDER},of=1,test=published")
+    assert task.test.num_examples == 9_392
+    assert set(task.test.targets) == set(range(62))
+
+
+@real("har_uci.npz")
+def test_recordings_are_whole_and_the_published_test_subjects_are_new_people():
+    tasks = [load("uci_har", f"{FOLDER},index={index},part=all") for index in range(30)]
+    assert (
+        sum(task.train.num_examples + task.validation.num_examples + task.test.num_examples for task in tasks) == 10_299
+    )
+    published = load("uci_har", f"{FOLDER},index=0,of=21,test=published")
+    assert published.test.num_examples == -(-2_947 // 21)
+    mean, deviation = moments(
+        batch for task in tasks for part in (task.train, task.validation, task.test) for batch in part
+    )
+    np.testing.assert_allclose(mean, 0, atol=2e-3)
+    np.testing.assert_allclose(deviation, 1, atol=2e-3)
+    for task in tasks:  # neighbours share half of their samples
+        for one, other in itertools.permutations((task.train, task.validation, task.test), 2):
+            first, second = (part.arrays.inputs[part.arrays.index] for part in (one, other))
+            heads = {window[:, :64].tobytes() for window in first}
+            assert not heads & {window[:, 64:].tobytes() for window in second}
+
+
+@real("pacs.npz")
+@pytest.mark.slow  # pictures are decoded into the cache the first time
+def test_a_domain_is_left_out():
+    tasks = [load("pacs", f"{FOLDER},leave_out=sketch,index={index}") for index in range(3)]
+    assert [task.train.num_examples + task.validation.num_examples for task in tasks] == [1670, 2048, 2344]
+    assert sum(task.test.num_examples for task in tasks) == 3929
+
+
+@real("shakespeare.npz")
+def test_99_roles_say_enough():
+    task = load("shakespeare", f"{FOLDER},index=98")
+    inputs, _ = next(iter(task.train))
+    assert inputs.shape == (50, 80)
+    assert inputs.max() < 65
+    with pytest.raises(DataError, match="99 parts"):
+        load("shakespeare", f"{FOLDER},index=99")

@@ -10,10 +10,10 @@ from edge_sdk.tasks.dealing import Dealing, deal, find_partition, read_dealing
 from edge_sdk.tasks.loading import DataError
 
 
-def dataset(count=600, published=None, people=None, sources=None):
+def dataset(count=600, published=None, people=None, sources=None, **more):
     targets = np.arange(count) % 10
     published = count if published is None else published
-    return Dataset(np.zeros((count, 2), np.uint8), targets, people, 10, published, sources)
+    return Dataset(np.zeros((count, 2), np.uint8), targets, people, 10, published, sources, **more)
 
 
 def read(data, **options):
@@ -51,7 +51,7 @@ def test_every_entry_is_read():
             "here,indx=2",
             r"'indx=2' is not understood \(did you mean index\?\); .* partition=dirichlet takes alpha, minimum",
         ),
-        ("partition=person,alpha=1", "partition=person takes no options"),
+        ("partition=iid,alpha=1", "partition=iid takes no options"),
         ("partition=banana", "no partition 'banana'; there are classes, dirichlet, grouped, iid, person, quantity, sh"),
         ("partition=shards,shards=1.5", "shards must be a whole number"),
         ("alpha=inf", "alpha must be a number"),
@@ -167,6 +167,74 @@ def test_people_are_devices_and_of_may_be_left_out():
         deal(data, read("partition=person,of=5"), device="phone-1")
     with pytest.raises(DataError, match="does not say who"):
         deal(dataset(), read("partition=person"), device="phone-1")
+
+
+def test_people_with_few_samples_may_be_left_out():
+    data = dataset(people=np.repeat([4, 2, 9], [300, 9, 291]))
+    parts = deal(data, read("partition=person,minimum=10"), device="phone-1")
+    assert set(everything(parts)) == set(range(309, 600))
+    with pytest.raises(DataError, match="3 devices for 2 people"):
+        deal(data, read("partition=person,minimum=10,of=3"), device="phone-1")
+
+
+def test_people_without_a_training_sample_are_dealt_with_all_samples_alone():
+    data = dataset(published=400, people=np.repeat([0, 1, 2], 200))
+    with pytest.raises(DataError, match="3 devices for 2 people"):
+        deal(data, read("partition=person,of=3"), device="phone-1")
+    assert set(everything(deal(data, read("partition=person"), device="phone-1"))) == set(range(200, 400))
+    parts = deal(data, read("partition=person,part=all"), device="phone-2")
+    assert set(everything(parts)) == set(range(400, 600))
+
+
+# --- one person or domain left out
+
+
+def domains(**options):
+    return dataset(people=np.arange(600) % 3, names=("photo", "art", "sketch"), **options)
+
+
+@pytest.mark.parametrize("part", ["train", "all"])
+def test_who_is_left_out_is_what_all_are_tested_on(part):
+    data = domains(published=500)
+    sketch = np.arange(600) % 3 == 2
+    parts = [deal(data, read(f"partition=person,leave_out=sketch,part={part},index={i}"), device="x") for i in (0, 1)]
+    for index, found in enumerate(parts):
+        own = np.sort([*found.train, *found.validation])
+        assert np.array_equal(own, np.flatnonzero(np.arange(600 if part == "all" else 500) % 3 == index))
+    assert sorted(np.concatenate([found.test for found in parts])) == np.flatnonzero(sketch).tolist()
+    for index in range(4):  # whatever the partition
+        assert not sketch[deal(data, read(f"leave_out=sketch,index={index},of=4"), device="x").train].any()
+
+
+def test_devices_may_be_tested_on_their_own_samples_without_who_is_left_out():
+    found = deal(domains(), read("partition=person,leave_out=art,test=own,index=1"), device="x")
+    assert set(everything(found)) == set(range(2, 600, 3))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (dataset(), "leave_out=skech, but the data do not say who made a sample"),
+        (domains(), r"leave_out=skech \(did you mean sketch\?\); the data are of photo, art, sketch; choose one"),
+    ],
+)
+def test_nobody_who_is_not_there_can_be_left_out(data, message):
+    with pytest.raises(DataError, match=message):
+        deal(data, read("leave_out=skech,index=0"), device="x")
+
+
+# --- unbroken recordings
+
+
+@pytest.mark.parametrize("data", ["", "test=published"])
+def test_no_recording_is_in_two_sets_of_a_device(data):
+    runs = np.arange(600) // 7
+    everybodys = dataset(published=500 if data else None, people=np.arange(600) // 210, runs=runs)
+    for index in range(3):
+        found = deal(everybodys, read(f"partition=person,index={index},{data}"), device="x")
+        own = [set(runs[each]) for each in (found.train, found.validation, *([] if data else [found.test]))]
+        assert all(own)
+        assert sum(map(len, own)) == len(set.union(*own))
 
 
 def test_a_shift_mixes_everybodys_test_samples_in_and_no_training_sample():

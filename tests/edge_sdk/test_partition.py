@@ -250,6 +250,20 @@ def test_split_sizes(count, sizes):
     assert sorted([*parts.train, *parts.validation, *parts.test]) == list(range(count))
 
 
+def test_recordings_are_not_divided_and_the_test_set_has_at_least_its_share():
+    runs = np.repeat(np.arange(12), [9, 1, 4, 4, 20, 2, 7, 7, 13, 11, 12, 10])
+    for seed in range(20):
+        parts = split(100, seed, 0.3, 0.15, runs)
+        sets = [parts.train, parts.validation, parts.test]
+        assert sorted(np.concatenate(sets)) == list(range(100))
+        assert sum(len(set(runs[each])) for each in sets) == 12
+        assert len(parts.test) >= 30
+        assert len(parts.validation) <= 0.15 * (100 - len(parts.test)) or len(set(runs[parts.validation])) == 1
+    assert len(split(100, 0, None, 0.15, runs).test) == 0
+    with pytest.raises(DataError, match=r"2 unbroken recordings \(run\) cannot be split .* at least 3"):
+        split(100, 0, runs=np.arange(100) // 50)
+
+
 def test_split_is_decided_by_the_seed():
     assert np.array_equal(split(50, seed=4).test, split(50, seed=4).test)
     assert not np.array_equal(split(50, seed=4).test, split(50, seed=5).test)

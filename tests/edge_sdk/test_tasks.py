@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ import torch
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
-from edge_sdk.tasks import UnknownTask, load_task
+from edge_sdk.tasks import UnknownTask, load_task, public
+from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, DataError, Scale
-from edge_sdk.tasks.public import MODELS, full_name
+from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 from edge_sdk.training.freezing import Freezing
 
 EVERY = [(task, model) for task, choices in MODELS.items() for model in choices]
+BUILT_IN = [(task, model) for task, model in EVERY if task not in BY_DEVICES]
+CLASSES = {each.task: each.classes for each in vars(public).values() if isinstance(each, SampleFormat)}
 
 
 @pytest.mark.parametrize(("task", "model"), EVERY)
@@ -24,7 +28,7 @@ def test_parameters_are_those_of_the_papers(task, model):
     network = choice.build().eval()
     assert sum(parameter.numel() for parameter in network.parameters()) == choice.parameters
     inputs = torch.rand(2, *choice.shape)
-    assert network(inputs).shape == (2, 5 if task == "har" else 10)
+    assert network(inputs).shape == (2, CLASSES[task])
     assert len(choice.mean) == len(choice.deviation) == choice.shape[0]
 
 
@@ -33,15 +37,25 @@ def test_the_counts_by_name():
     assert counts == {
         "mnist": 21_840,
         "mnist:fedsgc": 261_840,
+        "mnist:dmpfl": 1_663_370,
         "mnist:leaf": 2_171_786,
+        "emnist": 64_722,
+        "emnist:leaf": 2_278_334,
+        "femnist": 2_278_334,
         "cifar10": 134_902,
         "cifar10:fedsgc": 232_970,
         "cifar10:dmpfl": 797_962,
         "cifar10:pfedgate": 256_830,
+        "cifar100": 3_537_444,
         "har": 57_125,
+        "uci_har": 90_438,
+        "uci_har:dmpfl": 1152 * 256 + 256 + 256 * 128 + 128 + 128 * 6 + 6,
+        "pacs": 11_180_103,
+        "shakespeare": 79_561,
+        "shakespeare:leaf": 815_945,
     }
-    assert set(counts) <= set(builtin_tasks())
-    for name, count in counts.items():
+    assert set(builtin_tasks()) == {"digits", *(full_name(*each) for each in BUILT_IN)}
+    for name, count in ((name, counts[name]) for name in builtin_tasks() if name != "digits"):
         assert load_builtin(name).manifest.task == name
         assert load_builtin(name).manifest.trainable_values == count
 
@@ -54,7 +68,7 @@ def test_batch_norm_statistics_travel_and_the_stated_biases_are_missing():
     assert not {"fc1.bias", "fc2.bias"} & names
 
 
-@pytest.mark.parametrize(("task", "model"), EVERY)
+@pytest.mark.parametrize(("task", "model"), BUILT_IN)
 def test_pooling_before_relu_is_the_same_function(task, model):
     network = MODELS[task][model].build().eval()
     inputs = torch.randn(2, *MODELS[task][model].shape)
@@ -66,7 +80,7 @@ def test_pooling_before_relu_is_the_same_function(task, model):
         assert torch.equal(network(inputs), torch.nn.Sequential(*modules)(inputs))
 
 
-@pytest.mark.parametrize(("task", "model"), EVERY)
+@pytest.mark.parametrize(("task", "model"), BUILT_IN)
 def test_a_masked_step_changes_active_values_only(task, model):
     choice = MODELS[task][model]
     manifest = load_builtin(full_name(task, model)).manifest
@@ -117,9 +131,12 @@ def test_a_name_may_carry_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("imagenet", "there is no task 'imagenet' here; there are cifar10, digits, har, mnist, npz"),
+        (
+            "imagenet",
+            "there is no task 'imagenet' here; there are cifar10, cifar100, digits, emnist, femnist, har, mnist, npz",
+        ),
         ("imagenet:small", "there is no task 'imagenet' here"),
-        ("mnist:big", "no model 'big'; there are mnist, mnist:fedsgc, mnist:leaf"),
+        ("mnist:big", "no model 'big'; there are mnist, mnist:fedsgc, mnist:dmpfl, mnist:leaf"),
         ("mnist:", "no model ''"),
         ("digits:small", "there is no task 'digits:small': digits has one model only; call it digits"),
     ],
@@ -187,6 +204,8 @@ def test_the_page_on_tasks_has_every_model_and_its_size():
     for name in builtin_tasks():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"| {load_builtin(name).manifest.trainable_values:,} |" in row
+    for task, model in ((task, model) for task, model in EVERY if task in BY_DEVICES):
+        assert re.search(rf"^\| `{full_name(task, model)}` \|.*\| {MODELS[task][model].parameters:,} \|", page, re.M)
 
 
 BLOCKED = """
@@ -211,12 +230,20 @@ def test_every_built_in_task_gives_its_batches_without_pytorch(tmp_path):
     for name, shape, kind in (
         ("mnist", (28, 28), np.uint8),
         ("cifar10", (3, 32, 32), np.uint8),
+        ("cifar100", (3, 32, 32), np.uint8),
+        ("emnist", (28, 28), np.uint8),
+        ("femnist", (28, 28), np.uint8),
+        ("pacs", (3, 64, 64), np.uint8),
         ("har", (6, 64), np.float32),
+        ("uci_har", (9, 128), np.float32),
         ("npz", (3,), np.float32),
     ):
         place = tmp_path / f"{name}.npz"
         np.savez(place, x_train=(255 * rng.random((60, *shape))).astype(kind), y_train=labels)
         given[name] = str(place) if name == "npz" else f"{place},partition=iid,index=0,of=2"
+    said = np.arange(4000, dtype=np.uint8) % 65
+    np.savez(tmp_path / "shakespeare.npz", text=said, start=[0, 2000, 4000], role=[0, 1], roles=["ANN", "BOB"])
+    given["shakespeare"] = f"{tmp_path},index=0"
     table = "\n".join(["a,b,label", *(f"{number},{number % 7},{number % 3}" for number in range(60))])
     (tmp_path / "table.csv").write_text(table)
     arguments = [word for pair in [*given.items(), ("npz", f"{tmp_path / 'table.csv'},index=0,of=2")] for word in pair]

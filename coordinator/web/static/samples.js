@@ -54,6 +54,7 @@ export function splitAdded(count, seed) {
 const greyLevels = (...shares) => shares.map((share) => 255 * share);
 
 const CIFAR10 = { mean: greyLevels(0.4914, 0.4822, 0.4465), deviation: greyLevels(0.2023, 0.1994, 0.201) };
+const MNIST = { mean: greyLevels(0.1307), deviation: greyLevels(0.3081) };
 const CIFAR10_HALF = { mean: greyLevels(0.5, 0.5, 0.5), deviation: greyLevels(0.5, 0.5, 0.5) };
 
 /**
@@ -61,12 +62,17 @@ const CIFAR10_HALF = { mean: greyLevels(0.5, 0.5, 0.5), deviation: greyLevels(0.
  * of stored samples (grey levels 0..255, or the sensor's own). The network takes (x - mean) / deviation.
  */
 export const SCALES = new Map([
-  ["mnist", { mean: greyLevels(0.1307), deviation: greyLevels(0.3081) }],
+  ["mnist", MNIST],
+  ["emnist", { mean: [0], deviation: [255] }],
+  ["emnist:leaf", MNIST],
+  ["femnist", MNIST],
   ["cifar10", CIFAR10_HALF],
   ["cifar10:fedspu", CIFAR10_HALF],
   ["cifar10:fedsgc", CIFAR10],
   ["cifar10:dmpfl", CIFAR10],
   ["cifar10:pfedgate", CIFAR10],
+  ["cifar100", CIFAR10],
+  ["pacs", { mean: greyLevels(0.485, 0.456, 0.406), deviation: greyLevels(0.229, 0.224, 0.225) }],
   [
     "har",
     {
@@ -74,6 +80,14 @@ export const SCALES = new Map([
       deviation: [5.2587, 6.4453, 4.0262, 1.397, 1.2346, 1.0315],
     },
   ],
+  [
+    "uci_har",
+    {
+      mean: [-0.0007, -0.0003, -0.0002, -0.0034, -0.0002, 0.0009, 0.8083, 0.0218, 0.0848],
+      deviation: [0.1919, 0.1219, 0.1038, 0.4039, 0.3705, 0.254, 0.412, 0.3973, 0.3443],
+    },
+  ],
+  ["shakespeare", { mean: Array(80).fill(0), deviation: Array(80).fill(1) }],
 ]);
 
 const scaleOf = (task) => SCALES.get(task) ?? SCALES.get(task.split(":")[0]);

@@ -1,0 +1,65 @@
+"""A text in speeches as samples for the next character: windows of what a role says, and the character that follows.
+
+    text [T]      characters as numbers, 0 to 255
+    start [S + 1] speech i is text[start[i]:start[i + 1]]
+    people [S]    who speaks
+    place [S]     perhaps the order of the speeches, otherwise as they come
+
+As in LEAF (Caldas et al., arXiv:1812.01097) all that a role says is one text, and roles that say little are left out.
+Departures: LEAF has a window at every character, here there is one at every tenth, because neighbours hardly differ;
+and a role's text is cut into pieces of 500 characters first, so that a split between pieces shares no character.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.tasks.loading import DataError
+
+STEP = 10
+"""Characters from one window to the next."""
+
+PIECE = 500
+"""Characters of a piece, which no window leaves."""
+
+LEAST = 2_000
+"""Characters of a role; those that say less are left out. They are four pieces, for training, validation and test."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """inputs [N, length] and targets [N]: characters; people [N]: the role; runs [N]: the piece, within the role."""
+
+    inputs: Array
+    targets: Array
+    people: Array
+    runs: Array
+
+
+def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Windows:
+    """Return the windows of ``length`` characters of all roles that say enough. Raises DataError."""
+    if text.dtype != np.uint8 or text.ndim != 1:
+        raise DataError(f"text: is of {text.dtype} {text.shape}; give characters as uint8 [T]")
+    count = len(people)
+    if len(start) != count + 1 or (np.diff(start) < 0).any() or start[0] < 0 or start[-1] > len(text):
+        raise DataError(f"start: must have {count + 1} numbers for {count} speeches, rising from 0 to {len(text)}")
+    if place is not None and len(place) != count:
+        raise DataError(f"place: {len(place)} numbers for {count} speeches; give one each")
+    order = np.arange(count) if place is None else np.argsort(place, kind="stable")
+    first = np.arange(0, PIECE - length, STEP)
+    found: list[tuple[Array, Array, Array, Array]] = []
+    for role in np.unique(people):
+        own = order[people[order] == role]
+        said = np.concatenate([text[start[speech] : start[speech + 1]] for speech in own])
+        if len(said) < LEAST:
+            continue
+        pieces = said[: len(said) // PIECE * PIECE].reshape(-1, PIECE)
+        rows = np.lib.stride_tricks.sliding_window_view(pieces, length + 1, axis=1)[:, first].reshape(-1, length + 1)
+        whose = np.full(len(rows), role, people.dtype)
+        found.append((rows[:, :-1], rows[:, -1], whose, np.repeat(np.arange(len(pieces)), len(first))))
+    if not found:
+        raise DataError(f"text: nobody of {len(np.unique(people))} says {LEAST:,} characters; give longer texts")
+    return Windows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
