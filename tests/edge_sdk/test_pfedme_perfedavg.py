@@ -287,6 +287,28 @@ def test_a_first_order_step_is_the_gradient_where_the_inner_step_ends(engine):
     assert trained.state.personal is None
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("hessian_free", [False, True])
+def test_perfedavg_by_hand_over_several_steps(engine, hessian_free):
+    """Each gradient has the next batch; the optimiser's memory is of w, and its rate alone decays with the rounds."""
+    batches, steps, place = batches_of(4), 5, 0
+    own = {"hessian": "hessian_free" if hessian_free else "first_order"}
+    given = {"local_steps": steps, "momentum": 0.9, "learning_rate_decay": 0.5, "number": 2}
+    job = job_of("perfedavg", engine, batches=batches, own=own, **given)
+    w, memory = start_of(job), np.zeros(3)
+    for _ in range(steps):
+        first, second, third = (batches[(place + each) % 4] for each in range(3))
+        outer = gradient(w - 0.05 * gradient(w, first), second)
+        if hessian_free:
+            outer = outer - 0.05 * hessian(third) @ outer
+        place += 3 if hessian_free else 2
+        memory = 0.9 * memory + outer
+        w = w - 0.01 * memory
+    trained = PERFEDAVG.train(job)
+    np.testing.assert_allclose(trained.update.values, w, atol=1e-5)
+    assert trained.steps == trained.counts["meta_steps"] == steps
+
+
 @pytest.mark.parametrize(("hessian", "gradients"), [("first_order", 2), ("hessian_free", 4)])
 def test_costs_are_those_of_all_gradients(hessian, gradients):
     job = job_of("perfedavg", batches=batches_of(3), own={"hessian": hessian}, local_steps=6)
