@@ -162,7 +162,8 @@ def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = 
     found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
-        publish(server, FEDERATION, task, exist_ok=True, **{"draws": "seed", **trial.settings})
+        settings = {"draws": "seed", **trial.settings}
+        publish(server, FEDERATION, task, compiled=trial.engine != "torch", exist_ok=True, **settings)
         fleet = run_fleet(server, plan, engine=trial.engine, processes=where.processes, state_dir=folder / "devices")
         seconds = time.monotonic() - begin
         recorded = [collect(server, each, seconds, fleet.engine) for each in trials]
