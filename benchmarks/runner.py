@@ -173,7 +173,8 @@ def run_trial(
     found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
-        publish(server, FEDERATION, task, exist_ok=True, **{"draws": "seed", **trial.settings})
+        settings = {"draws": "seed", **trial.settings}
+        publish(server, FEDERATION, task, compiled=trial.engine != "torch", exist_ok=True, **settings)
         with observed(server, plan, folder) if analyse else nullcontext() as observer:
             fleet = run_fleet(
                 server,

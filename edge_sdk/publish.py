@@ -64,6 +64,7 @@ ARGUMENTS = (
     "running_statistics",
     "frozen_precision",
     "blocks",
+    "compiled",
     "exist_ok",
     "replace",
     "admin_token",
@@ -83,6 +84,7 @@ def publish(
     running_statistics: RunningStatistics = "shared",
     frozen_precision: FrozenPrecision = "auto",
     blocks: Mapping[str, Sequence[int]] | None = None,
+    compiled: bool = True,
     exist_ok: bool = False,
     replace: bool = False,
     admin_token: str | None = None,
@@ -97,14 +99,15 @@ def publish(
     stay personal. frozen_precision: what parameters with ``requires_grad`` False are sent in, which devices download
     once and never send; ``auto``: float16 where the model's answers to validation data stay within 1 %. blocks: for
     methods that use blocks of a model, name of a parameter -> how many rows each of its blocks has, in order (heads of
-    an attention, groups of filters); other parameters are cut as the method does. exist_ok: ask first, and return the
-    federation that exists instead of raising NameTaken, where its method, settings and model are those asked for. What
-    the model's weights begin as is not compared, nor what an operator has changed since. Nothing of the model is
-    uploaded then, and an enrolment token is enough. replace: give the federation that exists this version of its model,
-    between rounds, without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train
-    without PyTorch take it by themselves. admin_token: where the coordinator asks for one; without, that of
-    SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: how long to wait for a coordinator that does
-    not answer; None: for ever.
+    an attention, groups of filters); other parameters are cut as the method does. compiled: publish the training step
+    of a model of your own, too, without which devices need PyTorch; to compile it takes seconds, and minutes for very
+    deep networks and for recurrent layers over many steps. exist_ok: ask first, and return the federation that exists
+    instead of raising NameTaken, where its method, settings and model are those asked for. What the model's weights
+    begin as is not compared, nor what an operator has changed since. Nothing of the model is uploaded then, and an
+    enrolment token is enough. replace: give the federation that exists this version of its model, between rounds,
+    without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch
+    take it by themselves. admin_token: where the coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust:
+    certificates for https. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
@@ -141,7 +144,7 @@ def publish(
         else:
             model = _Model(task.seeded(asked.seed), asked.method, running_statistics, blocks or {}, frozen_precision)
             if replace:
-                return transport.replace_model(name, checkpoint.save(model.described(), ""))
+                return transport.replace_model(name, checkpoint.save(model.described(compiled=compiled), ""))
             digest = model.manifest.model_digest
             wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
         try:
@@ -149,7 +152,7 @@ def publish(
                 return info
             if model is None:
                 return transport.create_federation(request.model_dump_json().encode(), "application/json")
-            body = checkpoint.save({**model.described(), **model.weights()}, request.model_dump_json())
+            body = checkpoint.save({**model.described(compiled=compiled), **model.weights()}, request.model_dump_json())
             return transport.create_federation(body, checkpoint.MEDIA_TYPE)
         except NameTaken:
             # Another device may have been first, meanwhile.
@@ -183,12 +186,15 @@ class _Model:
         samples = [as_tensors(batch)[0] for batch in islice(task.validation, FROZEN_BATCHES)]
         self.manifest, self._frozen = freeze(task.model, described, frozen_precision, samples)
 
-    def described(self) -> Tensors:
-        """Return what is published beside weights: the manifest, and the graphs that it names."""
+    def described(self, *, compiled: bool) -> Tensors:
+        """Return what is published beside weights: the manifest, and the graphs that it names; the training step only
+        if it is to be ``compiled``."""
         from edge_sdk.publishing.skeleton import make_skeleton
 
         skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
-        graphs: dict[GraphName, bytes] = {"skeleton": skeleton, **_compiled(self._task, self._example, self.manifest)}
+        graphs: dict[GraphName, bytes] = {"skeleton": skeleton}
+        if compiled:
+            graphs |= _compiled(self._task, self._example, self.manifest)
         vectors: dict[str, bytes] = {
             "manifest": self.manifest.with_graphs(graphs).model_dump_json().encode(),
             **{str(name): graphs[name] for name in graphs},

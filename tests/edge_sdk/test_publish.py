@@ -82,6 +82,12 @@ def test_the_training_step_is_compiled_and_published(client, two_layers, compili
     check_graphs(Graphs(served["step"], served["evaluation"]), manifest)
 
 
+def test_a_step_need_not_be_compiled(client, two_layers, compiling, caplog):
+    publish(inprocess.ADDRESS, "own", two_layers, client=client, compiled=False)
+    assert not said_by_publish(caplog)
+    assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]
+
+
 def nothing_like_it(model, loss, inputs, targets):
     return Graphs(b"another", b"another")
 
