@@ -327,7 +327,6 @@ def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path):
         "FedPer": ("fedper", ""),
         "FedPer+FT": ("fedper", tuned),
         "APFL": ("apfl", ""),
-        "pFedMe": ("pfedme", ""),
         "Per-FedAvg": ("perfedavg", ""),
         "DM-PFL": ("dmpfl", once),
         "DM-PFL+": ("dmpfl", f'{once}\njudged_as = "adaptive"'),
