@@ -23,11 +23,14 @@ from edge_sdk.arguments import MIB
 from edge_sdk.profile import BUDGETS, Subject, profile
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.compute import Compute
-from edge_sdk.tasks.public import MODELS, full_name
+from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 from sparrow.benchmarks.server import machine
 
 RESULTS = Path("docs/results")
-TASKS = ("digits", *(full_name(task, model) for task, models in MODELS.items() for model in models))
+TASKS = (
+    "digits",
+    *(full_name(task, model) for task, models in MODELS.items() if task not in BY_DEVICES for model in models),
+)
 BATCHES = (32, 128)
 MEMORY_BOUND = 0.15
 SECONDS_BOUND = 0.25

@@ -49,7 +49,7 @@ from edge_sdk.publish import add_method_set, read_settings
 from edge_sdk.tasks import Seeded, Task, is_module, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
-from edge_sdk.tasks.public import MODELS
+from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.local import as_tensor
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_help_settings, add_json
@@ -91,7 +91,7 @@ class Subject:
         name, _, model = self.task.partition(":")
         choices = MODELS.get(name, {})
         batch = self.settings.batch_size
-        if self.data is not None or not choices or (model and model not in choices):
+        if self.data is not None or not choices or name in BY_DEVICES or (model and model not in choices):
             return load_task(self.task, self.data, device="profile", seed=self.settings.seed, batch_size=batch)
         choice = choices[model] if model else next(iter(choices.values()))
         (classes,) = load_builtin(self.task).manifest.output_shape

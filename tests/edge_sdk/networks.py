@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.tasks.models import DigitsNet
-from edge_sdk.tasks.public import MODELS
+from edge_sdk.tasks.public import BY_DEVICES, MODELS
 
 N = 6
 
@@ -234,6 +234,7 @@ def zoo():
             )
             for task, choices in MODELS.items()
             for model, choice in choices.items()
+            if task not in BY_DEVICES
         },
     }
     made = {

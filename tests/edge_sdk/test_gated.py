@@ -12,7 +12,7 @@ from torch import nn
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publishing.modes import evaluating
-from edge_sdk.tasks.public import MODELS
+from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,
@@ -322,7 +322,7 @@ ROWS = {
         f"{task}:{name}": (choice.build, choice.shape)
         for task, models in MODELS.items()
         for name, choice in models.items()
-        if task != "har"
+        if task not in ("har", "uci_har", *BY_DEVICES)
     },
     "batch-norm": (lambda: convolutions(7, 3, 9, dropout=True)[0], (2, 6, 6)),
     "no-bias": (

@@ -17,7 +17,7 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_n
 from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.models import DigitsNet
-from edge_sdk.tasks.public import MODELS
+from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow, Narrow
 
@@ -25,7 +25,12 @@ from .test_tracing import NETS, group_norm
 
 BUILTIN = {
     "digits": (DigitsNet, (1, 8, 8)),
-    **{f"{task}:{name}": (one.build, one.shape) for task, models in MODELS.items() for name, one in models.items()},
+    **{
+        f"{task}:{name}": (one.build, one.shape)
+        for task, models in MODELS.items()
+        for name, one in models.items()
+        if task not in BY_DEVICES
+    },
 }
 EVERY = {**BUILTIN, **NETS, "norms": (group_norm, (1, 8, 8))}
 

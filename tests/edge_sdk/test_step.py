@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
-from sparrow.export.steps import optimise
+from sparrow.export.steps import judge_outputs, optimise
 
 from .networks import zoo
 
@@ -89,6 +89,17 @@ def check_parity(name):
             for output, value in found.items():
                 bound = 1e-5 * np.linalg.norm(wanted[output]) + 1e-6 * largest  # where the truth is 0, rounding
                 assert np.linalg.norm(value - wanted[output]) <= bound, (output, batch)
+
+
+def test_the_loss_follows_from_the_outputs_alone():
+    """Also of a model that does the same in training and evaluation, which the exporter computes once for both."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    evaluation = compile_step(model, F.cross_entropy, torch.randn(4, 3), torch.tensor([0, 1, 1, 0])).evaluation
+    judged = session(judge_outputs(evaluation))
+    assert {each.name for each in judged.get_inputs()} == {"output", "target"}
+    outputs, targets = torch.randn(6, 2), torch.tensor([0, 1, 1, 0, 1, 1])
+    (loss,) = judged.run(["loss"], {"output": outputs.numpy(), "target": targets.numpy()})
+    assert loss == pytest.approx(F.cross_entropy(outputs, targets).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", FEW)
