@@ -318,7 +318,8 @@ def test_a_method_with_sums_of_its_own_is_refused_unless_it_says_that_a_mean_wil
 
 @pytest.mark.parametrize("name", METHODS)
 def test_krum_is_refused_where_devices_send_different_parts(name):
-    alike = name in METHODS[1 : METHODS.index("lgfedavg") + 1]  # FedAvg to LG-FedAvg: the whole shared model, or none of it
+    # FedAvg to LG-FedAvg: the whole shared model, or none of it.
+    alike = name in METHODS[1 : METHODS.index("lgfedavg") + 1]
     settings = completed(FederationSettings(method=name, robust="krum"))
     if alike:
         check_robust(load_method(name), settings)
