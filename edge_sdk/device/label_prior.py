@@ -30,7 +30,7 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, unpack
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.tasks import Batches, Task
+from edge_sdk.tasks import Batches, Task, collect_targets
 
 PSEUDO_COUNT = 0.5
 """Added to the samples of every class: a class without any has a prior, too."""
@@ -60,7 +60,8 @@ class LabelPrior:
                 "logit_adjustment is for classifications by models whose last layer has a bias for each class; join a "
                 "federation without it"
             )
-        counts = class_counts(task.train, spec.shape[0]) + PSEUDO_COUNT
+        labels = collect_targets(task.train).astype(np.int64)
+        counts = np.bincount(labels, minlength=spec.shape[0])[: spec.shape[0]] + PSEUDO_COUNT
         offset = settings.logit_adjustment * np.log(counts / counts.mean())
         return cls(manifest, spec.name, offset.astype(np.float32))
 
@@ -103,12 +104,6 @@ class LabelPrior:
                 block.take_into(self.offset, part)
                 np.add(view, sign * part.reshape(view.shape), out=view)
         return moved
-
-
-def class_counts(batches: Batches, classes: int) -> NDArray[np.int64]:
-    """Return how many samples of each class there are: int [classes]."""
-    labels = np.concatenate([np.asarray(targets).reshape(-1) for _, targets in batches])
-    return np.bincount(labels.astype(np.int64), minlength=classes)[:classes].astype(np.int64)
 
 
 def _centred(scores: NDArray[np.float32]) -> NDArray[np.float32]:

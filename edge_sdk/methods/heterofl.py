@@ -40,6 +40,7 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, TensorSpec
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
 from edge_sdk.protocol.neurons import CLASSES, first_neurons_up
+from edge_sdk.tasks import collect_targets
 
 
 def train(job: Job) -> Trained:
@@ -60,7 +61,7 @@ def _seen(job: Job) -> NDArray[np.int64]:
     outputs = np.arange(job.manifest.output_shape[0])
     if not job.task.classification:
         return outputs
-    return np.intersect1d(outputs, np.concatenate([np.asarray(targets).reshape(-1) for _, targets in job.task.train]))
+    return np.intersect1d(outputs, collect_targets(job.task.train))
 
 
 def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:

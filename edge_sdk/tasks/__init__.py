@@ -78,6 +78,14 @@ def count_examples(batches: Batches) -> int:
         return sum(len(targets) for _, targets in batches)
 
 
+def collect_targets(batches: Batches) -> Array:
+    """Return the targets of one pass, of whole samples [N]: as batches in memory have them, or else collected."""
+    known = getattr(batches, "targets", None)
+    if isinstance(known, np.ndarray):
+        return known.reshape(-1)
+    return np.concatenate([np.asarray(targets).reshape(-1) for _, targets in batches])
+
+
 @dataclass(frozen=True)
 class Task:
     """A learning problem on one device.

@@ -65,12 +65,10 @@ def client(tmp_path):
         yield client
 
 
-def take_part(client, folder, *, start=0.0, name="pi", method="fedspu", rounds=12, **settings):
-    settings = {**FLAT, "learning_rate": 0.01, "rounds": rounds, "method": method, **settings}
-    publish("http://in-process", "one", task(start), client=client, **settings)
+def join_one(client, folder, task, name="pi"):
     return join(
         "http://in-process",
-        task(start),
+        task,
         federation="one",
         name=name,
         budget=1.0,
@@ -79,6 +77,12 @@ def take_part(client, folder, *, start=0.0, name="pi", method="fedspu", rounds=1
         client=client,
         quiet=True,
     )
+
+
+def take_part(client, folder, *, start=0.0, name="pi", method="fedspu", rounds=12, **settings):
+    settings = {**FLAT, "learning_rate": 0.01, "rounds": rounds, "method": method, **settings}
+    publish("http://in-process", "one", task(start), client=client, **settings)
+    return join_one(client, folder, task(start), name)
 
 
 def answer(path) -> float:
@@ -147,17 +151,7 @@ def test_killed_between_the_model_and_its_second_name_the_best_is_found_again(cl
     with pytest.raises(KeyboardInterrupt):
         take_part(client, tmp_path, method="local")  # whose rounds depend on nobody else's
     monkeypatch.undo()
-    result = join(
-        "http://in-process",
-        task(),
-        federation="one",
-        name="pi",
-        budget=1.0,
-        state_dir=tmp_path / "pi",
-        export=tmp_path / "model.onnx",
-        client=client,
-        quiet=True,
-    )
+    result = join_one(client, tmp_path, task())
     by_round = outputs(12)
     best = 1 + int(np.argmin([abs(each - 3) for each in by_round]))
     assert result.best_round == best
@@ -238,17 +232,7 @@ def test_fedspu_trains_a_mixture_once_more_at_the_end(client, tmp_path, epochs):
 
     settings = {**FLAT, "min_devices": 1, "cohort": 1, "rounds": 1, "local_steps": 1, "learning_rate": 0.0625}
     publish("http://in-process", "one", task(), client=client, method="fedspu", finetune_epochs=epochs, **settings)
-    result = join(
-        "http://in-process",
-        task(),
-        federation="one",
-        name="pi",
-        budget=1.0,
-        state_dir=tmp_path / "pi",
-        export=tmp_path / "pi.onnx",
-        client=client,
-        quiet=True,
-    )
+    result = join_one(client, tmp_path, task())
     # A step halves the distance to 6 (loss (2 w - 6)^2, rate 1/16): 3, then 4.5, and with two more 5.25 and 5.625.
     assert answer(result.export.path) == pytest.approx(5.625 if epochs else 4.5, abs=1e-4)
     assert result.global_share == (0.5 if epochs else 0.0)
