@@ -51,6 +51,8 @@ else:
     import tomli as tomllib
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+DRAWING = "a drawing"
+"""The value, and the verdict, of a figure that claims nothing that could be measured."""
 MEASURED = re.compile(r"(<!-- measured:(.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
 EXPRESSION = re.compile(r"\{([^{}]*?)(?::([^:{}'()]*))?\}")
 NOT_MEASURED = (
@@ -301,7 +303,7 @@ class Figures:
         held = [bool(evaluated(each, own)) for each in claim.get("holds", ())]
         files = ", ".join(f"[{name}]({name}.jsonl)" for name in own.used) or "–"
         played = "; ".join(_played(each) for each in own.used.values() if each)
-        result = verdict(held, claim.get("missing", ""))
+        result = DRAWING if claim["value"] == DRAWING else verdict(held, claim.get("missing", ""))
         missing, note = claim.get("missing", ""), claim.get("note", "")
         if missing and held:
             missing = f"missing: {missing}"
