@@ -604,7 +604,7 @@ def test_no_call_is_answered_by_a_5xx_and_none_spoils_a_view(tmp_path, train, ta
     "count",
     [
         pytest.param(300, marks=pytest.mark.integration),
-        pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
 def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql, count):
