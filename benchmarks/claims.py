@@ -178,13 +178,25 @@ class Figures:
         degrees = {each.test_set["shift"] for each in self.trials(file, label, axes)[0].shifts}
         return fmean(self.accuracy(file, label, shift=float(degree), **axes) for degree in degrees)
 
-    def difference(self, file: str, label: str, other: str, shift: float | None = None, **axes: Value) -> Estimate:
-        """Return the first label's accuracy minus the other's, on the same devices and seeds. shift: as above."""
-        both = self._both(file, label, other, shift, axes)
-        means = [fmean(by_device.values()) for by_device in differences(*both).values()]
+    def difference(
+        self,
+        file: str,
+        label: str,
+        other: str,
+        *,
+        shift: float | None = None,
+        budget: float | None = None,
+        **axes: Value,
+    ) -> Estimate:
+        """Return the first label's accuracy minus the other's, on the same devices and seeds.
+
+        shift: as above. budget: of the devices that have it under the first label.
+        """
+        first, second = self._both(file, label, other, shift, axes)
+        means = [fmean(by_device.values()) for by_device in differences(first, second, budget).values()]
         if len(means) > 1:
             return _estimate(means)
-        found = paired(*both)
+        found = paired(first, second, budget)
         if found is None:
             raise SystemExit(f"{file}.jsonl: {label} and {other} have no seed in common")
         return Estimate(found.mean, found.interval)
@@ -313,10 +325,12 @@ class Figures:
 
     def _both(
         self, file: str, label: str, other: str, shift: float | None, axes: dict[str, Value]
-    ) -> list[list[Recorded]]:
+    ) -> tuple[list[Recorded], list[Recorded]]:
         """Return the trials of two labels, judged on a shifted test set unless ``shift`` is None."""
-        both = [self.trials(file, each, axes) for each in (label, other)]
-        return both if shift is None else [judged_on({"shift": shift}, each) for each in both]
+        first, second = (self.trials(file, each, axes) for each in (label, other))
+        if shift is None:
+            return first, second
+        return judged_on({"shift": shift}, first), judged_on({"shift": shift}, second)
 
 
 def verdict(held: Sequence[bool], missing: str) -> str:

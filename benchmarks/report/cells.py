@@ -68,9 +68,10 @@ def accuracy_cell(figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Rec
     return percent_cell(lambda trial: known_figure(figure, accuracy_among(participants(trial))))
 
 
-def headline(done: Sequence[Recorded]) -> str:
-    """Return the mean over seeds, with ± standard deviation over seeds if there are two."""
-    means = [each.mean for each in (accuracy_among(participants(trial)) for trial in done) if each]
+def headline(done: Sequence[Recorded], budget: float | None = None) -> str:
+    """Return the mean over seeds, with ± standard deviation over seeds if there are two. budget: of its devices."""
+    counted = ([each for each in participants(trial) if budget in (None, each.budget)] for trial in done)
+    means = [each.mean for each in map(accuracy_among, counted) if each]
     spread = f" ± {100 * stdev(means):.1f}" if len(means) > 1 else ""
     return f"**{percent(known_mean(means))}**{spread}" if means else ABSENT
 

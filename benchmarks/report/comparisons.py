@@ -43,10 +43,12 @@ class Paired:
     worse: float
 
 
-def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[int, dict[str, float]]:
+def differences(
+    first: Sequence[Recorded], other: Sequence[Recorded], budget: float | None = None
+) -> dict[int, dict[str, float]]:
     """Return seed -> device -> accuracy of ``first`` minus that of ``other`` in points, for devices with both.
 
-    Raises SystemExit where devices of the same name hold different data: then the rows are of different experiments.
+    budget: of those devices alone that have it in ``first``; in ``other`` they may have another. Raises SystemExit where devices of the same name hold different data: then the rows are of different experiments.
     """
     others = {each.trial.seed: {device.device: device for device in participants(each)} for each in other}
     found: dict[int, dict[str, float]] = {}
@@ -54,6 +56,8 @@ def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[in
         for device in participants(trial):
             match = others.get(trial.trial.seed, {}).get(device.device)
             if match is None or match.accuracy is None or device.accuracy is None:
+                continue
+            if budget is not None and device.budget != budget:
                 continue
             if match.test_examples != device.test_examples:
                 raise SystemExit(
@@ -64,9 +68,10 @@ def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[in
     return found
 
 
-def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | None:
-    """Return the comparison of ``first`` with ``other``; None if they have no seed in common."""
-    by_seed = differences(first, other)
+def paired(first: Sequence[Recorded], other: Sequence[Recorded], budget: float | None = None) -> Paired | None:
+    """Return the comparison of ``first`` with ``other``, over all devices or those of a budget in ``first``; None if
+    they have no seed in common."""
+    by_seed = differences(first, other, budget)
     if not by_seed:
         return None
     values = [value for by_device in by_seed.values() for value in by_device.values()]

@@ -28,7 +28,7 @@ from sparrow.benchmarks.report.cells import (
 from sparrow.benchmarks.report.comparisons import RESAMPLES, paired, savings
 from sparrow.benchmarks.report.costs import cost_sections, stopping_sections
 from sparrow.benchmarks.report.facts import head_lines, tuning_lines, warning_lines
-from sparrow.benchmarks.report.figures import Group, groups, share_counted, stops_early
+from sparrow.benchmarks.report.figures import Group, groups, participants, share_counted, stops_early
 from sparrow.benchmarks.report.mechanism import idle_lines, mechanism_sections
 from sparrow.benchmarks.report.pictures import KINDS, draw
 from sparrow.benchmarks.report.shifts import shift_sections
@@ -82,6 +82,14 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         ]
         lines += for_each_group(found, lambda group: _compared(group, labels[0]))
         lines += [_interval_note(seeds), ""]
+        if len(set(experiment.methods[0].budgets)) > 1:
+            lines += [
+                "## By budget",
+                "",
+                f"The same by the budget that a device has under {labels[0]}; under the other it may have another.",
+                "",
+                *for_each_group(found, lambda group: _compared_by_budget(group, labels[0])),
+            ]
     lines += cost_sections(experiment, found)
     lines += shift_sections(experiment, found)
     saved = for_each_group([group for group in found if savings(group)], _saved)
@@ -189,6 +197,17 @@ def _compared(group: Group, first: str) -> list[str]:
         "pairs",
     ]
     return markdown_lines(head, rows)
+
+
+def _compared_by_budget(group: Group, first: str) -> list[str]:
+    mine = group.trials[first]
+    budgets = sorted({device.budget for trial in mine for device in participants(trial)})
+    rows = [[f"{first}, %", *(headline(mine, budget) for budget in budgets)]]
+    for label, done in group.trials.items():
+        pairs = [paired(mine, done, budget) for budget in budgets]
+        if label != first:
+            rows.append([f"minus {label}", *(bold_interval(pair.mean, pair.interval) if pair else ABSENT for pair in pairs)])
+    return markdown_lines(["", *(f"p = {budget:g}" for budget in budgets)], rows)
 
 
 def _interval_note(seeds: int) -> str:

@@ -219,6 +219,24 @@ def test_paired_difference_with_students_interval(plan, recorded):
     assert row == ["+12.5 (-19.3 to +44.3)", "50 / 25 / 25", "4 in 2 seeds"]
 
 
+def test_devices_of_a_budget_are_compared_apart():
+    fedspu = FEDSPU | {"budgets": [0.2, 1.0]}
+    plan = experiment(seeds=[0, 1], axes={}, methods=[fedspu, FEDAVG], tune=None)
+    accuracies = {"FedSPU": [(0.7, 0.5), (0.8, 0.5)], "FedAvg": [(0.6, 0.6), (0.6, 0.6)]}
+    done = []
+    for trial in trials(plan, "tiny", {}):
+        budgets = trial.budgets * 2
+        devices = [
+            replace(device(index, each), budget=budgets[index])
+            for index, each in enumerate(accuracies[trial.label][trial.seed])
+        ]
+        done.append(record(trial, devices))
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedSPU, %", "By budget") == ["75.0 ± 7.1", "50.0 ± 0.0"]
+    # Of p = 0.2: +10 and +20; t(0.975, 1) = 12.706, standard error 5.
+    assert cells(page, "minus FedAvg", "By budget") == ["+15.0 (-48.5 to +78.5)", "-10.0 (-10.0 to -10.0)"]
+
+
 def test_one_seed_has_the_bootstrap_over_devices():
     plan = experiment(seeds=[0], axes={}, devices=40, methods=[FEDSPU, FEDAVG], tune=None)
     [first, other] = trials(plan, "tiny", {})
