@@ -204,9 +204,10 @@ def _compared_by_budget(group: Group, first: str) -> list[str]:
     budgets = sorted({device.budget for trial in mine for device in participants(trial)})
     rows = [[f"{first}, %", *(headline(mine, budget) for budget in budgets)]]
     for label, done in group.trials.items():
-        pairs = [paired(mine, done, budget) for budget in budgets]
-        if label != first:
-            rows.append([f"minus {label}", *(bold_interval(pair.mean, pair.interval) if pair else ABSENT for pair in pairs)])
+        pairs = [] if label == first else [paired(mine, done, budget) for budget in budgets]
+        if pairs:
+            cells = [bold_interval(pair.mean, pair.interval) if pair else ABSENT for pair in pairs]
+            rows.append([f"minus {label}", *cells])
     return markdown_lines(["", *(f"p = {budget:g}" for budget in budgets)], rows)
 
 
