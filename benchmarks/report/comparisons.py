@@ -48,8 +48,8 @@ def differences(
 ) -> dict[int, dict[str, float]]:
     """Return seed -> device -> accuracy of ``first`` minus that of ``other`` in points, for devices with both.
 
-    budget: of those devices alone that have it in ``first``; in ``other`` they may have another. Raises SystemExit where
-    devices of the same name hold different data: then the rows are of different experiments.
+    budget: of those devices alone that have it in ``first``; in ``other`` they may have another. Raises SystemExit
+    where devices of the same name hold different data: then the rows are of different experiments.
     """
     others = {each.trial.seed: {device.device: device for device in participants(each)} for each in other}
     found: dict[int, dict[str, float]] = {}
