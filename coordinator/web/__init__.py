@@ -88,8 +88,6 @@ def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manife
     """Return why no page can take part in a federation of these settings and this model; None where pages can."""
     if settings.secure:
         return "it has secure aggregation, for which a device needs the SDK"
-    if settings.logit_adjustment:
-        return "it adjusts outputs by class frequencies (logit_adjustment), which pages do not"
     if not method.pages:
         can = "pages take part in fedavg, fedper, fedprox, fedspu and local"
         return f"{settings.method} runs on devices with the SDK alone; {can}"

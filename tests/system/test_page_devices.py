@@ -67,10 +67,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def played(nursery: Callable[[], Nursery], folder: Path, **settings: str) -> Iterator[tuple[Coordinator, Devices]]:
-    """A coordinator with the federation, and devices in their own folders."""
-    with one_machine(nursery, folder, **settings) as (coordinator, devices):
-        coordinator.create(NAME, **SETTINGS)
+def played(
+    nursery: Callable[[], Nursery], folder: Path, more: dict[str, Any] | None = None, **environment: str
+) -> Iterator[tuple[Coordinator, Devices]]:
+    """A coordinator with the federation, and devices in their own folders. more: settings beside the usual ones."""
+    with one_machine(nursery, folder, **environment) as (coordinator, devices):
+        coordinator.create(NAME, **{**SETTINGS, **(more or {})})
         yield coordinator, devices
 
 
@@ -89,7 +91,13 @@ def outcome(coordinator: Coordinator) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def undisturbed(nursery: Callable[[], Nursery], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The outcome where all devices have the SDK and nothing breaks."""
-    with played(nursery, tmp_path_factory.mktemp("sdk")) as (coordinator, devices):
+    return of_the_sdk_alone(nursery, tmp_path_factory.mktemp("sdk"))
+
+
+def of_the_sdk_alone(
+    nursery: Callable[[], Nursery], folder: Path, more: dict[str, Any] | None = None
+) -> SimpleNamespace:
+    with played(nursery, folder, more) as (coordinator, devices):
         started = start_sdk(coordinator, devices, *NAMES)
         found = outcome(coordinator)
         for each in started:
@@ -159,6 +167,27 @@ def test_pages_and_the_sdk_end_with_the_model_of_the_sdk_alone(
             assert state["rounds"] == SETTINGS["rounds"]
             assert page.said == []
     assert_same(found, undisturbed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_pages_add_their_class_frequencies_and_train_once_more_at_the_end(
+    nursery, tmp_path, open_device, files, precision
+):
+    """Few epochs: the first steps from outputs so far apart enlarge the last bits that two runtimes differ in."""
+    more = {"logit_adjustment": 1.0, "local_epochs": 3, "finetune_epochs": 3, "precision": precision}
+    wanted = of_the_sdk_alone(nursery, tmp_path / "sdk", more)
+    assert wanted.rounds[-1]["finetune_flops"] > 0
+    with played(nursery, tmp_path / "both", more) as (coordinator, devices):
+        started = start_sdk(coordinator, devices, *NAMES[2:])
+        pages = open_both(open_device, coordinator.url, files)
+        found = outcome(coordinator)
+        for each in started:
+            assert each.wait() == 0, each.output
+        for page in pages:
+            page.wait_for("state.phase === 'finished'")
+    if precision == "fp32":
+        assert_same(found, wanted)
+    assert distance(found.model, wanted.model) < 1e-5, "a few values are rounded otherwise under int8"
 
 
 def test_a_page_that_is_closed_while_it_trains_goes_on_when_it_is_opened_again(

@@ -42,6 +42,13 @@ export class Manifest {
     this.valuesDigest = valuesDigest(said);
   }
 
+  /** The last layer's bias, one value for each output, if it is trained and crosses the wire; else undefined. */
+  get outputBias() {
+    const names = this.layers.at(-1)?.tensors ?? [];
+    const fits = ({ name, shape, trainable }) => trainable && names.includes(name) && String(shape) === String(this.outputShape);
+    return this.shared.find(fits);
+  }
+
   /** Return the tensors of a policy, in their order. */
   of(policy) {
     return this.tensors.filter((spec) => spec.policy === policy);

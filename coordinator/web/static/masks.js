@@ -3,7 +3,7 @@ import { ProtocolError } from "./errors.js";
 import { product, sum } from "./manifest.js";
 import { Sha256, utf8 } from "./sha256.js";
 
-const FULL_RATIO = 0.99;
+export const FULL_RATIO = 0.99;
 
 /** Return the number of active neurons of `size` at `ratio`: max(1, floor(ratio * size)). */
 export function activeCount(size, ratio) {

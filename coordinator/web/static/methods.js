@@ -7,7 +7,8 @@
 import { judgeRound } from "./stopping.js";
 import { BundleError, ProtocolError } from "./errors.js";
 import { trainingFlops } from "./flops.js";
-import { drawNeurons, mergeInPlace, pack, sameMask } from "./masks.js";
+import { FULL_RATIO, drawNeurons, mergeInPlace, pack, sameMask } from "./masks.js";
+import { hex, sha256, utf8 } from "./sha256.js";
 
 /** Return a whole payload as tensors by name. Throws BundleError for one that is partial or missing. */
 export function wholeModel(manifest, received) {
@@ -147,6 +148,15 @@ const fedspu = {
   evaluate: evaluateBoth,
   adapt: (job) => adaptAsInARound(job, assigned(job)),
   mixesGlobal: true,
+  /** Train a model once more, at the device's budget; return it and the FLOPs. Throws TrainingDiverged. */
+  async finish(job, tensors) {
+    const ratio = job.budget, whole = ratio >= FULL_RATIO;
+    const key = hex(sha256(utf8(String(job.seed("finish"))))).slice(0, 32);
+    const mask = whole ? null : drawNeurons(job.manifest, { key, ratio });
+    job.engine.load(tensors);
+    const { samples } = await fineTune(job, { mask, ratio }, "finish");
+    return { tensors: job.engine.read(), flops: trainingFlops(job.manifest, samples, mask) };
+  },
 };
 
 /** Return the personal model with the active values received; at first, all that was received. */
@@ -205,5 +215,8 @@ const local = {
   adapt: (job) => adaptAsInARound(job),
 };
 
-/** Method -> its functions. `mixesGlobal`: a mixture of the personal and the finished global model may be kept. */
+/**
+ * Method -> its functions. `mixesGlobal`: a mixture of the personal and the finished global model may be kept; `finish`:
+ * trains one once more, at the end.
+ */
 export const METHODS = { fedavg, fedprox, fedper, fedspu, local };

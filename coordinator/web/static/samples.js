@@ -396,6 +396,11 @@ export class Batches {
     return this.#samples.count;
   }
 
+  /** Their targets, in their order. */
+  get targets() {
+    return this.#samples.targets;
+  }
+
   /** Batches in one pass. */
   get length() {
     const rest = this.count % this.#batchSize;

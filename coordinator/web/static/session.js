@@ -13,13 +13,14 @@ import { nonzeroFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
 import { mergeInPlace, pack } from "./masks.js";
 import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
+import { LabelPrior } from "./prior.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
 import { isBetter } from "./stopping.js";
 
 const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
 const FIRST_REST = 5, LONGEST_REST = 900;
-const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1];
+const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1], FINISHED_SHARE = 0.5;
 const MOST_HISTORY = 200;
 const LARGEST_SCORE = 3.4028234663852886e38;
 const NO_ENERGY = { quality: "unavailable", source: "a browser has no energy sensor" };
@@ -155,6 +156,7 @@ export class Session {
   /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
   async join(name, budget) {
     this.budget = budget;
+    await this.prior(this.info.settings)?.check(this.engine, this.data().train);
     if (!this.identity?.token && this.identity?.name !== name) { // another name where the first was taken
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
       this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
@@ -166,6 +168,11 @@ export class Session {
       budget, conditions: { available: true }, num_examples: this.data().train.count, holds_model: this.personal !== null,
     }));
     await this.keepIdentity({ budget });
+  }
+
+  /** Return this device's class frequencies, where the federation adds them to outputs; else null. */
+  prior(settings) {
+    return LabelPrior.of(this.manifest, settings, this.data().train.targets);
   }
 
   async enrol() {
@@ -345,16 +352,18 @@ export class Session {
     const deadline = Date.now() + 1000 * assignment.deadline_seconds;
     this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloads the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
     const download = this.phase();
+    const prior = this.prior(settings);
     let received = null;
     if (payload) {
       if (payload.bytes > largestPayload(this.manifest)) throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`);
       received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
+      if (prior) received = { ...received, values: prior.moved(received.values, received.mask, 1) };
       this.received = !this.personal && isWhole(this.manifest, received) ? received.values : null;
     }
     const waits = kind !== "adapt";
     let paused = 0;
     return {
-      assignment, settings, received, download: download.end(), manifest: this.manifest, engine: this.engine, data: this.data(),
+      assignment, settings, received, prior, budget: this.budget, download: download.end(), manifest: this.manifest, engine: this.engine, data: this.data(),
       state: { personal: this.personal, memory: this.progress.memory },
       seed: (purpose) => deriveSeed(`${this.federation}:${settings.seed}`, this.identity.name, round, purpose),
       progress: async (step, steps, loss) => {
@@ -387,13 +396,15 @@ export class Session {
 
   /** Return an update's body, a bundle or JSON, and what rounding takes from it, if it does. */
   packed(job, trained, train) {
-    const { values, mask, draw } = trained, { precision } = job.settings;
+    const { mask, draw } = trained, { precision } = job.settings;
+    const unadjusted = (values) => (job.prior ? job.prior.moved(values, mask, -1) : values);
+    const values = trained.values && unadjusted(trained.values);
     const counts = { ...trained.counts }, rounds = values && precision === "int8";
     if (rounds) counts.carried_values = this.owed ? pack(this.manifest, this.owed, mask).filter(Boolean).length : 0;
     const report = JSON.stringify(reportOf(job, { ...trained, counts }, train));
     if (!values) return { body: report };
     if (!rounds) return { body: encode(this.manifest, values, mask, { draw, precision, report }) };
-    const base = sentValues(this.manifest, job.received, mask);
+    const base = unadjusted(sentValues(this.manifest, job.received, mask));
     const rounded = roundUpdate(this.manifest, mask, values, base, this.owed, job.seed("quantise"));
     return { body: encode(this.manifest, rounded, mask, { draw, precision, report }), owed: rounded.owed };
   }
@@ -418,8 +429,9 @@ export class Session {
   async evaluate(job) {
     this.tell({ phase: "evaluating", detail: `judges the model in round ${job.assignment.round}` });
     const measuring = this.phase();
-    await this.mixWithGlobal(job);
+    const finishing = await this.mixWithGlobal(job);
     const judged = await this.method.evaluate({ ...job, state: { ...job.state, personal: this.best ?? this.personal } });
+    judged.flops = (judged.flops ?? 0) + finishing;
     const receipt = { ...receiptOf(job, judged, measuring.end()), inference_flops: nonzeroFlops(this.manifest, this.bestTensors()) };
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
       accuracyNow: judged.personal?.accuracy ?? judged.globalModel?.accuracy ?? this.progress.accuracyNow,
@@ -443,20 +455,34 @@ export class Session {
     }, { personal, best });
   }
 
-  /** Keep a mixture of the personal and the finished global model as the best one, where validation speaks for it. */
+  /**
+   * Keep a mixture of the personal and the finished global model as the best one, where validation speaks for it; with
+   * `finetune_epochs` one of them is also trained once more, within the budget. Returns the FLOPs of that.
+   */
   async mixWithGlobal(job) {
     const own = this.personal;
-    if (!job.assignment.plan?.finished || !this.method.mixesGlobal || !job.received || !own || !this.progress.best) return;
+    if (!job.assignment.plan?.finished || !this.method.mixesGlobal || !job.received || !own || !this.progress.best) return 0;
     const received = wholeModel(this.manifest, job.received);
-    for (const share of GLOBAL_SHARES) {
-      const mixture = mixed(own, received, share);
-      this.engine.load(mixture);
-      const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
-      if (!validation || !isBetter(validation, this.progress.best.validation)) continue;
-      this.best = mixture;
-      this.progress = { ...this.progress, best: { round: job.assignment.round, validation, share } };
-      await this.store.put({ best: sealed({ personal: mixture }), progress: this.progress });
+    for (const share of GLOBAL_SHARES) await this.keepIfBetter(job, mixed(own, received, share), share);
+    if (!this.method.finish || !job.settings.finetune_epochs) return 0;
+    try {
+      const { tensors, flops } = await this.method.finish(job, mixed(own, received, FINISHED_SHARE));
+      await this.keepIfBetter(job, tensors, FINISHED_SHARE);
+      return flops;
+    } catch (error) {
+      if (!(error instanceof TrainingDiverged)) throw error;
+      return 0;
     }
+  }
+
+  /** Keep a model as the best one, where validation data speak for it. share: of the global model in it. */
+  async keepIfBetter(job, tensors, share) {
+    this.engine.load(tensors);
+    const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
+    if (!validation || !isBetter(validation, this.progress.best.validation)) return;
+    this.best = tensors;
+    this.progress = { ...this.progress, best: { round: job.assignment.round, validation, share } };
+    await this.store.put({ best: sealed({ personal: tensors }), progress: this.progress });
   }
 
   /** Keep the new state and the update together, then send it. */
