@@ -437,6 +437,7 @@ WRONG_SETTINGS = {
     "local_steps": ("5", 0, 1.5, 1e9),
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay", "silence_seconds"), ("0.1", -1, 1e9, None)),
     "stop_weight": ("0.1", -1, 1.5, None),
+    "logit_adjustment": ("1", -1, 11, None, [1]),
     **dict.fromkeys(("learning_rate_decay", "min_improvement"), ("0.1", -1, 2, None)),
     **dict.fromkeys(("clip", "finetune_learning_rate"), ("1", -1, 1e13, [1])),
     **dict.fromkeys(("optimizer", "precision", "early_stopping", "personal_model"), ("other", None, 7, ["sgd"])),

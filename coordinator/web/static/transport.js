@@ -335,7 +335,8 @@ const identifier = /^[A-Za-z0-9_-]{1,64}$/, secret = /^[!-~]{1,200}$/, digits = 
 function checkFederation(said) {
   const { name, uid, task, method, device_kinds: kinds, manifest_digest: manifest, settings } = said;
   const sound = [name, uid, task, method].every((each) => typeof each === "string") && Array.isArray(kinds) && digest(manifest)
-    && isRecord(settings) && natural(settings.batch_size, 1e6) && settings.batch_size > 0 && isSeed(settings.seed);
+    && isRecord(settings) && natural(settings.batch_size, 1e6) && settings.batch_size > 0 && isSeed(settings.seed)
+    && isStrength(settings.logit_adjustment);
   if (!sound) throw new NoAnswer("what it says of the federation cannot be read; reload this page, which may be older");
   return said;
 }
@@ -352,6 +353,8 @@ function checkToken(said) {
 
 /** Whether this is a seed: a whole number, as text where JavaScript's numbers do not reach it. */
 const isSeed = (value) => natural(value, 2 ** 53 - 1) || matches(value, digits);
+
+const isStrength = (value) => typeof value === "number" && value >= 0 && value <= 10;
 
 /** Return an assignment that is as the contract has it. */
 function checkAssignment(said) {
@@ -375,7 +378,7 @@ function checkSettings(settings) {
   const oneOf = (name, ...values) => values.includes(settings[name]);
   const sound = within("learning_rate", 0, 100) && within("learning_rate_decay", 0, 1) && count("batch_size", 1, 1e6)
     && count("local_epochs", 1, 1e4) && count("local_steps", 1, 1e7, true) && within("momentum", 0, 1)
-    && within("weight_decay", 0, 10) && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
+    && within("weight_decay", 0, 10) && isStrength(settings.logit_adjustment) && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
     && oneOf("optimizer", "sgd", "adam", "adamw") && oneOf("precision", "fp32", "fp16", "bf16", "int8")
     && count("finetune_epochs", 0, 1e4) && within("finetune_learning_rate", 0, 100, true)
     && oneOf("early_stopping", "validation", "paper", "off") && count("patience", 1, 1e4, true)
