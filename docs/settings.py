@@ -59,6 +59,12 @@ After each round that it takes part in, a device measures the loss of its model 
   rule saves more and costs accuracy ([fedspu.md](results/fedspu.md)).
 - `early_stopping=off`: every device trains to the last round.
 
+With `joules_per_device` a device also stops after the round in which the energy of its downloads and training, as its
+reports have it, reaches so many joules, whatever the rule. A small board that needs many joules for a round then trains
+in fewer rounds, and ends with what the others have trained since: under `fedspu` with `logit_adjustment`, the finished
+model with its own class frequencies, or a mixture with its own model. A device without a sensor or a power model
+(`--watts`) knows no joules, and goes on.
+
 A device that stops sends this round's update, reports that it stops, and trains no more. It continues to answer
 evaluations. When all devices have stopped, the federation is finished.
 

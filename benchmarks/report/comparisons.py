@@ -21,7 +21,10 @@ from sparrow.benchmarks.rows import Recorded
 RESAMPLES = 10_000
 
 
-STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}
+STOP_RULE = {
+    *("early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"),
+    "joules_per_device",
+}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def groups(experiment: Experiment, recorded: Sequence[Recorded]) -> list[Group]:
 
 def stops_early(trial: Trial) -> bool:
     """Return True if the trial's devices stop early; a missing setting has its published default."""
-    return bool(trial.settings.get("early_stopping", FederationSettings().early_stopping) != "off")
+    rule = trial.settings.get("early_stopping", FederationSettings().early_stopping)
+    return rule != "off" or trial.settings.get("joules_per_device") is not None
 
 
 def participants(trial: Recorded) -> list[DeviceResult]:

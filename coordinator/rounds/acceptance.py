@@ -242,11 +242,14 @@ class Acceptance:
 
         A federation whose devices have all stopped is over: no device may say so before its rule could."""
         settings = settings_of(federation)
-        if settings.early_stopping == "off" or assignment.kind == wire.Kind.prepare:
+        limited = settings.joules_per_device is not None
+        if assignment.kind == wire.Kind.prepare or (settings.early_stopping == "off" and not limited):
             raise BadContent(
-                "status: no device stops early here (early_stopping is off, or the model is only being prepared); "
-                "send the update as active, and update this SDK"
+                "status: no device stops early here (early_stopping is off and joules_per_device unset, or the model "
+                "is only being prepared); send the update as active, and update this SDK"
             )
+        if limited:  # what a device has spent it alone knows
+            return
         least = settings.min_participations if settings.early_stopping == "validation" else 1
         with self._store.reading() as db:
             given = db.scalar(

@@ -120,6 +120,9 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "early_stopping": "when a device stops depends on its data, and decides later draws; set it to off"
         if settings.early_stopping != "off"
         else None,
+        "joules_per_device": "when a device has spent them depends on how many samples it has; leave it out"
+        if settings.joules_per_device is not None
+        else None,
         "quorum": "late devices are cut off by the speed of others, which depends on their data; set it to 1"
         if settings.quorum < 1
         else None,

@@ -708,6 +708,7 @@ class Session:
             trained = work(adjusted)
             best = self._find_best(job, trained)
             train.flops = trained.flops
+        trained = self._within_joules(job, trained, download, train.cost)
         assert trained.update is not None, "such a round ends with values to send"
         update = trained.update if self._prior is None else self._prior.sent(trained.update)
         statement: Statement | None = None
@@ -728,8 +729,17 @@ class Session:
             trained = self._method.personalise(job)
             best = self._find_best(job, trained)
             train.flops = trained.flops
+        trained = self._within_joules(job, trained, download, train.cost)
         body = _report(job, trained, download, train.cost).encode()
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
+
+    def _within_joules(self, job: Job, trained: Trained, download: Phase, train: Phase) -> Trained:
+        """Return the outcome of a round, as this device's last one where its joules are spent."""
+        limit = job.assignment.settings.joules_per_device
+        spent = self.progress.training.plus(download).plus(train)
+        if limit is None or job.assignment.kind is Kind.prepare or spent.joules < limit:
+            return trained
+        return replace(trained, stopped=True)
 
     def _keep_round(
         self,

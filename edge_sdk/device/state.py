@@ -110,6 +110,11 @@ class Totals(BaseModel):
     throttled_seconds: float | None = None
     celsius_peak: float | None = None
 
+    @property
+    def joules(self) -> float:
+        """Measured and estimated joules together, for a limit only."""
+        return self.joules_measured + self.joules_estimated
+
     def plus(self, phase: Phase) -> Totals:
         """Return the totals after one more phase."""
         joules = phase.joules or 0.0

@@ -278,6 +278,13 @@ class FederationSettings(_Request):
         le=1,
         description="Under paper: weight λ of the training loss in the stop-rule loss; the rest is validation's",
     )
+    joules_per_device: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e12,
+        description="Energy of downloads and training, measured or estimated, after which a device leaves training for "
+        "good, as by early stopping; of devices that cannot know theirs none does; unset: no limit",
+    )
     personal_model: Literal["best", "last"] = Field(
         default="best",
         description="The personal model that a device judges and exports: of all its rounds the best on its validation "

@@ -155,6 +155,7 @@ REFUSED = {
     "robust": {"robust": "median"},
     "outlier_mads": {"outlier_mads": 5},
     "cohort_policy": {"cohort_policy": "least_recently"},
+    "joules_per_device": {"joules_per_device": 100.0},
     "over_selection": {"over_selection": 0.3},
     "min_updates": {"min_updates": 2},
     "buffer": {"buffer": 1},

@@ -1316,6 +1316,17 @@ def test_no_device_ends_a_federation_before_its_rule_could(coordinator, answer, 
     assert (info.reason, info.round, coordinator.record(1).updates) == ("max_rounds", 3, 2)
 
 
+def test_a_device_whose_joules_are_limited_may_stop_at_any_time(coordinator, answer):
+    coordinator.create(rounds=5, early_stopping="off", joules_per_device=100.0)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device, stopped in zip(devices, (True, False), strict=True):
+        answer(device, stopped=stopped)
+    coordinator.rounds.advance()
+    assert coordinator.record(1).stopped == ("a",)
+    assert coordinator.record(2).cohort == ("b",)
+
+
 def test_a_device_may_stop_once_its_rule_could(coordinator, answer):
     coordinator.create(rounds=5, early_stopping="paper", patience=2)
     devices = coordinator.enrol("a", "b")

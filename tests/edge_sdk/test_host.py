@@ -284,3 +284,27 @@ def test_a_simulated_board_says_so_and_reports_what_it_would_have_spent(client, 
         assert telemetry["download"]["seconds"] == pytest.approx(transfer)
         assert telemetry["download"]["joules"] == pytest.approx(board.power.idle_watts * transfer)
         assert {phase["quality"] for phase in telemetry.values()} == {"estimated"}
+
+
+def joules_by_round(client, folder, federation, **settings):
+    """What two devices, a slow and a fast board, spend in each of their rounds, by device."""
+    settings = {**SETTINGS, "rounds": 4, **settings}
+    publish(inprocess.ADDRESS, federation, "digits", client=client, **settings)
+    host = host_of(client, Plan(federation, 2, boards=(BOARDS["pizero2w"], BOARDS["pi5"])), folder)
+    host.start(0), host.start(1)
+    while client.get(f"/v1/federations/{federation}").json()["status"] != "finished":
+        host.step(0), host.step(1)
+    spent = {}
+    for number in range(1, 5):
+        for each in client.get(f"/v1/federations/{federation}/rounds/{number}/reports").json():
+            phases = each["report"]["telemetry"]
+            if "training_flops" in each["report"]:
+                spent.setdefault(each["device"], []).append(phases["download"]["joules"] + phases["train"]["joules"])
+    return spent
+
+
+def test_a_device_stops_with_the_round_that_spends_its_joules(client, tmp_path):
+    first, second, third, *_ = joules_by_round(client, tmp_path / "night", "night")["device-0"]
+    spent = joules_by_round(client, tmp_path / "day", "day", joules_per_device=first + second + third / 2)
+    assert {name: len(rounds) for name, rounds in spent.items()} == {"device-0": 3, "device-1": 4}
+    assert client.get("/v1/federations/day/rounds").json()[2]["stopped"] == ["device-0"]
