@@ -25,13 +25,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import Value
 from sparrow.benchmarks.metrics import Point, best_within
 from sparrow.benchmarks.report.cells import markdown_lines
 from sparrow.benchmarks.report.comparisons import differences, judged_on, paired, students
+from sparrow.benchmarks.report.costs import at_equal_cost
 from sparrow.benchmarks.report.figures import (
     MIB,
     accuracy_among,
@@ -212,18 +211,17 @@ class Figures:
         return min(fmean(by_device.values()) for by_device in by_seed.values())
 
     def difference_at_equal(self, cost: str, file: str, label: str, other: str, **axes: Value) -> Estimate:
-        """Return the first label's last accuracy minus the other's where that has cost as much, seed by seed.
+        """Return the first label's accuracy minus the other's, seed by seed, each at what the cheaper of the two has
+        cost in the end, between evaluations by a straight line.
 
-        cost: bytes_up, training_flops or joules_estimated. The other's accuracy is interpolated between evaluations.
+        cost: bytes_up, training_flops or joules_estimated.
         """
         first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
-        return _estimate(
-            [
-                100 * (_mean(end_of(trial)) - _interpolated(others[seed], cost, getattr(end_of(trial), cost)))
-                for seed, trial in first.items()
-                if seed in others
-            ]
-        )
+        pairs = [(trial, others[seed]) for seed, trial in first.items() if seed in others]
+        found = at_equal_cost(pairs, operator.attrgetter(cost), operator.attrgetter("mean"))
+        if not found:
+            raise SystemExit(f"{file}.jsonl: {label} and {other} were never evaluated at equal {cost}")
+        return _estimate(found)
 
     def each_within(self, file: str, label: str, mib: float, **axes: Value) -> list[float]:
         """Return the best accuracy of each seed within so much upload of all devices, weighted by test samples."""
@@ -426,25 +424,11 @@ def _estimate(values: Sequence[float]) -> Estimate:
     return Estimate(fmean(values), students(values))
 
 
-def _mean(point: Point) -> float:
-    if point.accuracy is None:
-        raise SystemExit(f"round {point.round} was not evaluated")
-    return point.accuracy.mean
-
-
 def _within(trial: Recorded, mib: float) -> float:
     best = best_within(trial.points, mib * MIB, lambda each: each.weighted)
     if best is None:
         raise SystemExit(f"{trial.trial.name} was not evaluated within {mib:g} MiB")
     return 100 * best
-
-
-def _interpolated(trial: Recorded, cost: str, at: float) -> float:
-    """Return a trial's accuracy where it has cost so much. Raises SystemExit outside its evaluated rounds."""
-    spent = [getattr(point, cost) for point in trial.points]
-    if not spent[0] <= at <= spent[-1]:
-        raise SystemExit(f"{trial.trial.name}: {cost} of {at:g} is outside of its {spent[0]:g} to {spent[-1]:g}")
-    return float(np.interp(at, spent, [_mean(point) for point in trial.points]))
 
 
 def _played(trials: Sequence[Recorded]) -> str:

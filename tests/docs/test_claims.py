@@ -146,11 +146,12 @@ def test_figures_are_means_over_seeds_with_students_interval(figures):
     assert filled("{accuracy('tiny', 'A', seed=1) - accuracy('tiny', 'A', at=1):.0f}", figures) == "12"
 
 
-def test_at_equal_cost_the_other_is_read_between_its_evaluations(figures):
+def test_at_equal_cost_the_dearer_is_read_between_its_evaluations(figures):
     # B has 45 % after 100 bytes, half-way between 80 and 120; A then has 60 and 62.
     assert f"{figures.difference_at_equal('bytes_up', 'tiny', 'A', 'B'):.1f}" == "16.0"
-    with pytest.raises(SystemExit, match="outside"):
-        figures.difference_at_equal("bytes_up", "tiny", "B", "A")
+    assert f"{figures.difference_at_equal('bytes_up', 'tiny', 'B', 'A'):.1f}" == "-16.0"
+    with pytest.raises(SystemExit, match="never evaluated at equal joules_measured"):
+        figures.difference_at_equal("joules_measured", "tiny", "A", "B")
 
 
 def test_within_an_upload_the_best_so_far_counts(figures):
