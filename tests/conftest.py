@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test writes into the state folder of whoever runs it: coordinators and devices keep theirs here.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sparrow-tests-")
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -31,6 +32,10 @@ from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, unpa
 from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+# On a busy machine an example takes as long as it takes: no test fails for that.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 # A background job of a shell inherits SIGINT ignored, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
