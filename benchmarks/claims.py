@@ -191,11 +191,7 @@ class Figures:
 
         shift: as above. budget: of the devices that have it under the first label.
         """
-        first, second = self._both(file, label, other, shift, axes)
-        means = [fmean(by_device.values()) for by_device in differences(first, second, budget).values()]
-        if len(means) > 1:
-            return _estimate(means)
-        found = paired(first, second, budget)
+        found = paired(*self._both(file, label, other, shift, axes), budget)
         if found is None:
             raise SystemExit(f"{file}.jsonl: {label} and {other} have no seed in common")
         return Estimate(found.mean, found.interval)

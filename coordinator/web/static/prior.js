@@ -1,4 +1,5 @@
 /** A device's class frequencies in its outputs: `edge_sdk/device/label_prior.py`, where the papers are named. */
+import { sum } from "./manifest.js";
 import { eachBlock } from "./masks.js";
 
 const PSEUDO_COUNT = 0.5;
@@ -18,7 +19,7 @@ export class LabelPrior {
     if (!spec) throw new Error("no page can take part here: the model's last layer has no bias for each class, which logit_adjustment needs");
     const counts = new Float64Array(spec.size).fill(PSEUDO_COUNT);
     for (const target of targets) counts[Number(target)] += 1;
-    const mean = counts.reduce((all, each) => all + each, 0) / spec.size;
+    const mean = sum(counts) / spec.size;
     const offset = Float32Array.from(counts, (count) => settings.logit_adjustment * Math.log(count / mean));
     return new LabelPrior(manifest, spec.name, offset);
   }
@@ -52,6 +53,6 @@ export class LabelPrior {
 
 /** Return scores less their mean: what is left of them where outputs are logarithms of a softmax. */
 function centred(scores) {
-  const mean = scores.reduce((all, each) => all + each, 0) / scores.length;
+  const mean = sum(scores) / scores.length;
   return scores.map((value) => value - mean);
 }
