@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.auto import FOR_NEURONS
+from edge_sdk.protocol.messages import AUTO, FederationSettings
 from edge_sdk.publish import read_settings
 from edge_sdk.tasks.npz import read_whole
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
@@ -123,7 +124,7 @@ def _partition(text: str) -> tuple[str, dict[str, Value]]:
 
 
 def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
-    known = list(installed("sparrow.device_methods"))
+    known = [AUTO, *installed("sparrow.device_methods")]
     labels = [part.strip() for part in text.split(",")]
     for label in labels:
         if labels.count(label) > 1:
@@ -133,9 +134,8 @@ def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
             raise UnknownMethod(
                 f"--methods {label}: there is no such method{nearest(name, known)}; installed are {', '.join(known)}"
             )
-        method = load_method(name)
         tuned: dict[str, Any] = {"finetune_epochs": 1} if label != name else {}
-        everyone = method.smallest_budget(settings) <= BUDGETS[0]
+        everyone = load_method(FOR_NEURONS if name == AUTO else name).smallest_budget(settings) <= BUDGETS[0]
         yield MethodRun(label=label, method=name, settings=tuned, budgets=BUDGETS if everyone else (1.0,))
 
 

@@ -26,6 +26,7 @@ from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import (
+    AUTO,
     DeviceInfo,
     DeviceReport,
     FederationInfo,
@@ -120,7 +121,9 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
     keep theirs: of the model as it is they have found nothing. Nor is there anything to take from methods with personal
     models, whose copies are of these.)
     """
-    if trial.settings.get("finetune_epochs", 0) or trial.new or load_server_half(trial.method).personal_models:
+    if trial.method == AUTO or trial.settings.get("finetune_epochs", 0) or trial.new:
+        return None
+    if load_server_half(trial.method).personal_models:
         return None
     plain = without_fine_tuning(trial)
     for each in done:
@@ -261,7 +264,8 @@ def check(trials: Iterable[Trial], where: Where) -> None:
     """
     seen: set[tuple[object, int]] = set()
     for trial in trials:
-        load_method(trial.method)
+        if trial.method != AUTO:
+            load_method(trial.method)
         plan = plan_of(trial, where)
         if (plan.data, trial.seed) in seen:
             continue
@@ -320,7 +324,7 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName) 
         if record.evaluated_devices
     ]
     return Recorded(
-        trial=trial,
+        trial=trial.model_copy(update={"method": info.method}),  # what auto has chosen
         points=tuple(points),
         result=TrialResult(
             rounds=info.round,
@@ -331,7 +335,7 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName) 
             devices=_devices(trial, devices, reports),
             wall_seconds=wall_seconds,
             machine=machine(),
-            idle=idle(load_method(trial.method).acts, records),
+            idle=idle(load_method(info.method).acts, records),
             engine=engine,
         ),
     )

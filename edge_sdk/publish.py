@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, get_args
 
-from edge_sdk.device.trainable import exit_unless_trainable
+from edge_sdk.device.trainable import CannotTrain, exit_unless_trainable
 
 __all__ = ["publish"]
 
@@ -27,13 +27,16 @@ import numpy as np
 from pydantic import ValidationError
 
 from edge_sdk.arguments import add_federation, check_federation_name, read_setting
+from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.protocol import checkpoint, tls
+from edge_sdk.protocol.auto import chosen
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors
 from edge_sdk.protocol.messages import (
+    AUTO,
     CompareFederation,
     CreateFederation,
     FederationInfo,
@@ -146,6 +149,8 @@ def publish(
             if replace:
                 return transport.replace_model(name, checkpoint.save(model.described(compiled=compiled), ""))
             digest = model.manifest.model_digest
+            asked = chosen(asked, model.manifest, classes=asked.method == AUTO and model.adjusts())
+            request = request.model_copy(update={"settings": asked})
             wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
@@ -185,6 +190,20 @@ class _Model:
         described = _manifest(task, self._example[0], method, running_statistics, blocks)
         samples = [as_tensors(batch)[0] for batch in islice(task.validation, FROZEN_BATCHES)]
         self.manifest, self._frozen = freeze(task.model, described, frozen_precision, samples)
+
+    def adjusts(self) -> bool:
+        """Return whether class frequencies can be added to the model's outputs."""
+        from edge_sdk.training.engine import TorchEngine
+
+        spec = self.manifest.output_bias
+        if spec is None or not self._task.classification:
+            return False
+        some = LabelPrior(self.manifest, spec.name, np.linspace(-1, 1, spec.shape[0], dtype=np.float32))
+        try:
+            some.check(TorchEngine(self._task, self.manifest), self._task.train)
+        except CannotTrain:
+            return False
+        return True
 
     def described(self, *, compiled: bool) -> Tensors:
         """Return what is published beside weights: the manifest, and the graphs that it names; the training step only

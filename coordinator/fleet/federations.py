@@ -17,6 +17,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import checkpoint, values
+from edge_sdk.protocol.auto import chosen
 from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import (
     MAX_GRAPH,
@@ -188,7 +189,7 @@ class Federations:
 
         published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in task,
         which has nothing that could be hostile."""
-        settings = completed(request.settings)
+        settings = completed(chosen(request.settings, manifest, classes=published is None))
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
         with callers_data():
@@ -313,8 +314,11 @@ class Federations:
         with self._store.reading() as db:
             federation = find(db, name)
             model = wanted.model_digest or _built_in(wanted.task).manifest.model_digest
+            settings = completed(
+                chosen(wanted.settings, self._models.manifest(federation), classes=not wanted.model_digest)
+            )
             published = federation.published or {"settings": federation.settings, "model_digest": None}
-            asked, has = _flat(completed(wanted.settings).model_dump(mode="json")), _flat(published["settings"])
+            asked, has = _flat(settings.model_dump(mode="json")), _flat(published["settings"])
             differences = [
                 f"{setting}: asked for {_shown(value)}, it has {_shown(has[setting])}"
                 for setting, value in asked.items()

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from edge_sdk.methods import DeviceMethod, load_method
+from edge_sdk.protocol.auto import FOR_ANY_MODEL, FOR_NEURONS
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import AUTO
 from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
@@ -29,8 +31,14 @@ def describe_for(
 ) -> Manifest:
     """Return the manifest of ``model`` that ``method`` needs, found by running it on ``example`` [N, ...].
 
-    Raises UnsupportedLayer, naming method and layer, for a model with which its rounds would fail, and UnknownMethod.
+    method: ``auto`` is the first of what it stands for that can train the model. Raises UnsupportedLayer, naming method
+    and layer, for a model with which its rounds would fail, and UnknownMethod.
     """
+    if method == AUTO:
+        try:
+            return describe_for(FOR_NEURONS, model, example, task=task, running_statistics=running_statistics)
+        except UnsupportedLayer:
+            method = FOR_ANY_MODEL
     half = load_method(method)
     manifest = describe_whole(model, example, task=task, running_statistics=running_statistics)
     try:

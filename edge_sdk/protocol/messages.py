@@ -114,10 +114,18 @@ class Moved(_Request):
 # --- a federation's settings -------------------------------------------------------------------------------------
 
 
+AUTO = "auto"
+"""The method of settings that leave the choice of one to ``edge_sdk.protocol.auto``."""
+
+
 class FederationSettings(_Request):
     """The settings of a federation. Every field is described in docs/settings.md, which a test holds to this class."""
 
-    method: str = Field(default="fedspu", max_length=64, description="The federated method")
+    method: str = Field(
+        default="fedspu",
+        max_length=64,
+        description="The federated method; auto: chosen with its settings when the federation is created",
+    )
     rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
     cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(

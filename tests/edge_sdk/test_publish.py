@@ -64,6 +64,79 @@ def test_a_built_in_task_is_cut_by_the_method(client):
         publish(inprocess.ADDRESS, "cut", "digits", client=client, blocks={"fc1.weight": (1,)})
 
 
+# --- a method that the coordinator chooses ---------------------------------------------------------------------------
+
+
+def chosen_for(client, model, **settings):
+    """The method, logit adjustment and epochs of fine-tuning that ``auto`` becomes for a model of inputs [N, 4]."""
+    data = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    info = publish(
+        inprocess.ADDRESS, "auto", Task("own", model, F.cross_entropy, data, data), client=client, **settings
+    )
+    return info.method, info.settings.logit_adjustment, info.settings.finetune_epochs
+
+
+AUTO = {"method": "auto", "compiled": False}
+
+
+class Sorting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).sort(1).values)
+
+
+class Colder(nn.Sequential):
+    def forward(self, inputs):
+        return super().forward(inputs) / 3.0
+
+
+def test_auto_is_fedspu_with_class_frequencies_and_a_last_training(client):
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)
+    assert chosen_for(client, nn.Sequential(*layers), **AUTO) == ("fedspu", 1.0, 3)
+    task = publish(inprocess.ADDRESS, "known", "digits", client=client, method="auto")
+    assert (task.method, task.settings.logit_adjustment, task.settings.finetune_epochs) == ("fedspu", 1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: Sorting(), ("fedavg", 1.0, 3)),
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), ("fedspu", 0.0, 3)),
+        (lambda: Colder(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), ("fedspu", 0.0, 3)),
+    ],
+    ids=["no neurons to leave out", "no bias of classes", "outputs that do not follow the bias"],
+)
+def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
+    assert chosen_for(client, model(), **AUTO) == expected
+
+
+def test_auto_keeps_what_was_asked_for(client):
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)
+    assert chosen_for(client, nn.Sequential(*layers), **AUTO, logit_adjustment=0.5, finetune_epochs=1) == (
+        "fedspu",
+        0.5,
+        1,
+    )
+
+
+def test_auto_adjusts_no_outputs_that_are_not_of_classes(client):
+    data = [(torch.randn(6, 4), torch.randn(6, 2))]
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    task = Task("own", model, F.mse_loss, data, data, classification=False)
+    info = publish(inprocess.ADDRESS, "numbers", task, client=client, **AUTO)
+    assert (info.method, info.settings.logit_adjustment) == ("fedspu", 0.0)
+
+
+def test_auto_asked_for_again_is_the_same_federation(client, two_layers):
+    first = publish(inprocess.ADDRESS, "own", two_layers, client=client, **AUTO)
+    assert publish(inprocess.ADDRESS, "own", two_layers, client=client, exist_ok=True, **AUTO).uid == first.uid
+    first = publish(inprocess.ADDRESS, "known", "digits", client=client, method="auto")
+    assert publish(inprocess.ADDRESS, "known", "digits", client=client, exist_ok=True, method="auto").uid == first.uid
+
+
 # --- the training step -----------------------------------------------------------------------------------------------
 
 
