@@ -21,15 +21,19 @@ LOGIT_ADJUSTMENT = 1.0
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
     """Return settings whose method is not ``auto``; those of another method as they are.
 
-    It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg, with ``FINETUNE_EPOCHS`` of
-    fine-tuning. classes: whether the model's outputs are scores of classes that follow its last bias; then outputs are
-    adjusted by class frequencies with ``LOGIT_ADJUSTMENT``. Settings that differ from their defaults stay.
+    It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg. classes: whether the model's
+    outputs are scores of classes that follow its last bias; then outputs are adjusted by class frequencies with
+    ``LOGIT_ADJUSTMENT``. The end is ``FINETUNE_EPOCHS`` of training, but not under FedAvg with adjusted outputs: there
+    every device takes the trained copy, and it is worse. Settings that differ from their defaults stay.
     """
     if settings.method != AUTO:
         return settings
-    ours: dict[str, Any] = {"finetune_epochs": FINETUNE_EPOCHS}
+    method = FOR_NEURONS if manifest.coupling else FOR_ANY_MODEL
+    ours: dict[str, Any] = {}
     if classes and manifest.output_bias is not None:
         ours["logit_adjustment"] = LOGIT_ADJUSTMENT
+    if method == FOR_NEURONS or not ours:
+        ours["finetune_epochs"] = FINETUNE_EPOCHS
     defaults = FederationSettings()
     unset = {name: value for name, value in ours.items() if getattr(settings, name) == getattr(defaults, name)}
-    return settings.model_copy(update={"method": FOR_NEURONS if manifest.coupling else FOR_ANY_MODEL, **unset})
+    return settings.model_copy(update={"method": method, **unset})

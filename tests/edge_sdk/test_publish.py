@@ -103,7 +103,7 @@ def test_auto_is_fedspu_with_class_frequencies_and_a_last_training(client):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: Sorting(), ("fedavg", 1.0, 3)),
+        (lambda: Sorting(), ("fedavg", 1.0, 0)),
         (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), ("fedspu", 0.0, 3)),
         (lambda: Colder(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), ("fedspu", 0.0, 3)),
     ],
