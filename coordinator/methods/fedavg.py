@@ -9,8 +9,15 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 from __future__ import annotations
 
 from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
+from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 FEDAVG = CoordinatorMethod(
-    smallest_budget=whole_model, pages=True, adjusts_logits=True, why_not_secure=needs_sums_alone
+    smallest_budget=whole_model,
+    settings_type=LastRoundsSettings,
+    aggregation=LAST_ROUNDS,
+    pages=True,
+    adjusts_logits=True,
+    why_not_secure=needs_sums_alone,
 )
-"""w <- sum of n_k w_k / sum of n_k, over the cohort."""
+"""w <- sum of n_k w_k / sum of n_k, over the cohort. With ``averaged_rounds`` the finished model is the mean of the last
+rounds' models, which is not of the paper."""

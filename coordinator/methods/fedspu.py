@@ -12,9 +12,12 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 from __future__ import annotations
 
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone
+from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 FEDSPU = CoordinatorMethod(
     smallest_budget=any_budget,
+    settings_type=LastRoundsSettings,
+    aggregation=LAST_ROUNDS,
     active=ActiveNeurons(),
     personal_models=True,
     mixes_global=True,
@@ -22,4 +25,5 @@ FEDSPU = CoordinatorMethod(
     adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )
-"""A masked weighted mean; a weight that nobody held keeps its value."""
+"""A masked weighted mean; a weight that nobody held keeps its value. With ``averaged_rounds`` the finished model is the
+mean of the last rounds' models, which is not of the paper."""

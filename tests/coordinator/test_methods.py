@@ -211,6 +211,25 @@ def test_a_mechanism_that_is_turned_off_counts_nothing(coordinator, method, own,
 # --- FedAvg and FedProx ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedspu"])
+def test_the_finished_model_may_be_the_mean_of_the_last_rounds(coordinator, new_coordinator, method):
+    def finished(player, rounds, **own):
+        player.create(method, rounds=rounds, local_epochs=1, draws="seed", method_settings=own)
+        player.play(*(player.open_device(name) for name in "ab"))
+        return player, player.model().tensors
+
+    _, second = finished(coordinator, 2)
+    _, third = finished(new_coordinator(), 3)
+    player, mean = finished(new_coordinator(), 3, averaged_rounds=2)
+    assert player.records.rounds("f")[-1].notes["averaged_rounds"] == 2
+    assert {name: tensor.shape for name, tensor in mean.items()} == {n: tensor.shape for n, tensor in third.items()}
+    for name, tensor in mean.items():
+        np.testing.assert_allclose(tensor, (second[name] + third[name]) / 2, rtol=1e-5, atol=1e-7)
+    assert not same(second, third)
+    whole, _ = checkpoint.load(player.federations.model("f"))
+    assert same({name: whole[name] for name in mean}, mean), "what is downloaded is the mean, and nothing beside it"
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_everybody_ends_with_the_last_global_model(coordinator, method):
     coordinator.create(method)

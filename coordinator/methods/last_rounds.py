@@ -1,0 +1,58 @@
+"""The mean of the last rounds' models as the finished one, for methods that average what the cohort trained.
+
+Izmailov, Podoprikhin, Garipov, Vetrov, Wilson, "Averaging Weights Leads to Wider Optima and Better Generalization",
+UAI 2018, arXiv:1803.05407; on the server of a federation: Caldarola, Caputo, Ciccone, "Improving Generalization in
+Federated Learning by Seeking Flat Minima", ECCV 2022, arXiv:2203.11834. With w_r the model that round r makes, of T
+rounds, and n ``averaged_rounds``, the finished model is
+
+    (w_{T-n+1} + ... + w_T) / n
+
+Rounds train w_r as ever; the mean is kept beside it, in float32, and takes its place in round T. A federation that ends
+earlier ends with its last model. Running statistics of batch norm are averaged like weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from sparrow.coordinator.methods import Aggregation, GlobalModel, MethodSettings, Situation
+
+COUNT = "averaged"
+"""Key of the number of rounds in the mean, beside the mean's tensors."""
+
+
+class LastRoundsSettings(MethodSettings):
+    """The settings of methods whose finished model may be a mean over rounds."""
+
+    averaged_rounds: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Rounds at the end of which the finished global model is the mean; 0: the last one's alone",
+    )
+
+
+def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
+    """Return the weighted mean of the round's updates; in the last round, the mean of the last rounds' models."""
+    tensors, rounds = sums.mean(model.tensors), situation.settings.rounds
+    if situation.round <= rounds - situation.own(LastRoundsSettings).averaged_rounds:
+        return GlobalModel(tensors, model.mask)
+    before = int(model.own[COUNT][0]) if COUNT in model.own else 0
+    mean = {
+        name: _mean(model.own[name], before, tensor) if before else np.asarray(tensor, np.float32)
+        for name, tensor in tensors.items()
+    }
+    if situation.round >= rounds:
+        return GlobalModel(mean, model.mask, notes={"averaged_rounds": before + 1})
+    return GlobalModel(tensors, model.mask, {**mean, COUNT: np.array([before + 1], dtype=np.int64)})
+
+
+def _mean(mean: Any, count: int, tensor: Any) -> Any:
+    """Return the mean of ``count`` tensors with one more."""
+    return (mean + (np.asarray(tensor, np.float32) - mean) / np.float32(count + 1)).astype(np.float32)
+
+
+LAST_ROUNDS = Aggregation(close=close, why_mean_only=None, why_not_private=None, why_not_buffered=None)
