@@ -21,8 +21,8 @@ LOGIT_ADJUSTMENT = 1.0
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
     """Return settings whose method is not ``auto``; those of another method as they are.
 
-    It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg. classes: whether the model's
-    outputs are scores of classes that follow its last bias; then outputs are adjusted by class frequencies with
+    It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg. classes: whether the
+    model's outputs are scores of classes that follow its last bias; then outputs are adjusted by class frequencies with
     ``LOGIT_ADJUSTMENT``. The end is ``FINETUNE_EPOCHS`` of training, but not under FedAvg with adjusted outputs: there
     every device takes the trained copy, and it is worse. Settings that differ from their defaults stay.
     """
