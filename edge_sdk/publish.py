@@ -131,7 +131,6 @@ def publish(
         raise BadArgument(
             "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
         )
-    request = CreateFederation(name=name, task=task if isinstance(task, str) else None, settings=asked)
     own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
@@ -150,8 +149,8 @@ def publish(
                 return transport.replace_model(name, checkpoint.save(model.described(compiled=compiled), ""))
             digest = model.manifest.model_digest
             asked = chosen(asked, model.manifest, classes=asked.method == AUTO and model.adjusts())
-            request = request.model_copy(update={"settings": asked})
             wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
+        request = CreateFederation(name=name, task=task if isinstance(task, str) else None, settings=asked)
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info

@@ -20,8 +20,8 @@ from pydantic import Field
 
 from sparrow.coordinator.methods import Aggregation, GlobalModel, MethodSettings, Situation
 
-COUNT = "averaged"
-"""Key of the number of rounds in the mean, beside the mean's tensors."""
+COUNT, MEAN = "count", "mean."
+"""Key of the number of rounds in the mean, and what stands before the names of its tensors."""
 
 
 class LastRoundsSettings(MethodSettings):
@@ -42,17 +42,18 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
         return GlobalModel(tensors, model.mask)
     before = int(model.own[COUNT][0]) if COUNT in model.own else 0
     mean = {
-        name: _mean(model.own[name], before, tensor) if before else np.asarray(tensor, np.float32)
+        name: _mean(model.own[MEAN + name], before, tensor) if before else np.asarray(tensor, np.float32)
         for name, tensor in tensors.items()
     }
     if situation.round >= rounds:
         return GlobalModel(mean, model.mask, notes={"averaged_rounds": before + 1})
-    return GlobalModel(tensors, model.mask, {**mean, COUNT: np.array([before + 1], dtype=np.int64)})
+    own = {MEAN + name: tensor for name, tensor in mean.items()}
+    return GlobalModel(tensors, model.mask, {**own, COUNT: np.array([before + 1], dtype=np.int64)})
 
 
 def _mean(mean: Any, count: int, tensor: Any) -> Any:
     """Return the mean of ``count`` tensors with one more."""
-    return (mean + (np.asarray(tensor, np.float32) - mean) / np.float32(count + 1)).astype(np.float32)
+    return mean + (np.asarray(tensor, np.float32) - mean) / np.float32(count + 1)
 
 
 LAST_ROUNDS = Aggregation(close=close, why_mean_only=None, why_not_private=None, why_not_buffered=None)
