@@ -398,7 +398,7 @@ def test_a_methods_own_settings_are_completed_and_reach_the_devices(coordinator)
     [
         ("fedprox", {"mu": 1.0}, r"method_settings\.mu: there is no such setting; fedprox takes proximal_weight"),
         ("fedprox", {"proximal_weight": -1}, r"method_settings\.proximal_weight: .* at least 0"),
-        ("fedavg", {"proximal_weight": 1}, "fedavg takes no settings of its own"),
+        ("fedavg", {"proximal_weight": 1}, r"method_settings\.proximal_weight: .*; fedavg takes averaged_rounds"),
     ],
 )
 def test_settings_that_are_not_the_methods_are_refused(coordinator, method, own, said):
