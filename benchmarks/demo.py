@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -31,12 +32,12 @@ from edge_sdk.engines import Engine, Graphs, evaluate_held_out
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import derive_seed
-from edge_sdk.methods.early_stopping import is_better
+from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
 from edge_sdk.protocol.manifest import Tensors, initial_values
-from edge_sdk.protocol.messages import CreateFederation, Evaluation, FederationInfo, FederationSettings, RoundRecord
+from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings, RoundRecord
 from edge_sdk.tasks import Task, load_task
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
@@ -243,11 +244,10 @@ def judge(
 
 def local_only(engine: Engine, task: Task, settings: FederationSettings, progress: Progress, device: str) -> float:
     """Return the accuracy of a model trained on this device alone: same first weights, rate, batch and number of
-    local steps; of its rounds' models the best on validation data counts.
+    local steps; the model that counts is chosen among its rounds' as a device does.
     """
     engine.load(initial_values(engine.manifest, settings.seed))
-    best: Evaluation | None = None
-    accuracy = 0.0
+    lowest, accuracy = math.inf, 0.0
     for number in range(progress.rounds):
         engine.train(
             task.train,
@@ -256,9 +256,10 @@ def local_only(engine: Engine, task: Task, settings: FederationSettings, progres
             seed=derive_seed("local-only", settings.seed, device, number),
         )
         held_out, validation = evaluate_held_out(engine, task.validation, task.test)
-        if is_better(validation, best):
+        lowest = min(lowest, validation.loss)
+        if not gives_way(validation, lowest):
             assert held_out.accuracy is not None
-            best, accuracy = validation, held_out.accuracy
+            accuracy = held_out.accuracy
     return accuracy
 
 

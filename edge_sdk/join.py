@@ -45,7 +45,6 @@ from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
-from edge_sdk.methods.early_stopping import is_better
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.tasks import Task, is_module, load_data_of
@@ -451,13 +450,13 @@ def _warnings(progress: Progress) -> Iterator[str]:
     if progress.best is None:
         return
     found = progress.best.validation
-    if progress.validation_before is not None and is_better(progress.validation_before, found):
+    if progress.validation_before is not None and progress.validation_before.loss < found.loss:
         yield (
             f"warning: the personal model predicts worse than the model that this device began with "
             f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
             f"device more data, or the federation more rounds or another learning_rate"
         )
-    if progress.validation_global is not None and is_better(progress.validation_global, found):
+    if progress.validation_global is not None and progress.validation_global.loss < found.loss:
         yield (
             f"warning: the global model predicts better here than the personal one "
             f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "

@@ -56,7 +56,7 @@ from edge_sdk.errors import (
     TokenExpired,
 )
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
-from edge_sdk.methods.early_stopping import is_better
+from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.methods.merging import is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
@@ -1004,17 +1004,23 @@ class Session:
         return self._method.picks_best and self.info.settings.personal_model == "best"
 
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
-        """Return the best personal model after a round: the round's own where its validation data speak for it."""
+        """Return the best personal model after a round: the round's own unless its validation data speak against it."""
         state, before = trained.state, self.progress.best
         if state.personal is None or not self._keeps_best:
             return before
         found = trained.personal_validation or self._validate(state.personal)
-        better = is_better(found, before.validation if before else None)
-        return self._best_of(job, found) if better else before
+        newest = self._best_of(job, found)
+        return before if before and gives_way(found, newest.lowest_loss) else newest
 
     def _best_of(self, job: Job, found: Evaluation, global_share: float = 0.0) -> Best:
-        number, manifest = job.assignment.round, self.manifest.digest
-        return Best(round=number, validation=found, global_share=global_share, manifest=manifest)
+        before = self.progress.best
+        return Best(
+            round=job.assignment.round,
+            validation=found,
+            lowest_loss=min(found.loss, before.lowest_loss) if before else found.loss,
+            global_share=global_share,
+            manifest=self.manifest.digest,
+        )
 
     def _judge_best_again(self) -> None:
         """Judge the best personal model by the federation's model as it is now, if that was replaced since."""
@@ -1025,7 +1031,8 @@ class Session:
         if tensors is None:
             return
         try:
-            found = {"validation": self._validate(tensors), "manifest": self.manifest.digest}
+            validation = self._validate(tensors)
+            found = {"validation": validation, "lowest_loss": validation.loss, "manifest": self.manifest.digest}
         except TrainingDiverged:  # a model of which nothing can be said is not the best
             self._save_progress(best=None)
         else:
@@ -1058,7 +1065,7 @@ class Session:
             found = self._validate(tensors)
         except TrainingDiverged:  # a model of which nothing can be said is not the best
             return
-        if is_better(found, self.progress.best.validation if self.progress.best else None):
+        if self.progress.best is None or found.loss < self.progress.best.validation.loss:
             self.progress = self.progress.model_copy(update={"best": self._best_of(job, found, share)})
             self._folder.save_best(self.manifest, tensors, self.progress)
 

@@ -138,13 +138,15 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 
 class Best(BaseModel):
-    """The personal model that is the best so far: the round it is of, that model on validation data, the share of the
-    global model that was mixed into it, and the digest of the manifest whose graphs judged it."""
+    """The personal model that is the best so far: the round it is of, that model on validation data, the lowest loss
+    there of all models so far, the share of the global model that was mixed into it, and the digest of the manifest
+    whose graphs judged it."""
 
     model_config = ConfigDict(frozen=True)
 
     round: int
     validation: Evaluation
+    lowest_loss: float
     global_share: float = 0.0
     manifest: str = ""
 

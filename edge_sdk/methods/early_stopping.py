@@ -1,6 +1,7 @@
 """Early stopping, and the choice of a device's best model among its rounds.
 
-Two rules, which ask nothing of a method but its losses:
+Models are compared by their loss on validation data: the few samples of a device tell models apart better by their loss
+than by how many they get right. The stop rules are two, which ask nothing of a method but its losses:
 
 validation  The validation loss of the model as local training leaves it, smoothed over participations. The device stops
             once the smoothed loss has not fallen below its lowest value by ``min_improvement`` of it in ``patience``
@@ -25,6 +26,8 @@ SMOOTHING = 0.5
 """Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""
 BEGUN = 0.1
 """Share of the first validation loss by which it has fallen where a device has begun to learn."""
+MAY_LOSE = 0.25
+"""Share of the lowest validation loss by which a newer round's may lie above it, its model still replacing an older."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,10 @@ def judge_round(
     return Judged({**memory, **asdict(state)}, validation, state.smoothed_loss, stopped)
 
 
-def is_better(found: Evaluation, than: Evaluation | None) -> bool:
-    """Return whether a model's validation data speak for it: more right answers or, where as many are right or the task
-    has no accuracy, a lower loss. Always against None."""
-    return than is None or _rank(found) > _rank(than)
+def gives_way(found: Evaluation, lowest_loss: float) -> bool:
+    """Return whether the model of a round gives way to the one kept before, which is older and was trained less.
 
-
-def _rank(found: Evaluation) -> tuple[float, float]:
-    return found.accuracy or 0.0, -found.loss
+    lowest_loss: of all rounds' models on validation data, this one's among them. Only where its own lies above that by
+    more than a quarter: of many rounds' models the one with the lowest loss is often lucky in a few samples.
+    """
+    return found.loss - lowest_loss > MAY_LOSE * abs(lowest_loss)

@@ -295,8 +295,8 @@ class FederationSettings(_Request):
     )
     personal_model: Literal["best", "last"] = Field(
         default="best",
-        description="The personal model that a device judges and exports: of all its rounds the best on its validation "
-        "data, or that of its last round",
+        description="The personal model that a device judges and exports: the best on its validation data, newer ones "
+        "preferred, or that of its last round",
     )
     evaluation_interval: int = Field(
         default=5,

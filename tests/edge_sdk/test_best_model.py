@@ -105,6 +105,13 @@ def test_the_best_round_is_exported_and_judged(client, tmp_path, method):
     assert last["loss_personal"] == pytest.approx((by_round[best - 1] - 4) ** 2, rel=1e-3)
 
 
+def test_a_newer_model_replaces_one_that_is_no_more_than_a_quarter_better(client, tmp_path):
+    losses = [(each - 3) ** 2 for each in outputs(5, rate=0.0122)]
+    assert losses[3] > losses[2] > losses[3] / 1.25, "round 3 has the lowest loss, round 4 one a little above it"
+    result = take_part(client, tmp_path, method="local", rounds=5, learning_rate=0.0122)
+    assert result.best_round == 4
+
+
 def test_the_last_round_is_kept_where_the_federation_says_so(client, tmp_path):
     result = take_part(client, tmp_path, personal_model="last")
     assert result.best_round is None

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from edge_sdk.methods.early_stopping import Rises, Smoothed, is_better, judge_round, stop_loss
+from edge_sdk.methods.early_stopping import Rises, Smoothed, gives_way, judge_round, stop_loss
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 
 
@@ -111,9 +111,16 @@ def judged(loss, accuracy=None):
     return Evaluation(num_examples=10, loss=loss, accuracy=accuracy)
 
 
-def test_the_better_model_has_more_right_or_else_the_lower_loss():
-    assert is_better(judged(9.0, 0.0), None)
-    assert is_better(judged(0.9, 0.8), judged(0.1, 0.7))
-    assert is_better(judged(0.1, 0.7), judged(0.9, 0.7))
-    assert not is_better(judged(0.5, 0.7), judged(0.5, 0.7)), "of two alike the first stays"
-    assert is_better(judged(0.1), judged(0.2))
+@pytest.mark.parametrize(
+    ("loss", "lowest", "gives"),
+    [
+        (0.4, 0.4, False),
+        (0.5, 0.4, False),
+        (0.51, 0.4, True),
+        (-1.6, -2.0, False),
+        (-1.4, -2.0, True),
+        (0.1, 0.0, True),
+    ],
+)
+def test_a_newer_model_gives_way_where_its_loss_is_more_than_a_quarter_above_the_lowest(loss, lowest, gives):
+    assert gives_way(judged(loss), lowest) == gives

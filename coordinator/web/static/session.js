@@ -16,7 +16,7 @@ import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
 import { LabelPrior } from "./prior.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
-import { isBetter } from "./stopping.js";
+import { givesWay } from "./stopping.js";
 
 const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
 const FIRST_REST = 5, LONGEST_REST = 900;
@@ -409,10 +409,16 @@ export class Session {
     return { body: encode(this.manifest, rounded, mask, { draw, precision, report }), owed: rounded.owed };
   }
 
-  /** Return the best personal model's note after a round: the round's own where its validation data speak for it. */
+  /** Return the best personal model's note after a round: the round's own unless its validation data speak against it. */
   bestOf(job, trained) {
     if (!trained.personal || job.settings.personal_model !== "best") return null;
-    return isBetter(trained.validation, this.progress.best?.validation) ? { round: job.assignment.round, validation: trained.validation } : null;
+    const newest = this.noteOf(job, trained.validation);
+    return this.progress.best && givesWay(trained.validation, newest.lowest) ? null : newest;
+  }
+
+  /** Return the note of a personal model: its round, itself on validation data, the lowest loss there of all so far. */
+  noteOf(job, validation) {
+    return { round: job.assignment.round, validation, lowest: Math.min(validation.loss, this.progress.best?.lowest ?? Infinity) };
   }
 
   /** Return how good the model is as first received, before any local training; nothing where that is known. */
@@ -449,7 +455,7 @@ export class Session {
     const validation = await this.engine.evaluate(job.data.validation);
     const heldOut = job.data.test ? await this.engine.evaluate(job.data.test) : validation;
     const receipt = { personal: heldOut, telemetry: { download: job.download, train } };
-    const best = job.settings.personal_model === "best" ? { round: job.assignment.round, validation } : null;
+    const best = job.settings.personal_model === "best" ? this.noteOf(job, validation) : null;
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
       ...first, adapted: true, accuracyNow: heldOut.accuracy, secondsTraining: this.progress.secondsTraining + train.seconds,
     }, { personal, best });
@@ -479,9 +485,9 @@ export class Session {
   async keepIfBetter(job, tensors, share) {
     this.engine.load(tensors);
     const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
-    if (!validation || !isBetter(validation, this.progress.best.validation)) return;
+    if (!validation || validation.loss >= this.progress.best.validation.loss) return;
     this.best = tensors;
-    this.progress = { ...this.progress, best: { round: job.assignment.round, validation, share } };
+    this.progress = { ...this.progress, best: { ...this.noteOf(job, validation), share } };
     await this.store.put({ best: sealed({ personal: tensors }), progress: this.progress });
   }
 

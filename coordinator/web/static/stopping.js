@@ -2,6 +2,7 @@
 
 const SMOOTHING = 0.5;
 const BEGUN = 0.1;
+const MAY_LOSE = 0.25;
 
 /**
  * Apply the federation's stop rule after a round. judge(): the model on validation data, { loss, accuracy }. memory: the
@@ -40,9 +41,7 @@ function smoothed(before, loss, minImprovement) {
   };
 }
 
-/** Return whether a model's validation data speak for it: more right answers or, of as many, a lower loss. */
-export function isBetter(found, than) {
-  if (!than) return true;
-  const [one, other] = [found.accuracy ?? 0, than.accuracy ?? 0];
-  return one > other || (one === other && found.loss < than.loss);
+/** Return whether the model of a round gives way to an older one: its loss lies above the lowest by more than a quarter. */
+export function givesWay(found, lowest) {
+  return found.loss - lowest > MAY_LOSE * Math.abs(lowest);
 }
