@@ -68,12 +68,12 @@ model with its own class frequencies, or a mixture with its own model. A device 
 A device that stops sends this round's update, reports that it stops, and trains no more. It continues to answer
 evaluations. When all devices have stopped, the federation is finished.
 
-In all cases a device keeps the model of its newest round, unless that has a loss on validation data more than a quarter
-above the lowest so far; then it keeps the model before. At the end mixtures with the global model replace it where their
-loss is lower. It goes by losses, and prefers newer models, because few samples say little: by the number of right answers
-alone devices chose worse. That model is evaluated, exported and reported (`personal_model=best`); training continues from
-the last one. `pfedgate` and `dmpfl` keep the last one, because their
-gate and masks belong to the newest global model.
+In all cases a device keeps the model of its newest round, unless that has a loss on validation data more than a
+quarter above the lowest so far; then it keeps the model before. At the end mixtures with the global model replace it
+where their loss is lower. It goes by losses, and prefers newer models, because few samples say little: by the number
+of right answers alone devices chose worse. That model is evaluated, exported and reported (`personal_model=best`);
+training continues from the last one. `pfedgate` and `dmpfl` keep the last one, because their gate and masks belong to
+the newest global model.
 
 ### Evaluation
 
