@@ -31,8 +31,9 @@ def test_two_devices_run_it_to_models_that_predict_like_pytorch(tmp_path):
     (tmp_path / "windows.py").write_text(script())
     coordinator = Coordinator(tmp_path / "coordinator")
     coordinator.start()
+    devices = []
     try:
-        devices = [
+        devices += [
             subprocess.Popen(
                 [sys.executable, "windows.py", name, coordinator.url],
                 cwd=tmp_path,
@@ -44,9 +45,11 @@ def test_two_devices_run_it_to_models_that_predict_like_pytorch(tmp_path):
             for name in ("alice", "bob")
         ]
         for name, device in zip(("alice", "bob"), devices, strict=True):
-            said, errors = device.communicate(timeout=100)
+            said, errors = device.communicate(timeout=300)
             assert device.returncode == 0, errors
             assert re.match(rf"{name}: \d+%, differs from PyTorch by \de-0[5-9]", said), said
             assert (tmp_path / f"{name}.onnx").exists()
     finally:
+        for device in devices:
+            device.kill()
         coordinator.close()
