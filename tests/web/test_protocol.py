@@ -14,12 +14,14 @@ import onnx
 import pytest
 
 from edge_sdk.engines.optimiser import Optimiser, Rule
+from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import decode, encode, largest_payload
 from edge_sdk.protocol.elements import from_bits
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, active_count, count_values, merge_in_place, same_mask
+from edge_sdk.protocol.messages import Evaluation
 
 from ..edge_sdk.protocol import test_bundle as hostile
 from . import vectors
@@ -212,6 +214,19 @@ def test_stop_rules(modules):
     )
     assert found == vectors.read()["stop_rules"]
     assert sum(any(stopped for _, stopped in each["gives"]) for each in found) == 4, "all rules but off stop"
+
+
+def test_newer_models_give_way_alike(modules):
+    losses = [0.0, 0.1, 0.4, 0.49, 0.5, 0.51, 3.0, -1.4, -1.6, -2.0]
+    pairs = [(found, lowest) for found in losses for lowest in losses if lowest <= found]
+    found = modules(
+        function("return given.map(([loss, lowest]) => found.givesWay({ loss }, lowest));"),
+        module="stopping.js",
+        argument=pairs,
+    )
+    assert found == [gives_way(Evaluation(num_examples=1, loss=loss), lowest) for loss, lowest in pairs]
+    assert True in found
+    assert False in found
 
 
 def test_seeds(modules):
