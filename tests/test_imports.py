@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 LIGHT = ["edge_sdk", "edge_sdk.protocol.bundle", "edge_sdk.protocol.messages", "edge_sdk.protocol.checkpoint"]
 LIGHT += [
     "edge_sdk.protocol.builtin",
@@ -53,6 +55,7 @@ def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
     assert found == {name: [] for name in protocol}
 
 
+@pytest.mark.integration
 def test_a_coordinator_that_starts_loads_only_what_it_needs_every_day(tmp_path):
     """Migrations, checks of foreign models and ONNX Runtime together take as much memory as all else of it."""
     heavy = ["alembic", "mako", "onnx", "onnxruntime", "dp_accounting"]

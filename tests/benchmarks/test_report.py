@@ -617,6 +617,7 @@ def test_a_curve_of_the_best_so_far_never_falls(plan):
     assert drawn.high == pytest.approx([60, 60, 60])
 
 
+@pytest.mark.integration
 def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_path):
     plan = capped()
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
@@ -711,6 +712,7 @@ def test_corruptions_are_a_table_by_kind_and_severity():
     assert "| all kinds | FedAvg | 70.0 | – | – |" in page
 
 
+@pytest.mark.integration
 def test_the_curve_over_degrees_is_the_mean_with_its_seeds(tmp_path):
     plan = shift_plan()
     done = judged_by_degree(plan)
@@ -731,6 +733,7 @@ def is_png(path):
     return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and 2000 < path.stat().st_size < 80_000
 
 
+@pytest.mark.integration
 def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
     page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
     assert page == tmp_path / "results" / "tiny.md"

@@ -31,6 +31,7 @@ def test_a_personal_model_is_judged_alone_and_the_global_one_at_the_end(coordina
     assert found == {name: [(2, False), (4, True)] for name in "ab"}, "the fourth is the last: once, not twice"
 
 
+@pytest.mark.integration
 def test_the_global_model_is_judged_by_few_and_in_between_where_asked_for(coordinator):
     found = play(
         coordinator,

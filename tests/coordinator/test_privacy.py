@@ -73,6 +73,7 @@ def test_no_update_moves_the_sum_by_more_than_the_clip(small):
         assert np.count_nonzero(moved) == count, "0 where nothing was sent"
 
 
+@pytest.mark.integration
 def test_the_noise_has_the_deviation_that_is_accounted_for(small):
     """2000 means of nothing: deviation z C / m on every coordinate, within 5 standard errors; never twice the same."""
     settings = {"update_clip": 0.3, "noise_multiplier": 2.0, "cohort": 3}
@@ -249,6 +250,7 @@ def test_a_round_costs_what_the_device_drawn_most_often_pays(coordinator, quiet)
     assert quiet == [MNIST.shared_values] * 2
 
 
+@pytest.mark.integration
 @accountant
 def test_a_round_in_which_nobody_answers_makes_noise_all_the_same(coordinator, clock):
     coordinator.create(task="mnist", **CALM)

@@ -78,6 +78,7 @@ def play(reward_of, budget=1.0, rounds=400, **own):
     return [ratio for ratio, _ in plays]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("good", [(0.1, 0.4), (0.4, 0.7), (0.7, 1.0)])
 def test_the_bandit_follows_reward(good):
     """Without a difference of rewards it tries all alike."""

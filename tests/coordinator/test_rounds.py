@@ -138,6 +138,7 @@ def told(coordinator, devices, rounds=3):
     return found
 
 
+@pytest.mark.integration
 def test_what_is_drawn_follows_from_nothing_that_a_device_knows(open_coordinator, tmp_path, clock):
     """Two federations of one name, one seed and the same devices draw as they like, unless the seed is to decide."""
     found = {}
@@ -432,6 +433,7 @@ def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the
         x.ask()
 
 
+@pytest.mark.integration
 def test_evaluation_is_asked_of_all_who_are_there_stopped_or_not(coordinator, answer):
     coordinator.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2, **STOPS)
     devices = a, b, c = coordinator.enrol("a", "b", "c")
@@ -962,6 +964,7 @@ def test_advancing_after_every_update_or_only_once_gives_the_same_bits(coordinat
     assert coordinator.model() == undisturbed
 
 
+@pytest.mark.integration
 def test_a_restart_after_every_step_changes_no_bit_and_counts_each_update_once(open_coordinator, answer, undisturbed):
     coordinator = open_coordinator()
     devices = start(coordinator)

@@ -175,6 +175,7 @@ def rounding(devices, count):
     return len(devices) * scale.step / sum(device.examples for device in devices) + 1e-6
 
 
+@pytest.mark.integration
 def test_the_model_moves_by_the_weighted_mean_of_what_nobody_sees_apart(begin):
     coordinator, devices = begin(examples=(10, 20, 40))
     play(coordinator, devices)
@@ -205,6 +206,7 @@ def test_a_single_masked_update_says_nothing(begin):
         assert abs(share - 1 / 16).max() < 0.01
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_vanishes_costs_the_round_its_own_update_and_no_more(begin, phase):
     coordinator, devices = begin()
@@ -227,6 +229,7 @@ def test_too_few_survivors_are_not_unmasked(begin):
     assert all("unmask" not in device.answered for device in devices)
 
 
+@pytest.mark.integration
 def test_devices_of_one_budget_share_a_draw_and_a_sum(begin):
     coordinator, devices = begin(16, method="fedspu", budgets=(0.25, 0.5), secure_dropouts=0.1)
     coordinator.rounds.advance()
@@ -266,6 +269,7 @@ def test_words_that_are_not_those_of_the_model_and_metrics_are_refused(begin):
         devices[0].send(assignment, devices[0].body(assignment))
 
 
+@pytest.mark.integration
 def test_differential_privacy_adds_its_noise_to_sums(begin, monkeypatch):
     """Whoever has more samples counts no more; the noise is that of the setting, and each draw is accounted for."""
     asked = []
@@ -296,6 +300,7 @@ def test_a_cohort_too_small_to_hide_anybody_still_gets_noise(begin):
     assert record.privacy.epsilon > 0
 
 
+@pytest.mark.integration
 def test_rounds_that_draw_few_or_nobody_close(begin):
     """Under noise each device is drawn by itself: a cohort of four of sixteen may be any number."""
     private = {"noise_multiplier": 2.0, "update_clip": 100.0, "task": "mnist", "rounds": 6}
@@ -310,6 +315,7 @@ def test_rounds_that_draw_few_or_nobody_close(begin):
     assert all(record.model_version > record.base_version for record in drew)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator, phase):
     coordinator, devices = begin()
@@ -384,6 +390,7 @@ def reach(coordinator, devices, phase):
         coordinator.rounds.advance()
 
 
+@pytest.mark.integration
 def test_an_update_without_a_true_statement_is_refused(begin):
     coordinator, devices = begin()
     reach(coordinator, devices, "train")
@@ -424,6 +431,7 @@ def test_a_signature_of_something_else_is_refused(begin):
     np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
 
 
+@pytest.mark.integration
 def test_who_states_another_model_costs_the_round_its_own_update_and_no_more(begin):
     coordinator, devices = begin()
     devices[3].base = "another model"

@@ -220,6 +220,7 @@ def test_a_damaged_anchor_is_read_anew_from_the_machine(tmp_path, text, caplog):
     assert (tmp_path / "clock.json").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.integration
 def test_no_bit_of_the_anchor_that_flips_moves_the_time(tmp_path):
     machine = Machine(tmp_path)
     machine.clock().keep()

@@ -109,6 +109,7 @@ def check(reading, reason):
     assert (reading.value, reading.quality, reading.reason) == (None, Quality.UNAVAILABLE, reason)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("what", READERS)
 @pytest.mark.parametrize(
     ("failure", "reason"),
@@ -302,6 +303,7 @@ TREES = [
 DERIVED = {"on_mains", "throttled"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("where", TREES)
 @pytest.mark.parametrize("failure", FAILURES, ids=["permission", "absent", "input-output", "empty", "nul", "garbage"])
 def test_a_device_that_fails_all_over_has_conditions_without_values(tree, clock, where, failure):

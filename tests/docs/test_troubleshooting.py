@@ -38,7 +38,7 @@ def quoted():
 
 @cache
 def templates():
-    """Every text of the code: characters, and None where a value stands. Adjacent texts are one, as in Python."""
+    """Every text of the code, with its characters, None where a value stands. Adjacent texts are one, as in Python."""
     found = set()
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):
@@ -49,7 +49,7 @@ def templates():
                     found.add(
                         tuple("".join(each.value if isinstance(each, ast.Constant) else "\0" for each in node.values))
                     )
-    return [tuple(None if each == "\0" else each for each in text) for text in found if len(text) > 3]
+    return [("".join(text), tuple(None if each == "\0" else each for each in text)) for text in found if len(text) > 3]
 
 
 def stands_in(message, template):
@@ -73,8 +73,7 @@ def stands_in(message, template):
 
 def in_the_code(message):
     words = sorted(re.findall(r"[A-Za-z]{3,}", message), key=len, reverse=True)
-    for template in templates():
-        text = "".join(each or "\0" for each in template)
+    for text, template in templates():
         if any(word in text for word in words[:3]) and stands_in(message, template):
             return True
     return False

@@ -154,6 +154,7 @@ def always_gathering(monkeypatch):
     monkeypatch.setattr(active, "FEW_SAVED", 0)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "optimise",
     [pytest.param(each, id=name, marks=() if name == "sgd" else pytest.mark.slow) for name, each in OPTIMISERS.items()],
@@ -164,6 +165,7 @@ def test_training_equals_masked_dense_training(name, optimise):
     assert_as_masked(name, optimise)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NETS)
 def test_training_of_small_layers_equals_masked_dense_training(name):
     assert_as_masked(name, OPTIMISERS["adam"], ratios=(0.5,))

@@ -373,6 +373,7 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
     assert spread(seconds) <= 0.7 * spread(equal)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("method", "engine", "possible"),
     [

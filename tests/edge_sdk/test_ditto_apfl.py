@@ -80,6 +80,7 @@ OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam",
 # --- Ditto --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("more", OPTIMISERS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("personal", [False, True])
@@ -214,6 +215,7 @@ def test_apfl_by_hand(alpha, own):
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("more", OPTIMISERS)
@@ -235,6 +237,7 @@ def test_without_weight_the_own_model_stays_where_it_is():
         assert trained.state.own[name].tobytes() == tensor.tobytes()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rate", [0.1, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_weight_stays_a_share_and_is_remembered(rate, seed):

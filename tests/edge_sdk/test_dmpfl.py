@@ -246,6 +246,7 @@ def test_when_in_a_round(epochs, at, step):
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("network", [MLP, CNN], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam"}])
 def test_with_the_global_mask_the_stage_masks_is_fedavg_under_it(network, more):
@@ -272,6 +273,7 @@ def test_the_stage_global_is_fedavg_and_leaves_what_is_ones_own(network):
     assert all(after[name].tobytes() == kept[name].tobytes() for name in kept)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("network", [MLP, CNN], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("personal_unmasked", [True, False])
 @pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "weight_decay": 0.1}, {"optimizer": "adamw", "clip": 1.0}])
@@ -502,6 +504,7 @@ def networks(draw):
     return convolutions(draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 5])), draw(st.integers(1, 8)))
 
 
+@pytest.mark.integration
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_after_every_round_a_personal_mask_has_exactly_its_weights(data):

@@ -107,6 +107,7 @@ def train(model, leaves, optimise, inputs, after_backward, after_step, steps=3):
     return optimizer
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("optimise", OPTIMISERS.values(), ids=OPTIMISERS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", ["images", "series", "channels last"])

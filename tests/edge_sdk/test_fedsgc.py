@@ -410,6 +410,7 @@ def networks(draw):
     )
 
 
+@pytest.mark.integration
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_after_every_round_each_layer_has_exactly_its_weights_and_nothing_else_exists(data):

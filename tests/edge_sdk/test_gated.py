@@ -345,6 +345,7 @@ def one_by_one(gated, inputs):
         return torch.cat([gated(inputs[i : i + 1]) for i in range(len(inputs))])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_gates_of_each_sample_in_one_pass_are_those_of_every_sample_alone(name, share, monkeypatch):

@@ -303,6 +303,7 @@ def joules_by_round(client, folder, federation, **settings):
     return spent
 
 
+@pytest.mark.integration
 def test_a_device_stops_with_the_round_that_spends_its_joules(client, tmp_path):
     first, second, third, *_ = joules_by_round(client, tmp_path / "night", "night")["device-0"]
     spent = joules_by_round(client, tmp_path / "day", "day", joules_per_device=first + second + third / 2)

@@ -56,6 +56,7 @@ def narrow_of(build, shape, ratio, name="device"):
     return Narrow(zeroed(model, manifest, mask), manifest, mask, [(x, x)]), model, manifest, mask, x
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), ratio=st.floats(0.1, 0.9))

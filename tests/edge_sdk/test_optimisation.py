@@ -105,6 +105,7 @@ def test_the_patterns_cover_every_way_to_run_a_weight():
 # --- a change that changes nothing -------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_change_that_changes_nothing_changes_no_bit(pattern, settings):
@@ -179,6 +180,7 @@ def dense_reference(model, elements, changes, settings, proximal_weight, batches
                             slot.mul_(~renewed[name])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("proximal_weight", [0.0, 0.5])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("pattern", ["compressed rows", "packed", "an index", "bits"])

@@ -87,6 +87,7 @@ def direction(manifest):
     return {spec.name: generator.standard_normal(spec.shape).astype(np.float32) for spec in manifest.maskable}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0)])
 def test_a_student_is_taught_by_outputs_and_by_targets(pair, weight, temperature):
     torch, onnx, batch = pair
@@ -102,6 +103,7 @@ def test_a_student_is_taught_by_outputs_and_by_targets(pair, weight, temperature
     assert max(np.abs(each).max() for each in moved.values()) < 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("blind", [False, True])
 def test_a_loss_of_scaled_outputs(pair, blind):
     torch, onnx, batch = pair

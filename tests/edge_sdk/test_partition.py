@@ -178,6 +178,7 @@ def test_person_follows_the_people():
     assert [part[0] for part in parts] == [200, 400, 0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("deal", "options", "message"),
     [

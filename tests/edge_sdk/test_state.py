@@ -502,6 +502,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_mask_that_was_lost_or_damaged_is_sent_again_and_a_whole_one_is_not(coordinator, tmp_path, damage):
     path = tmp_path / "state"

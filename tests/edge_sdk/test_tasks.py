@@ -223,6 +223,7 @@ for name, data in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
+@pytest.mark.integration
 def test_every_built_in_task_gives_its_batches_without_pytorch(tmp_path):
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 5

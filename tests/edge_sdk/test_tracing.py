@@ -380,6 +380,7 @@ def test_constants_belong_to_nobody():
     assert next(spec for spec in manifest.tensors if spec.name == "scale").policy == "frozen"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NETS)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), ratio=st.floats(0.2, 0.8))
@@ -410,6 +411,7 @@ def test_inactive_neurons_reach_the_output_through_their_columns_alone(name, see
     torch.testing.assert_close(model(x), before)
 
 
+@pytest.mark.integration
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_active_values_are_those_between_active_neurons(data):
@@ -756,6 +758,7 @@ ANY = {
 """Models, what they take (None: seven words), and the groups that are found."""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", ANY)
 def test_neurons_of_a_group_may_change_places(case):
     """A model computes the same when the neurons of a group are put in another order wherever they are named."""

@@ -229,6 +229,7 @@ def test_the_rule_is_the_one_of_the_card():
         assert found.tolist() == [own if personal else shared] * 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("drop", "replaces"), [(0.0, 0.0), (0.0, 0.3), (0.5, 0.3)])
 def test_whatever_the_masks_share(drop, replaces):
     compare(Device(drop=drop, replaces=replaces), Device(drop=drop, replaces=replaces).export())

@@ -24,6 +24,7 @@ def save(path, width):
     return path
 
 
+@pytest.mark.integration
 def test_figures_belong_to_their_files(tmp_path):
     files = [save(tmp_path / "large.onnx", 6000), save(tmp_path / "small.onnx", 1)]
     told = []

@@ -80,6 +80,7 @@ def same(model, path, samples=3):
     return small
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("task", builtin_tasks())
 def test_built_in_models_are_the_same_from_a_file_of_their_density(task, density, tmp_path):

@@ -253,6 +253,7 @@ def test_zeros_stay_zeros_in_int8():
     assert sum(np.count_nonzero(array) for array in arrays if array.ndim > 1) <= kept
 
 
+@pytest.mark.integration
 def test_int8_has_the_same_bytes_in_another_process():
     code = """
 import hashlib

@@ -43,6 +43,7 @@ def test_the_model_is_judged_as_onnxruntime_runs_it(client, digits):
     assert found["loss"] == pytest.approx(-np.log(chance[np.arange(700), digits["targets"]]).mean())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

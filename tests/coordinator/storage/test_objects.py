@@ -55,6 +55,7 @@ def named(folder, data):
     return f"{folder}.{hashlib.sha256(data).hexdigest()}"
 
 
+@pytest.mark.integration
 def test_blobs_are_the_same_wherever_they_are(blobs):
     large = bytes(range(256)) * 50_000  # beyond what a client would send in parts
     contents = {"1/models/2": large, "1/models/10": b"ten", "1/updates/a": b"", "11/models/1": b"x"}

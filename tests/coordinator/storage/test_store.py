@@ -76,6 +76,7 @@ def crowd(tmp_path, clock, train, flushes):
         yield coordinator, rest
 
 
+@pytest.mark.integration
 def test_a_crowd_of_updates_shares_transactions_and_flushes(crowd, flushes):
     coordinator, ready = crowd
     before, transactions = dict(flushes), coordinator.store.transactions

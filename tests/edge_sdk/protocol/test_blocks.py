@@ -172,6 +172,7 @@ def test_a_whole_budget_keeps_every_block():
     assert BlockTable.of(CIFAR10).select(np.zeros(50), 1.0).all()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", range(10))
 def test_the_knapsack_is_as_good_as_trying_everything(seed):
     draw = np.random.default_rng(seed)

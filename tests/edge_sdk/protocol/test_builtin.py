@@ -46,6 +46,7 @@ def test_every_task_has_graphs_that_devices_accept(name):
     check_graphs(Graphs(task.graphs["step"], task.graphs["evaluation"]), task.manifest)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", builtin_tasks())
 def test_initial_weights_need_nothing_published(name):
     task = load_builtin(name)

@@ -1032,6 +1032,7 @@ WALLS = (
 )  # fmt: skip
 
 
+@pytest.mark.integration
 def test_hostile_bytes_are_refused_or_keep_every_promise(small, sign, take_apart):
     """12,600 generated bundles: ``decode`` raises BundleError, or what it returns is sound; and never anything else."""
     rng = random.Random(20240601)
@@ -1066,6 +1067,7 @@ SPARSE_WALLS = (
 )  # fmt: skip
 
 
+@pytest.mark.integration
 def test_hostile_bytes_of_sparse_models_are_refused_or_keep_every_promise(small, sign, take_apart):
     """All attacks on bundles of elements, int8, signs and gradients, at a reader who holds a mask, and those made for
     them on bundles of every kind: 16,200."""
@@ -1142,6 +1144,7 @@ def test_memory_is_bounded_for_large_models_too(form, precision, sign, take_apar
     assert peak_of_decoding(sign(header, data), manifest) <= MAX_MEMORY_FACTOR * len(body) + MAX_MEMORY_FIXED
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("density", [0.02, 0.3, 1.1])
 @pytest.mark.parametrize("form", ["elements", "known", "changed", "int8", "signs", "gradients"])
 def test_memory_of_sparse_models_is_what_the_format_says(form, density):

@@ -417,6 +417,7 @@ def grid(*devices: int) -> list[tuple[int, float, str]]:
     return [(count, share, phase) for count in devices for share, phase in [(0.0, "keys"), *vanishing]]
 
 
+@pytest.mark.integration
 def test_sums_are_those_of_all_whose_masked_updates_came():
     failed = sum(check_round(random_round(*case[:1], seed, *case[1:])) for case in grid(10) for seed in range(6))
     failed += sum(check_round(random_round(*case[:1], 0, *case[1:])) for case in grid(50))
@@ -434,6 +435,7 @@ def test_at_most_one_round_of_three_hundred_has_no_sum():
     assert sum(check_round(random_round(devices, seed, *rest)) for devices, *rest, seed in cases) <= 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("bits", [16, 32])
 def test_cells_of_several_ratios_are_summed_apart(bits):
     ratios = {name: (0.25, 0.5, 0.5, 1.0)[place % 4] for place, name in enumerate(names_of(40))}

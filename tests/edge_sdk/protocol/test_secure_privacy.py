@@ -246,6 +246,7 @@ def test_a_cell_of_one_survivor_would_be_found(monkeypatch):
     assert right > 0.95 * FLAWED_RUNS
 
 
+@pytest.mark.integration
 def test_a_cell_of_one_survivor_is_not_opened():
     right = 0
     for seed in range(RUNS // 4):
@@ -314,6 +315,7 @@ def two_stories(phase: str, name: str, work: SecureWork) -> SecureWork:
     return work
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("threshold", [3, 4])
 def test_a_threshold_that_is_too_small_would_be_found(monkeypatch, threshold, unsigned):
     monkeypatch.setattr(device, "check_work", lambda kept, name, work, known: None)
@@ -400,6 +402,7 @@ def round_of_joined_cells(seed: int) -> SecureRound:
     return SecureRound(18, seed=seed, words=words_of(seed, names_of(18)), size=SIZE, **settings).until("unmask")
 
 
+@pytest.mark.integration
 def test_shares_that_are_not_bound_to_a_cell_would_be_found(monkeypatch, unsigned, unchecked):
     monkeypatch.setattr(device, "about_shares", lambda writer, reader, cell, whole: f"{writer} {reader}")
     right = sum(attack(seed, round_of_joined_cells(seed)) for seed in range(FLAWED_RUNS))
@@ -456,11 +459,13 @@ def round_of_fewer(seed: int, bend=fewer_in_training) -> SecureRound:
     return SecureRound(18, seed=seed, words=words_of(seed, names_of(18)), size=SIZE, **settings).until("unmask")
 
 
+@pytest.mark.integration
 def test_a_device_that_is_told_of_fewer_in_training_would_be_found(unchecked):
     right = sum(attack(seed, round_of_fewer(seed)) for seed in range(FLAWED_RUNS))
     assert right > 0.95 * FLAWED_RUNS
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("bend", [fewer_in_training, fewer_in_the_story, fewer_for_one])
 def test_a_device_that_is_told_of_fewer_in_training_stays_hidden(bend):
     right = 0
@@ -488,6 +493,7 @@ def round_of_different_stories(seed: int) -> SecureRound:
     return played.until("unmask")
 
 
+@pytest.mark.integration
 def test_a_device_whose_neighbours_are_told_different_things_would_be_found(unsigned):
     right = sum(attack(seed, round_of_different_stories(seed)) for seed in range(5))
     assert right == 5

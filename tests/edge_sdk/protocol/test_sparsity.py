@@ -718,6 +718,7 @@ def test_a_tensor_that_gains_nothing_keeps_its_best_weight():
     assert kept.index["a"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.integration
 @given(network=networks())
 def test_grasp_keeps_the_largest_scores_of_the_whole_network(network):
     scores, count = network["weights"], network["count"]
