@@ -254,24 +254,6 @@ class Figures:
         """Return the number of rounds that were played, mean over seeds."""
         return fmean(trial.result.rounds for trial in self.trials(file, label, axes))
 
-    def rounds_to(self, share: float, file: str, label: str, **axes: Value) -> float:
-        """Return the first evaluated round whose accuracy is ``share`` of the trial's best, mean over seeds."""
-        found = []
-        for trial in self.trials(file, label, axes):
-            curve = [(point.round, point.accuracy.mean) for point in trial.points if point.accuracy]
-            found.append(next(number for number, mean in curve if mean >= share * max(each for _, each in curve)))
-        return fmean(found)
-
-    def of_new_devices(self, file: str, label: str, **axes: Value) -> Estimate:
-        """Return the accuracy of the devices that never trained, mean over seeds."""
-        found = []
-        for trial in self.trials(file, label, axes):
-            known = accuracy_among([device for device in trial.result.devices if device.new])
-            if known is None:
-                raise SystemExit(f"{trial.trial.name} in {file}.jsonl has no new devices that were judged")
-            found.append(100 * known.mean)
-        return _estimate(found)
-
     def stopped(self, file: str, label: str, **axes: Value) -> int:
         """Return the number of devices that stopped early, of all seeds."""
         return sum(map(stopped_devices, self.trials(file, label, axes)))
