@@ -27,7 +27,7 @@ from typing import Any
 
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import Value
-from sparrow.benchmarks.metrics import Point, best_within
+from sparrow.benchmarks.metrics import Point, best_within, upload_until
 from sparrow.benchmarks.report.cells import markdown_lines
 from sparrow.benchmarks.report.comparisons import differences, judged_on, paired, students
 from sparrow.benchmarks.report.costs import at_equal_cost
@@ -233,6 +233,20 @@ class Figures:
         return _estimate(
             [_within(trial, mib) - _within(others[seed], mib) for seed, trial in first.items() if seed in others]
         )
+
+    def share_until(self, target: float, file: str, label: str, other: str, **axes: Value) -> Estimate:
+        """Return the upload until an accuracy (0 to 1, weighted by test samples) as a share of the other label's.
+
+        Seed by seed, then their mean. Raises SystemExit where a seed of either did not reach it.
+        """
+        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
+        shares = []
+        for seed in first.keys() & others.keys():
+            one, two = (upload_until(each[seed].points, target, lambda each: each.weighted) for each in (first, others))
+            if one is None or two is None:
+                raise SystemExit(f"{file}.jsonl, seed {seed}: {label} and {other} did not both reach {target:.0%}")
+            shares.append(one / two)
+        return _estimate(shares)
 
     def cost(self, file: str, label: str, what: str, at: int | None = None, **axes: Value) -> float:
         """Return what all devices together have cost at the end or until a round, mean over seeds.

@@ -162,6 +162,14 @@ def test_within_an_upload_the_best_so_far_counts(figures):
         figures.within("tiny", "A", 1 / 2**20)
 
 
+def test_the_upload_until_an_accuracy_is_compared_by_seed(figures):
+    # A has 60 and 62 % after 100 bytes, B has 70 % after 200; 50 % A has after 50, B after 120.
+    assert filled("{share_until(0.6, 'tiny', 'A', 'B'):.2f}", figures) == "0.50"
+    assert filled("{share_until(0.5, 'tiny', 'A', 'B'):.3f}", figures) == "0.417"
+    with pytest.raises(SystemExit, match="did not both reach 65%"):
+        figures.share_until(0.65, "tiny", "A", "B")
+
+
 def test_costs_are_sums_over_devices(figures):
     assert (
         filled("{cost('tiny', 'B', 'bytes_up'):.0f}, {cost('tiny', 'B', 'bytes_up', at=1):.0f}", figures) == "200, 80"
