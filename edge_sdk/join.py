@@ -450,18 +450,23 @@ def _warnings(progress: Progress) -> Iterator[str]:
     if progress.best is None:
         return
     found = progress.best.validation
-    if progress.validation_before is not None and progress.validation_before.loss < found.loss:
+    if progress.validation_before is not None and _worse(found, progress.validation_before):
         yield (
             f"warning: the personal model predicts worse than the model that this device began with "
             f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
             f"device more data, or the federation more rounds or another learning_rate"
         )
-    if progress.validation_global is not None and progress.validation_global.loss < found.loss:
+    if progress.validation_global is not None and _worse(found, progress.validation_global):
         yield (
             f"warning: the global model predicts better here than the personal one "
             f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "
             f"federation train for more rounds, give this device a larger budget, or use the global model"
         )
+
+
+def _worse(found: Evaluation, than: Evaluation) -> bool:
+    """Return whether a model is worse than another in its loss, and no better in its accuracy."""
+    return than.loss < found.loss and (than.accuracy or 0.0) >= (found.accuracy or 0.0)
 
 
 def _judged(found: Evaluation) -> str:
