@@ -212,9 +212,9 @@ class Figures:
 
         cost: bytes_up, training_flops or joules_estimated.
         """
-        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
-        pairs = [(trial, others[seed]) for seed, trial in first.items() if seed in others]
-        found = at_equal_cost(pairs, operator.attrgetter(cost), operator.attrgetter("mean"))
+        found = at_equal_cost(
+            self._pairs(file, label, other, axes), operator.attrgetter(cost), operator.attrgetter("mean")
+        )
         if not found:
             raise SystemExit(f"{file}.jsonl: {label} and {other} were never evaluated at equal {cost}")
         return _estimate(found)
@@ -229,21 +229,19 @@ class Figures:
 
     def difference_within(self, file: str, label: str, other: str, mib: float, **axes: Value) -> Estimate:
         """Return the first label's minus the other's, seed by seed."""
-        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
-        return _estimate(
-            [_within(trial, mib) - _within(others[seed], mib) for seed, trial in first.items() if seed in others]
-        )
+        pairs = self._pairs(file, label, other, axes)
+        return _estimate([_within(one, mib) - _within(two, mib) for one, two in pairs])
 
     def share_until(self, target: float, file: str, label: str, other: str, **axes: Value) -> Estimate:
         """Return the upload until an accuracy (0 to 1, weighted by test samples) as a share of the other label's.
 
         Seed by seed, then their mean. Raises SystemExit where a seed of either did not reach it.
         """
-        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
         shares = []
-        for seed in first.keys() & others.keys():
-            one, two = (upload_until(each[seed].points, target, lambda each: each.weighted) for each in (first, others))
+        for pair in self._pairs(file, label, other, axes):
+            one, two = (upload_until(trial.points, target, lambda each: each.weighted) for trial in pair)
             if one is None or two is None:
+                seed = pair[0].trial.seed
                 raise SystemExit(f"{file}.jsonl, seed {seed}: {label} and {other} did not both reach {target:.0%}")
             shares.append(one / two)
         return _estimate(shares)
@@ -330,6 +328,11 @@ class Figures:
         words = "; ".join(each for each in (missing, note) if each)
         result = f"**{result}**: {words}" if words else f"**{result}**"
         return [claim["item"], claim["claim"], claim["value"], here, played or "–", files, result]
+
+    def _pairs(self, file: str, label: str, other: str, axes: dict[str, Value]) -> list[tuple[Recorded, Recorded]]:
+        """Return the trials of two labels, of each seed that both have."""
+        others = {each.trial.seed: each for each in self.trials(file, other, axes)}
+        return [(each, others[each.trial.seed]) for each in self.trials(file, label, axes) if each.trial.seed in others]
 
     def _both(
         self, file: str, label: str, other: str, shift: float | None, axes: dict[str, Value]
