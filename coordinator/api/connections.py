@@ -62,6 +62,8 @@ have others wait behind thousands that it has left."""
 
 RESERVED_FILES = 192
 """Descriptors that are not for connections: records, models, parts of updates, threads at work."""
+LAST_LOOK_SECONDS = 0.001
+"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 SPARE = 32
 """Connections beyond a limit that are kept for a moment: ``/healthz`` is answered on them, all else refused."""
 SPARE_OF_ONE = 4
@@ -349,6 +351,12 @@ class LimitedConnection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless a request has come on it while the event loop stood still, or the machine
+        did: uvloop looks at its timers before it reads, and would answer such a request with a reset."""
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""

@@ -1,9 +1,10 @@
-"""kill -9 while a crowd uploads: whoever was told that its update was taken is in the round, exactly once."""
+"""What callers may rely on when a coordinator dies, or stands still, while they call."""
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, Timer
 
 import httpx
 import pytest
@@ -71,3 +72,14 @@ def test_what_was_acknowledged_survives_whenever_the_coordinator_dies(coordinato
     coordinator.wait_for_log("round 1 closes, 15 updates in its model")
     (record,) = coordinator.rounds("crowd")
     assert record["updates"] == CROWD
+
+
+@pytest.mark.slow
+def test_a_request_that_came_while_the_coordinator_stood_still_is_answered(coordinator):
+    """On a connection that it would have closed as idle, after 5 s, had nothing come."""
+    coordinator.get("/healthz")
+    coordinator.signal(signal.SIGSTOP)
+    goes_on = Timer(7, coordinator.signal, [signal.SIGCONT])
+    goes_on.start()
+    assert coordinator.http.get("/healthz").status_code == 200
+    goes_on.join()
