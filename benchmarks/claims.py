@@ -50,8 +50,8 @@ else:
     import tomli as tomllib
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-DRAWING = "a drawing"
-"""The value, and the verdict, of a figure that claims nothing that could be measured."""
+NO_CLAIMS = ("a drawing", "a list of settings")
+"""The values, and the verdicts, of figures and tables that claim nothing that could be measured."""
 MEASURED = re.compile(r"(<!-- measured:(.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
 EXPRESSION = re.compile(r"\{([^{}]*?)(?::([^:{}'()]*))?\}")
 NOT_MEASURED = (
@@ -266,6 +266,24 @@ class Figures:
         """Return the number of rounds that were played, mean over seeds."""
         return fmean(trial.result.rounds for trial in self.trials(file, label, axes))
 
+    def rounds_to(self, share: float, file: str, label: str, **axes: Value) -> float:
+        """Return the first evaluated round whose accuracy is ``share`` of the trial's best, mean over seeds."""
+        found = []
+        for trial in self.trials(file, label, axes):
+            curve = [(point.round, point.accuracy.mean) for point in trial.points if point.accuracy]
+            found.append(next(number for number, mean in curve if mean >= share * max(each for _, each in curve)))
+        return fmean(found)
+
+    def of_new_devices(self, file: str, label: str, **axes: Value) -> Estimate:
+        """Return the accuracy of the devices that never trained, mean over seeds."""
+        found = []
+        for trial in self.trials(file, label, axes):
+            known = accuracy_among([device for device in trial.result.devices if device.new])
+            if known is None:
+                raise SystemExit(f"{trial.trial.name} in {file}.jsonl has no new devices that were judged")
+            found.append(100 * known.mean)
+        return _estimate(found)
+
     def stopped(self, file: str, label: str, **axes: Value) -> int:
         """Return the number of devices that stopped early, of all seeds."""
         return sum(map(stopped_devices, self.trials(file, label, axes)))
@@ -321,7 +339,7 @@ class Figures:
         held = [bool(evaluated(each, own)) for each in claim.get("holds", ())]
         files = ", ".join(f"[{name}]({name}.jsonl)" for name in own.used) or "–"
         played = "; ".join(_played(each) for each in own.used.values() if each)
-        result = DRAWING if claim["value"] == DRAWING else verdict(held, claim.get("missing", ""))
+        result = claim["value"] if claim["value"] in NO_CLAIMS else verdict(held, claim.get("missing", ""))
         missing, note = claim.get("missing", ""), claim.get("note", "")
         if missing and held:
             missing = f"missing: {missing}"
