@@ -47,7 +47,8 @@
     settings = { finetune_epochs = 0 }      else it took this of FedAvg+FT, too
 
     [tune]                          the same trials for every method, evaluated on validation data, over half of a run's
-    grid = { learning_rate = [0.01, 0.03, 0.1] }            rounds if none are given; see ``tuning``
+    grid = { learning_rate = [0.01, 0.03, 0.1] }            rounds if none are given; see ``tuning``. A method that sets
+                                    one of these has that value, untuned
 
 ``method_settings`` is a table inside ``settings``. Its entries are merged one by one, and may have dotted names, as in
 a grid. A *trial* is one federation: a method on one point of the axes with one seed.
@@ -169,7 +170,7 @@ class Experiment(_Part):
                 raise ValueError(f"{run.label}: tuned_as is {run.tuned_as!r}; tuned by themselves: {', '.join(tuned)}")
             if run.grid and (self.tune is None or run.tuned_as is not None):
                 raise ValueError(f"{run.label}: has a grid but is not tuned; add [tune] and leave tuned_as out")
-            both = sorted(set(flat(run.settings)) & set(self.grid_of(run)))
+            both = sorted(set(flat(run.settings)) & set(run.grid))
             if both:
                 raise ValueError(f"{run.label}: {', '.join(both)} is set and tuned; leave one of them out")
         decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
@@ -208,13 +209,15 @@ class Experiment(_Part):
         return (*shifted, *corrupted, *elsewhere)
 
     def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
-        """Return the grid of a method; empty if the experiment has no ``[tune]``."""
-        return {} if self.tune is None else {**self.tune.grid, **run.grid}
+        """Return the grid of a method, without what its settings fix; empty if the experiment has no ``[tune]``."""
+        fixed = flat(run.settings)
+        common = {} if self.tune is None else self.tune.grid
+        return {**{key: values for key, values in common.items() if key not in fixed}, **run.grid}
 
     @property
     def tuned(self) -> tuple[MethodRun, ...]:
         """Return the methods that are tuned by themselves."""
-        return tuple(run for run in self.methods if run.tuned_as is None) if self.tune else ()
+        return tuple(run for run in self.methods if run.tuned_as is None and self.grid_of(run))
 
     def rounds_of(self, run: MethodRun) -> int:
         """Return how many rounds a method is run for."""
