@@ -138,12 +138,14 @@ class Figures:
         at: int | None = None,
         shift: float | None = None,
         budget: float | None = None,
+        new: bool = False,
         **axes: Value,
     ) -> list[float]:
         """Return the accuracy of each seed.
 
         figure: mean, weighted or bottom_decile. model: accuracy (the one that counts), accuracy_global or
         accuracy_validation. at: a round, not the last. shift: on that shifted test set. budget: of these devices alone.
+        new: of those that never trained.
         """
         found = []
         for trial in self.trials(file, label, axes):
@@ -155,6 +157,8 @@ class Figures:
                 known = getattr(point, model) if point else None
             elif model == "accuracy_validation":
                 known = end_of(trial).accuracy_validation
+            elif new:
+                known = accuracy_among([device for device in trial.result.devices if device.new])
             elif budget is not None:
                 known = accuracy_among([device for device in participants(trial) if device.budget == budget])
             else:
@@ -271,18 +275,9 @@ class Figures:
         found = []
         for trial in self.trials(file, label, axes):
             curve = [(point.round, point.accuracy.mean) for point in trial.points if point.accuracy]
-            found.append(next(number for number, mean in curve if mean >= share * max(each for _, each in curve)))
+            enough = share * max(mean for _, mean in curve)
+            found.append(next(number for number, mean in curve if mean >= enough))
         return fmean(found)
-
-    def of_new_devices(self, file: str, label: str, **axes: Value) -> Estimate:
-        """Return the accuracy of the devices that never trained, mean over seeds."""
-        found = []
-        for trial in self.trials(file, label, axes):
-            known = accuracy_among([device for device in trial.result.devices if device.new])
-            if known is None:
-                raise SystemExit(f"{trial.trial.name} in {file}.jsonl has no new devices that were judged")
-            found.append(100 * known.mean)
-        return _estimate(found)
 
     def stopped(self, file: str, label: str, **axes: Value) -> int:
         """Return the number of devices that stopped early, of all seeds."""

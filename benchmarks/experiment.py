@@ -164,7 +164,7 @@ class Experiment(_Part):
         labels = [run.label for run in self.methods]
         if len(set(labels)) < len(labels):
             raise ValueError(f"two methods have the same label; there are {', '.join(labels)}")
-        tuned = [run.label for run in self.methods if run.tuned_as is None]
+        tuned = [run.label for run in (self.tuned if self.tune else self.methods) if run.tuned_as is None]
         for run in self.methods:
             if run.tuned_as is not None and run.tuned_as not in tuned:
                 raise ValueError(f"{run.label}: tuned_as is {run.tuned_as!r}; tuned by themselves: {', '.join(tuned)}")

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 20.0
 """From the connection, or a request's first byte, to the end of its headers."""
+LAST_LOOK_SECONDS = 0.001
+"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 HEAD_BYTES = 32 * 1024
 """All headers of a request, with its trailers."""
 HEADERS = 100
@@ -62,8 +64,6 @@ have others wait behind thousands that it has left."""
 
 RESERVED_FILES = 192
 """Descriptors that are not for connections: records, models, parts of updates, threads at work."""
-LAST_LOOK_SECONDS = 0.001
-"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 SPARE = 32
 """Connections beyond a limit that are kept for a moment: ``/healthz`` is answered on them, all else refused."""
 SPARE_OF_ONE = 4

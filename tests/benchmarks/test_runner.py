@@ -412,6 +412,9 @@ def test_a_setting_is_given_or_tuned(tmp_path):
     file.write_text(TINY + "settings = { learning_rate = 0.3 }\n" + TUNED)
     experiment = load_experiment(str(file))
     assert "FedAvg" not in [run.label for run in experiment.tuned], "its rate is fixed, whatever the common grid"
+    file.write_text(file.read_text().replace('tuned_as = "FedSPU"', 'tuned_as = "FedAvg"'))
+    with pytest.raises(BadExperiment, match="tuned_as is 'FedAvg'; tuned by themselves: FedSPU"):
+        load_experiment(str(file))
     own = 'settings = { method_settings.a = 1 }\ngrid = { "method_settings.a" = [1, 2] }\n'
     file.write_text(TINY + own + TUNED)
     with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a is set and tuned"):

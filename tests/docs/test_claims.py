@@ -189,9 +189,9 @@ def test_a_curve_is_near_its_best_at_the_first_round_that_was_judged_so(figures)
 
 
 def test_devices_that_never_trained_are_counted_apart(figures):
-    assert filled("{of_new_devices('tiny', 'A'):.1f} of {accuracy('tiny', 'A'):.1f}", figures) == "51.0 of 61.0"
-    with pytest.raises(SystemExit, match="no new devices"):
-        figures.of_new_devices("tiny", "B")
+    assert filled("{accuracy('tiny', 'A', new=True):.1f} of {accuracy('tiny', 'A'):.1f}", figures) == "51.0 of 61.0"
+    with pytest.raises(SystemExit, match=r"B.* in tiny\.jsonl was not evaluated so"):
+        figures.accuracy("tiny", "B", new=True)
 
 
 def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
