@@ -29,7 +29,9 @@ class Tuned(nn.Module):
 def speaker(number: int) -> Task:
     """Return a role's speech for the model with adapters."""
     data = role(number)
-    return Task("tuned", Tuned(), nn.CrossEntropyLoss(), data.train, data.validation, None, False, ("top1",))
+    return Task(
+        "tuned", Tuned(), nn.CrossEntropyLoss(), data.train, data.validation, classification=False, metrics=("top1",)
+    )
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ def machine(number: int) -> Task:
     sizes = (64, 32, 4, 32, 64)
     layers = [each for i, o in pairwise(sizes) for each in (nn.Linear(i, o), nn.Tanh())]
     model, loss = nn.Sequential(*layers[:-1]), nn.MSELoss()
-    held_out = pairs[12:14], pairs[12:]
-    return Task("machines", model, lambda x, y: loss(x, y[:, :-1]), pairs[:12], *held_out, False, {"auc": auc})
+    samples = {"train": pairs[:12], "validation": pairs[12:14], "test": pairs[12:]}
+    told = {"classification": False, "metrics": {"auc": auc}}
+    return Task("machines", model, lambda x, y: loss(x, y[:, :-1]), **samples, **told)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def household(number: int) -> Task:
     y = rows[HOURS:, :1]
     batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, len(x) - 72, 16)]
     torch.manual_seed(0)
-    return Task("power", Forecast(), nn.MSELoss(), batches, [(x[-72:], y[-72:])], None, False, ("mae", "r2"))
+    told = {"classification": False, "metrics": ("mae", "r2")}
+    return Task("power", Forecast(), nn.MSELoss(), batches, [(x[-72:], y[-72:])], **told)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ class Text(nn.Module):  # causal convolutions
 def role(number: int) -> Task:
     """Return what one of the roles that speak most says; the last tenth is held out."""
     file = np.load(sys.argv[1])  # text: characters by number; speech i, by role[i], is text[start[i]:start[i + 1]]
-    spoken = np.bincount(file["role"], np.diff(file["start"]))
-    mine = np.flatnonzero(file["role"] == np.argsort(-spoken)[number])
+    mine = np.flatnonzero(file["role"] == np.argsort(-np.bincount(file["role"], np.diff(file["start"])))[number])
     text = np.concatenate([file["text"][file["start"][i] : file["start"][i + 1]] for i in mine]).astype(np.int64)
     windows = text[: len(text) // 33 * 33].reshape(-1, 33)
     batches = [(windows[i : i + 32, :-1], windows[i : i + 32, 1:]) for i in range(0, len(windows), 32)]
     torch.manual_seed(0)
-    return Task("speech", Text(), nn.CrossEntropyLoss(), batches[:-3], batches[-3:], None, False, ("top1",))
+    told = {"classification": False, "metrics": ("top1",)}
+    return Task("speech", Text(), nn.CrossEntropyLoss(), batches[:-3], batches[-3:], **told)
 
 
 if __name__ == "__main__":

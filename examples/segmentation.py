@@ -32,7 +32,7 @@ def camera(number: int) -> Task:
     x = (dark + (light - dark) * (disc | square) + 0.1 * chance.normal(size=disc.shape)).astype(np.float32)[:, None]
     pairs = [(x[i : i + 16], disc[i : i + 16, None].astype(np.float32)) for i in range(0, 160, 16)]
     torch.manual_seed(0)
-    return Task("discs", UNet(), nn.BCEWithLogitsLoss(), pairs[:8], pairs[8:], None, False, ("iou",))
+    return Task("discs", UNet(), nn.BCEWithLogitsLoss(), pairs[:8], pairs[8:], classification=False, metrics=("iou",))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,6 +107,7 @@ class Task:
     train: Batches
     validation: Batches
     test: Batches | None = None
+    _: KW_ONLY
     public: Batches | None = None
     classification: bool = True
     metrics: Mapping[str, Metric] | Sequence[str] = ()
