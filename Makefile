@@ -27,10 +27,9 @@ runtime: setup
 test-integration: runtime
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
 
-# Those of whole machines one at a time: they kill processes and wait for deadlines of seconds.
+# Those that want the machine for themselves: they kill processes, wait for deadlines of seconds, or install.
 test-slow: runtime
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
-	$(BIN)/python -m pytest -m 'slow and integration'
+	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
 # Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install; 4 minutes.
 test-zoo: setup

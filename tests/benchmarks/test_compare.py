@@ -43,7 +43,7 @@ def command(*words):
 # --- one command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("form", ["people.npz", "each"])
 def test_three_methods_on_ones_own_npz_end_with_a_page_and_a_table(data, form, capsys):
     folder = data / "work"
@@ -71,7 +71,7 @@ def test_three_methods_on_ones_own_npz_end_with_a_page_and_a_table(data, form, c
     assert (folder / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_task_of_an_installed_package_is_compared_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "ownlab.py").write_text(
         "import torch\nfrom torch import nn\n"
@@ -99,7 +99,7 @@ def test_a_task_of_an_installed_package_is_compared_by_its_name(tmp_path, monkey
     assert len(found.result.devices) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_experiment_on_digits_needs_no_data_and_draws_its_page(tmp_path, capsys):
     more = ("--scale", "0.05", "--processes", "2", "--folder", str(tmp_path), "--only", "FedSPU", "--only", "Local")
     assert main(["run", "digits", *more]) == 0

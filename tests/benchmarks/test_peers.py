@@ -19,7 +19,6 @@ HOLD = f"b = bytearray(b'x') * (100 * {MB}); import time; time.sleep(0.8)"
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 def test_the_bare_loop_says_what_it_did(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {}

@@ -753,7 +753,7 @@ def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
     assert cells(page, "FedSPU", "Rounds, traffic")[:3] == ["20", "–", "–"]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
     pictures = draw(plan, groups(plan, some), tmp_path, "tiny")

@@ -127,7 +127,6 @@ def test_trials_that_are_there_are_kept(undisturbed, file):
     assert (undisturbed / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed, file, tmp_path):
     """Ctrl-C in the second trial: the first is kept, the second goes on from where its coordinator and devices were."""
     with (tmp_path / "log").open("wb") as log:
@@ -159,7 +158,6 @@ def second_trial(folder):
     return (folder / "trials").glob("*/coordinator.log") if (folder / "results.jsonl").exists() else []
 
 
-@pytest.mark.slow
 def test_a_trial_with_other_settings_is_run_again_and_replaces_the_first(undisturbed, file, tmp_path):
     (tmp_path / "results.jsonl").write_bytes((undisturbed / "results.jsonl").read_bytes())
     changed = tmp_path / "tiny.toml"
@@ -174,7 +172,6 @@ def test_a_trial_with_other_settings_is_run_again_and_replaces_the_first(undistu
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_tuning_tries_the_same_for_every_method_and_keeps_the_best_on_validation_data(tmp_path, capsys):
     file = tmp_path / "tiny.toml"
     file.write_text(TINY + TUNED)
@@ -266,7 +263,6 @@ def test_each_domain_is_left_out_in_turn_and_all_are_tested_on_it(tmp_path):
     assert load_experiment(str(file)).tests_on_published
 
 
-@pytest.mark.slow
 def test_a_new_device_that_catches_up_instead_of_adapting_is_judged_too(tmp_path):
     file = tmp_path / "tiny.toml"
     once = "settings = { method_settings = { iterations = 1 } }\n"
@@ -282,7 +278,6 @@ def test_a_new_device_that_catches_up_instead_of_adapting_is_judged_too(tmp_path
         assert new.accuracy_global > 0.5
 
 
-@pytest.mark.slow
 def test_fleets_of_different_sizes(tmp_path):
     """Few devices hold large shards, and all of them are awaited and judged."""
     file = tmp_path / "tiny.toml"
@@ -313,7 +308,6 @@ def test_other_test_sets_are_part_of_every_trial_but_not_of_tuning(tmp_path):
     assert not any(trial.test_sets for _, _, trial in tuning_trials(plan, "tiny"))
 
 
-@pytest.mark.slow
 def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path):
     """Without shift they are what the federation's last evaluation found, fine-tuned copies included."""
     file = tmp_path / "tiny.toml"
@@ -450,7 +444,6 @@ def test_every_experiment_of_the_repository_can_be_read():
         assert list(trials(load_experiment(path.stem), path.stem, {}))
 
 
-@pytest.mark.slow
 def test_a_training_that_two_labels_share_is_run_once(tmp_path, capsys):
     """FedAvg is FedAvg+FT less the judging of fine-tuned copies: the same rows as when it is run by itself."""
     tuned = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\nsettings = { finetune_epochs = 1 }\n'
@@ -476,7 +469,6 @@ def test_a_training_that_two_labels_share_is_run_once(tmp_path, capsys):
     assert judged.accuracy_global == shared.points[-1].accuracy
 
 
-@pytest.mark.slow
 def test_settings_of_fine_tuning_are_tuned_on_one_training(tmp_path):
     """Copies are thrown away: each point of the grid has the rows that a training of its own would have."""
     head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("new = 1\n", "")
@@ -496,7 +488,6 @@ def test_settings_of_fine_tuning_are_tuned_on_one_training(tmp_path):
         assert found.finetune_flops == expected.finetune_flops > 0
 
 
-@pytest.mark.slow
 def test_a_last_local_stage_leaves_the_rows_without_it_as_they_are(tmp_path):
     """FedPer's are not taken from FedPer+FT's: those have no global model, and judge copies of the personal ones."""
     tuned = '[[methods]]\nlabel = "FedPer+FT"\nmethod = "fedper"\nsettings = { finetune_epochs = 1 }\n'
@@ -510,7 +501,6 @@ def test_a_last_local_stage_leaves_the_rows_without_it_as_they_are(tmp_path):
     assert found["FedPer"].points[-1].accuracy != found["FedPer+FT"].points[-1].accuracy
 
 
-@pytest.mark.slow
 def test_labels_that_judge_one_training_come_together(tmp_path):
     """Who names one of them has the rows of both, and nothing is trained for the other."""
     head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 4").replace("local_steps = 4", "")

@@ -195,8 +195,8 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        pytest.param("fedspu", {}, marks=pytest.mark.slow),
-        pytest.param("pfedgate", {"method_settings": {"smallest_budget": 0.5}}, marks=pytest.mark.slow),
+        ("fedspu", {}),
+        ("pfedgate", {"method_settings": {"smallest_budget": 0.5}}),
         ("fedsgc", {"method_settings": {"adjust_interval": 2, "device_interval": 1}}),
     ],
 )

@@ -236,8 +236,9 @@ def test_no_blob_that_is_damaged_while_the_coordinator_runs_is_used(tmp_path, cl
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("fault", ["a bit flips", "another", "gone"])
-@pytest.mark.parametrize("place", ["objects", "postgresql"])
+@pytest.mark.parametrize(
+    ("place", "fault"), [("objects", "a bit flips"), ("objects", "gone"), ("postgresql", "another")]
+)
 def test_nor_in_object_storage_or_beside_postgresql(request, tmp_path, clock, undisturbed, fault, place):
     where = request.getfixturevalue(f"in_{place}")
     number = 0

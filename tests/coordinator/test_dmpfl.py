@@ -418,7 +418,7 @@ def check_personal(session):
         assert not session.personal[name][~exists].any()
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_federation_passes_through_all_stages(coordinator, precision):
     sessions = begin(coordinator, precision=precision, local_epochs=2, evaluation_interval=4)
     worked = coordinator.play(*sessions)
@@ -674,7 +674,7 @@ def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(coord
 # --- reopening --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [9, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11, 12, 16))])
+@pytest.mark.parametrize("rounds", [9, 10, 11, 12, 16])
 def test_a_reopened_federation_ends_where_it_should(coordinator, rounds):
     """The stages are cut anew: what was its end may lie in the middle of a stage personal."""
     sessions = begin(coordinator, "ab", own={"iterations": 1})
@@ -799,10 +799,7 @@ def _refilled(mask):
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", ["masks", *(pytest.param(each, marks=pytest.mark.slow) for each in ("global", "personal"))]
-)
+@pytest.mark.parametrize("stage", ["masks", "global", "personal"])
 def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(coordinator, new_coordinator, stage):
     def end(coordinator, victim_at):
         first, second = begin(coordinator, "ab", own={"iterations": 1}, rounds=8)

@@ -275,7 +275,6 @@ def test_a_restart_of_both_sides_forgets_nothing(coordinator, clock):
         assert personal_zeros(again[0], chosen)
 
 
-@pytest.mark.slow
 def test_a_restart_changes_no_bit(new_coordinator, clock):
     digests = []
     for disturbed in (False, True):

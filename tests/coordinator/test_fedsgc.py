@@ -681,7 +681,6 @@ def test_a_budget_below_the_density_is_told_and_not_drawn(coordinator, caplog):
     assert small.progress.adapted, "it gets the last model like everybody else"
 
 
-@pytest.mark.slow
 def test_more_than_one_seed_gives_other_masks_and_the_same_seed_the_same(coordinator, new_coordinator):
     play(coordinator, *start(coordinator, rounds=3))
     again, other = new_coordinator(), new_coordinator()

@@ -284,7 +284,6 @@ def bundles(session):
     return [body for body, kind in zip(wire.sent, wire.media_types, strict=True) if kind == bundle.MEDIA_TYPE]
 
 
-@pytest.mark.slow
 def test_devices_of_every_budget_learn_one_model(coordinator):
     sessions = start(
         coordinator,
@@ -377,9 +376,7 @@ def agrees(pair):
     return all(found[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize(
-    ("precision", "denominator"), [("fp32", "touched"), pytest.param("int8", "all", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("precision", "denominator"), [("fp32", "touched"), ("int8", "all")])
 def test_every_device_rebuilds_the_model_bit_for_bit(coordinator, rebuilt, precision, denominator):
     """Drawn now and then, with what has changed over several rounds."""
     sessions = start(
@@ -399,7 +396,6 @@ def test_every_device_rebuilds_the_model_bit_for_bit(coordinator, rebuilt, preci
     assert all(tensor.dtype == np.float32 for tensor in coordinator.model().tensors.values())
 
 
-@pytest.mark.slow
 def test_in_fp16_what_is_rebuilt_is_what_was_rounded(coordinator, rebuilt):
     sessions = start(coordinator, rounds=5, precision="fp16")
     coordinator.play(*sessions)
@@ -506,7 +502,6 @@ def test_an_update_that_came_too_late_leaves_the_base_right(coordinator, rebuilt
     assert len(rebuilt) >= 6
 
 
-@pytest.mark.slow
 def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(coordinator, new_coordinator, rebuilt):
     def play(coordinator, *, killed):
         (session,) = start(coordinator, names="a", rounds=4, own={"touched_limit": 0.4})
@@ -625,7 +620,6 @@ def _ends(coordinator):
     return np.cumsum([spec.size for spec in coordinator.federations.manifest("f").shared])[:-1]
 
 
-@pytest.mark.slow
 def test_who_came_late_goes_on_in_a_federation_that_is_reopened(coordinator, rebuilt):
     first = start(coordinator, rounds=2, own={"touched_limit": 0.35})
     coordinator.play(*first)
@@ -660,7 +654,6 @@ def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(coordinator):
             get("f")
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_federation(coordinator, new_coordinator):
     one, other, third = coordinator, new_coordinator(), new_coordinator()
     for each, seed in ((one, 0), (other, 0), (third, 1)):

@@ -26,7 +26,7 @@ def test_an_lstm_takes_less_than_twenty_lines():
 
 
 @pytest.mark.integration
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.timeout(360)
 def test_two_devices_run_it_to_models_that_predict_like_pytorch(tmp_path):
     (tmp_path / "windows.py").write_text(script())

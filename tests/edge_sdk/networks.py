@@ -257,8 +257,8 @@ def zoo():
             ),
             torch.randn(N, 6, 40),
         ),
-        "GRU": lambda: Kind(Recurrent(nn.GRU), words()),
-        "LSTM": lambda: Kind(Recurrent(nn.LSTM), words()),
+        "GRU": lambda: Kind(Recurrent(nn.GRU), words(3)),
+        "LSTM": lambda: Kind(Recurrent(nn.LSTM), words(3)),
         "transformer": lambda: Kind(Transformer(0.1), words()),
         "embedding": lambda: Kind(
             nn.Sequential(nn.Embedding(20, 5), nn.Flatten(), nn.Linear(35, 3)), words()

@@ -157,7 +157,7 @@ def always_gathering(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "optimise",
-    [pytest.param(each, id=name, marks=() if name == "sgd" else pytest.mark.slow) for name, each in OPTIMISERS.items()],
+    [pytest.param(each, id=name) for name, each in OPTIMISERS.items()],
 )
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("always_gathering")

@@ -337,7 +337,7 @@ def spread(seconds):
     return max(seconds.values()) - min(seconds.values())
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they_choose(tmp_path):
     def new_settings(name):
         return Settings(data_dir=tmp_path / name, default_task="", tick_seconds=0.05)
@@ -379,7 +379,7 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
     [
         ("fedspu", "onnx", BUDGETS),
         ("fedspu", "torch", BUDGETS),
-        pytest.param("pfedgate", "torch", BUDGETS[2:], marks=pytest.mark.slow),
+        pytest.param("pfedgate", "torch", BUDGETS[2:], marks=pytest.mark.integration),
     ],
 )
 def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, engine, possible):

@@ -108,7 +108,7 @@ def test_everybody_can_train_on_a_phone_and_be_tested_on_a_watch():
 
 
 @real("cifar10.npz")
-@pytest.mark.slow  # 60,000 images are decoded into the cache the first time
+@pytest.mark.integration  # 60,000 images are decoded into the cache the first time
 def test_cifar10_is_dealt_and_scaled():
     task = load("cifar10:dmpfl", f"{FOLDER},of=100,partition=classes,part=all")
     inputs, _ = next(iter(task.train))
@@ -169,7 +169,7 @@ def test_recordings_are_whole_and_the_published_test_subjects_are_new_people():
 
 
 @real("pacs.npz")
-@pytest.mark.slow  # pictures are decoded into the cache the first time
+@pytest.mark.integration  # pictures are decoded into the cache the first time
 def test_a_domain_is_left_out():
     tasks = [load("pacs", f"{FOLDER},leave_out=sketch,index={index}") for index in range(3)]
     assert [task.train.num_examples + task.validation.num_examples for task in tasks] == [1670, 2048, 2344]

@@ -126,10 +126,10 @@ def play(client, folder, task, **settings):
 @pytest.mark.parametrize(
     ("model", "inputs", "classes"),
     [
-        pytest.param(Recurrent(), words_of().float(), CLASSES, marks=pytest.mark.slow),
+        (Recurrent(), words_of().float(), CLASSES),
         (Recurrent(nn.LSTM), words_of(), CLASSES),
         (Tied(), words_of(), WORDS),
-        pytest.param(Odd(), torch.randn(60, 6), CLASSES, marks=pytest.mark.slow),
+        (Odd(), torch.randn(60, 6), CLASSES),
     ],
     ids=["gru", "lstm", "tied", "odd"],
 )
@@ -144,7 +144,6 @@ def test_models_that_cannot_be_traced_train_and_predict_as_onnx(client, tmp_path
             np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["fedprox", "ditto", "apfl", "fedem", "pfedme", "perfedavg", "fedper", "fedrep", "lgfedavg", "local"]
 )
@@ -154,7 +153,6 @@ def test_methods_of_whole_tensors_take_a_recurrent_model(client, tmp_path, metho
     assert result.export.max_difference < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "grasp", "dmpfl", "prunefl", "pfedgate"])
 @pytest.mark.parametrize(("model", "classes"), [(Recurrent(), CLASSES), (Tied(), WORDS)], ids=["gru", "tied"])
 def test_methods_that_prune_weights_leave_alone_what_no_layer_owns(client, tmp_path, method, model, classes):
@@ -256,7 +254,6 @@ def test_a_method_that_cuts_neurons_names_itself_and_the_layer_it_cannot_follow(
         describe_for(method, model, torch.randn(2, 4), task="t")
 
 
-@pytest.mark.slow
 def test_fedspu_takes_attention(client, tmp_path):
     assert play(client, tmp_path / "pi", task_of(Attention(), torch.randn(60, 5, 4)), method="fedspu").rounds == 2
 

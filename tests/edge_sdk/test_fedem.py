@@ -296,7 +296,7 @@ def opposites(index):
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_devices_of_opposite_labels_end_at_different_components(tmp_path, compiling, engine):
     """From published weights, so that the components begin apart by noise alone. FedAvg can only guess."""
-    settings = {"rounds": 30, "min_devices": 2, "learning_rate": 0.2, "early_stopping": "off", "draws": "seed"}
+    settings = {"rounds": 20, "min_devices": 2, "learning_rate": 0.3, "early_stopping": "off", "draws": "seed"}
     own = {"fedem": {"method_settings": {"components": 2}}, "fedavg": {}}
     app, results, records = create_app(Settings(data_dir=tmp_path / "data", default_task="")), {}, {}
     with in_process.running(app) as client:

@@ -164,7 +164,7 @@ def personal_bytes(client, folder, federation):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("engine", "published", "settings", "own"),
     [

@@ -84,7 +84,6 @@ def test_a_budget_that_a_fleet_cannot_mean_is_refused():
         Plan("f", 2, budgets=(0.0,))
 
 
-@pytest.mark.slow  # the coordinator looks again after a long poll
 def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sparrow.coordinator.rounds.dispatch.REST_SECONDS", 0.0
@@ -139,7 +138,6 @@ def test_a_narrow_first_model_is_judged_too(client, tmp_path):
         assert result.accuracy_before < result.accuracy_after
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     sorted(each.name for each in entry_points(group="sparrow.device_methods") if each.name != "hetlora"),  # of adapters
@@ -153,7 +151,6 @@ def test_every_method_s_result_has_the_figures_that_a_classification_has(client,
         check_line(result)
 
 
-@pytest.mark.slow
 def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth_having(client, tmp_path, caplog):
     """With a gate of its own tiny budget it would answer below the dense model that it received: 0 of 55 % here."""
     publish(

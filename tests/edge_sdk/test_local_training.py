@@ -151,7 +151,7 @@ print(digests[0], "torch._dynamo" in sys.modules)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_plain_training_imports_no_compiler_and_every_process_gives_the_same_bits():
     """The compiler takes longer to import than a small device trains in a round."""
     said = {subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True).stdout for _ in range(2)}

@@ -299,7 +299,7 @@ def run_alone(*command):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_predict_runs_with_its_extra_alone(tmp_path):
     sources = tmp_path / "sources"  # building leaves folders behind

@@ -318,7 +318,6 @@ def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_doe
     assert take_part(client, large, tmp_path / "pi", engine=engine, memory_limit=limit, budget=named).rounds == 1
 
 
-@pytest.mark.slow
 def test_without_a_budget_a_device_takes_the_largest_that_fits(client, large, needs, engine, tmp_path):
     found = take_part(
         client, large, tmp_path / "auto", engine=engine, name="auto", memory_limit=(needs(0.2) + needs(1.0)) // 2
@@ -339,13 +338,11 @@ def _refused(*what, **how):
     pytest.fail("not refused")
 
 
-@pytest.mark.slow
 def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, engine, tmp_path):
     said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=(needs() + needs(0.1)) // 2)
     assert "no budget fits: free memory, or join a federation with smaller batches (here 8 samples)" in said
 
 
-@pytest.mark.slow
 def test_where_evaluating_takes_too_much_smaller_batches_would_not_help(client, large, engine, tmp_path):
     said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=MIB)
     assert "no budget fits, because evaluating the model on 8 samples at once takes more by itself" in said

@@ -13,8 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from edge_sdk.engines import Graphs
+from edge_sdk.engines.checking import check_graphs
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
+from edge_sdk.publishing.untraced import describe_whole
+from edge_sdk.tasks.public import full_name
 from sparrow.export.steps import optimise
 
 from .networks import zoo
@@ -22,8 +27,6 @@ from .networks import zoo
 pytestmark = pytest.mark.integration  # each compiles for seconds
 
 ZOO = zoo()
-FEW = ("mnist:small", "batch norm", "dropout")
-"""The others take minutes."""
 
 
 def session(graph):
@@ -74,9 +77,22 @@ def tensors_of(model):
     return {name: value.detach().numpy().copy() for name, value in every}
 
 
-def check_parity(name):
-    kind = ZOO[name]()
+def published(name, kind):
+    """Graphs and manifest; a built-in task has its own, which test_builtin.py compares with what is compiled."""
+    built_in = full_name(*name.split(":")) if ":" in name else name
+    if built_in in builtin_tasks():
+        task = load_builtin(built_in)
+        return Graphs(task.graphs["step"], task.graphs["evaluation"]), task.manifest
     graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
+    return graphs, describe_whole(kind.model, kind.inputs[:2], task="test")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_step_answers_what_pytorch_does_and_a_device_accepts_it(name):
+    kind = ZOO[name]()
+    graphs, manifest = published(name, kind)
+    for needs in check_graphs(graphs, manifest):
+        assert min(needs.bytes_per_sample, needs.flops_per_sample) > 0
     for batch in (4, 11):
         index = torch.arange(batch) % len(kind.inputs)
         inputs, targets = kind.inputs[index], kind.targets[index]
@@ -91,23 +107,12 @@ def check_parity(name):
                 assert np.linalg.norm(value - wanted[output]) <= bound, (output, batch)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_step_answers_what_pytorch_does(name):
-    check_parity(name)
-
-
 def test_rounding_that_pytorch_has_itself_is_no_reason_to_refuse():
     """Batch norm over a few samples of maps of one value leaves gradients that nearly cancel."""
     torch.manual_seed(0)
     layers = [each for _ in range(6) for each in (nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU())]
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.AdaptiveAvgPool2d(1), *layers, nn.Flatten(), nn.Linear(16, 3))
     assert compile_step(model, F.cross_entropy, torch.randn(6, 3, 8, 8), torch.arange(6) % 3).step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in FEW])
-def test_a_step_of_any_model_answers_what_pytorch_does(name):
-    check_parity(name)
 
 
 def test_the_same_model_gives_the_same_graphs_and_stays_as_it_was():

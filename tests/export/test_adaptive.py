@@ -39,7 +39,7 @@ NETWORKS = {
     "cifar10:dmpfl": (MODELS["cifar10"]["dmpfl"].build, MODELS["cifar10"]["dmpfl"].shape),
 }
 
-SIZES = [pytest.param(name, marks=pytest.mark.slow) if name == "cifar10:dmpfl" else name for name in NETWORKS]
+SIZES = [pytest.param(name, marks=pytest.mark.integration) if name == "cifar10:dmpfl" else name for name in NETWORKS]
 
 
 class Device:

@@ -231,9 +231,9 @@ def selection(model):
         (MNIST, {"cost": "flops"}),
         (MNIST, {"gate_pool": 3, "cost": "seconds"}),
         (CIFAR, {}),
-        pytest.param(HAR, {"gate_batch_norm": False}, marks=pytest.mark.slow),
-        pytest.param((Mixed, (2, 8, 8)), {"gate_sigmoid": False, "blocks": 3}, marks=pytest.mark.slow),
-        pytest.param((Mixed, (2, 8, 8)), {"gate_input_norm": False, "cost": "flops"}, marks=pytest.mark.slow),
+        (HAR, {"gate_batch_norm": False}),
+        ((Mixed, (2, 8, 8)), {"gate_sigmoid": False, "blocks": 3}),
+        ((Mixed, (2, 8, 8)), {"gate_input_norm": False, "cost": "flops"}),
     ],
 )
 def test_rows_are_scaled_for_a_batch_at_once(network, own):
@@ -246,7 +246,6 @@ def test_rows_are_scaled_for_a_batch_at_once(network, own):
     assert len(np.unique(gates != 0, axis=0)) > 1, "choices differ from sample to sample"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "own"),
     [

@@ -194,7 +194,6 @@ def test_the_devices_say_what_the_proxies_saw(traffic):
         assert result.training.bytes_up == sum(exchange.up for exchange in updates)
 
 
-@pytest.mark.slow
 def test_with_default_settings_a_device_moves_little_more_than_its_training_and_two_models(coordinator, tmp_path):
     """LEAF's network at a budget of 0.2 over 20 rounds: a round is some 4 % of the model both ways."""
     inputs, targets = torch.rand(40, 1, 28, 28), torch.arange(40) % 10

@@ -37,12 +37,12 @@ def holds(shared: Machines, scenario: str, store: str, strikes: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_one_coordinator_and_five_devices(shared):
-    holds(shared, "fedspu", "sqlite", 14)
+    holds(shared, "fedspu", "sqlite", 8)
 
 
 @pytest.mark.timeout(300)
 def test_three_coordinators_on_one_database(shared):
-    holds(shared, "three", "postgresql", 8)
+    holds(shared, "three", "postgresql", 6)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_three_coordinators_on_one_database(shared):
     ],
 )
 def test_methods_deadlines_and_fleets(shared, scenario, store):
-    holds(shared, scenario, store, 14)
+    holds(shared, scenario, store, 7)
 
 
 @pytest.mark.slow

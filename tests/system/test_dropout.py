@@ -54,7 +54,6 @@ def sizes(proxy: Proxy) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_moves_what_its_budget_leaves_of_the_model(coordinator: Coordinator, tmp_path: Path, method: str):
     settings = {"rounds": ROUNDS, "min_devices": len(BUDGETS), "local_steps": 1, "evaluation_interval": 0}

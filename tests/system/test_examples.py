@@ -14,7 +14,6 @@ from .conftest import environment
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow  # each trains for ten to twenty seconds
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEAST = {

@@ -228,7 +228,6 @@ def test_the_endpoint_answers_beside_the_coordinators_own(imported, tmp_path, mo
     asyncio.run(ask())
 
 
-@pytest.mark.slow
 def test_a_method_with_phases_and_masks_of_its_own_runs_as_printed(run, lab):
     *_, fleet = commands("fleet")
     run(fleet, "--quiet")
@@ -245,7 +244,6 @@ def test_a_method_with_phases_and_masks_of_its_own_runs_as_printed(run, lab):
     assert max(each["counts"].get("new", 0) for each in records) > 0, "devices chose other weights than the round's"
 
 
-@pytest.mark.slow
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
     fleet, _ = commands("fleet")
     said = run(fleet, "--quiet")

@@ -148,7 +148,6 @@ def test_what_a_device_kept_can_be_exported_afterwards(run, tmp_path):
     assert (says["method"], says["device"], says["round"], says["classes"]) == ("fedspu", SMALL, "3", "10")
 
 
-@pytest.mark.slow
 def test_the_same_again_in_fresh_folders_gives_the_same_models(run, machine):
     coordinator, devices = machine()
     coordinator.create(NAME, **SETTINGS)
@@ -163,7 +162,6 @@ def test_the_same_again_in_fresh_folders_gives_the_same_models(run, machine):
     assert devices.onnx(SMALL).read_bytes() == run.devices.onnx(SMALL).read_bytes()
 
 
-@pytest.mark.slow
 def test_a_device_that_comes_after_the_end_adapts_and_exports(run):
     before = run.coordinator.info(NAME)["model_sha256"]
     late = run.devices(run.coordinator.url, NAME, "late", "--budget", "0.4", "--quiet")

@@ -167,7 +167,6 @@ def test_in_two_threads_without_pytorch(undisturbed, coordinator, command):
     assert outcome_at(coordinator) == undisturbed
 
 
-@pytest.mark.slow
 def test_pytorch_in_two_processes_and_in_one(machine):
     found = []
     for processes in (1, 2):

@@ -39,7 +39,6 @@ def test_it_is_short(section):
     assert len(script.strip().splitlines()) <= LONGEST
 
 
-@pytest.mark.slow
 def test_one_machine_publishes_and_two_devices_join_as_printed(section, coordinator, tmp_path, compiling):
     (script,), commands = blocks(section, "python"), blocks(section, "sh")[-1]
     assert SERVER in script, "it names the server that the README starts"

@@ -67,7 +67,7 @@ def take_part(coordinator: Coordinator, folder, tasks: dict[str, Task], **how) -
     return ended
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_regression_with_personal_statistics_adam_and_short_values(coordinator, tmp_path, precision):
     publish(
         coordinator.url,

@@ -25,8 +25,6 @@ from edge_sdk.tasks.public import MODELS
 from .conftest import Coordinator, Machine
 from .proxy import Exchange, Proxy
 
-pytestmark = pytest.mark.slow
-
 DENSITY = 0.2
 KEPT, WEIGHTS, BIASES = 52_349, 261_750, 90
 """K, n_w and n_u of the method card."""

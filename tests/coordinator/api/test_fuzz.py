@@ -1,8 +1,8 @@
 """Mutated bundles, against the decoder and a running coordinator: refused in words, and nothing is left of them. And
 mutated calls of every route: never a 5xx, and nothing that a call leaves behind keeps an observer from looking.
 
-100,000 bundles and 40,000 calls by ``make test-slow``, the same ones every time; a few of each by ``make test`` and
-``make test-integration``.
+100,000 bundles and 2,000 calls by ``make test-integration``, the same ones every time, and a few by ``make test``;
+``FUZZ_SEEDS=20 pytest -m integration tests/coordinator/api/test_fuzz.py`` makes 40,000 calls, of twenty seeds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import gc
 import json
 import logging
+import os
 import random
 import struct
 import tracemalloc
@@ -38,8 +39,9 @@ from .test_contract import ask, enrol, open_app, published, put, settings_of  # 
 
 DIGITS = load_builtin("digits").manifest
 REPORT = UpdateReport(num_examples=10, steps=3, train_loss=0.5).model_dump_json()
-DECODED = [1_000, pytest.param(97_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-SENT = [60, pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+LONGER = [pytest.mark.integration, pytest.mark.timeout(3600)]
+DECODED = [1_000, pytest.param(97_000, marks=LONGER)]
+SENT = [60, pytest.param(3_000, marks=LONGER)]
 MEGABYTE = 2**20
 
 STRANGE = (
@@ -250,8 +252,9 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
 
 # --- calls of every route ----------------------------------------------------------------------------------------
 
+CALLS = 2_000
 CALLED = [pytest.param(30, 250, marks=pytest.mark.integration)]
-CALLED += [pytest.param(seed, 5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]) for seed in range(8)]
+CALLED += [pytest.param(seed, CALLS, marks=LONGER) for seed in range(int(os.environ.get("FUZZ_SEEDS", "1")))]
 PHASE = {"seconds": 1.0, "paused_seconds": 0.1, "throttled_seconds": 0.0, "celsius_peak": 50, "bytes_down": 10}
 PHASE |= {"bytes_up": 10, "joules": 2.0, "quality": "measured", "source": "rapl"}
 TELEMETRY = {"download": PHASE, "train": PHASE}
@@ -583,7 +586,7 @@ def record_calls(client, chance, count, *tools):
     for number in range(count):
         if number % 100 == 0:
             fuzzer.settle()
-        if number % 5_000 == 4_999:
+        if number % 1_000 == 999:
             print(number + 1, dict(came), flush=True)  # with -s
         answer = fuzzer.call()
         came[answer.status_code] += 1
@@ -600,15 +603,8 @@ def test_no_call_is_answered_by_a_5xx_and_none_spoils_a_view(tmp_path, train, ta
     check_calls(tmp_path, caplog, seed, count, train, take_apart, sign)
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        pytest.param(300, marks=pytest.mark.integration),
-        pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-    ],
-)
-def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql, count):
-    check_calls(tmp_path, caplog, 5, count, train, take_apart, sign, database_url=postgresql.new_database())
+def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql):
+    check_calls(tmp_path, caplog, 5, 300, train, take_apart, sign, database_url=postgresql.new_database())
 
 
 def check_calls(tmp_path, caplog, seed, count, *tools, **settings):

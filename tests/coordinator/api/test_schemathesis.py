@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from .test_contract import ADMIN, ENROLMENT, TOKENS, bearer, enrol, open_app, settings_of  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 EXAMPLES = 40
 EXAMPLES_OF_NOBODY = 5

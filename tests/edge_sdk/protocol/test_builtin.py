@@ -22,7 +22,7 @@ def test_the_tasks_are_those_the_tool_writes():
     assert builtin_tasks() == tuple(sorted(MODELS))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("name", builtin_tasks())
 def test_committed_files_equal_a_regeneration(name):
     """The manifest to the letter; the graphs by their operators, since another torch may name nodes otherwise."""

@@ -424,7 +424,7 @@ def test_sums_are_those_of_all_whose_masked_updates_came():
     assert failed == 0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_at_most_one_round_of_three_hundred_has_no_sum():
     runs = {10: 20, 50: 12, 200: 1}

@@ -142,7 +142,7 @@ def half(right: int, runs: int) -> bool:
 # Rounds that are played as they should be.
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("colluders", [1, 2])
 def test_a_coordinator_and_colluders_guess_after_each_phase(colluders):
     right = dict.fromkeys([*PHASES, "b", "without a pad"], 0)
@@ -178,7 +178,7 @@ def test_the_attacker_knows_the_sum_of_those_who_do_not_collude():
     assert right > 0.95 * FLAWED_RUNS
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_rounds_of_a_device_say_no_more_than_one():
     right = 0
     for seed in range(RUNS):
@@ -345,7 +345,7 @@ def test_a_threshold_that_is_too_small_is_of_no_use_where_most_must_agree(monkey
         assert all("5 of 10 devices have signed" in reason for reason in played.refused.values())
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_stories_of_one_device_are_of_no_use_at_the_right_threshold(unsigned):
     right = 0
     for seed in range(RUNS // 2):
@@ -375,7 +375,7 @@ def test_an_update_without_a_mask_of_its_own_would_be_found(monkeypatch):
     assert right > 0.95 * FLAWED_RUNS
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_update_that_is_said_to_be_missing_stays_hidden():
     right = 0
     for seed in range(RUNS // 2):
@@ -415,7 +415,7 @@ def test_a_cell_that_the_coordinator_has_made_up_is_not_signed():
     assert all(("agree", name) in played.refused for name in played.names)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_shares_are_not_told_for_a_cell_that_the_coordinator_has_made_up(unsigned, unchecked):
     right = 0
     for seed in range(RUNS // 4):
@@ -499,7 +499,7 @@ def test_a_device_whose_neighbours_are_told_different_things_would_be_found(unsi
     assert right == 5
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_device_whose_neighbours_are_told_different_things_stays_hidden():
     right = 0
     for seed in range(5):
@@ -593,7 +593,7 @@ def round_of_two_cohorts(seed: int) -> SecureRound:
     return played.until("unmask")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_cohorts_would_be_found(monkeypatch):
     monkeypatch.setattr(device, "whole_of", lambda cohort, colluders: "")
     right = 0
@@ -604,7 +604,7 @@ def test_two_cohorts_would_be_found(monkeypatch):
     assert right == 10
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("stated", [True, False])
 def test_two_cohorts_are_of_no_use(monkeypatch, stated):
     """Many do not sign what others of another cohort state; and if they did, they could not read their shares."""
