@@ -10,8 +10,8 @@ Parameters and buffers have their state-dict names; a gradient is called ``grad:
 moves ``new:NAME``; ``error`` is the gradient of the loss by the output. The batch axis is free, every other one fixed.
 Neither graph holds weights or data. Both are compared with PyTorch at two batch sizes before they are published.
 
-What follows is the whole of this package's use of PyTorch's private parts: fake tensors of a free batch, and the table
-of decompositions.
+What follows is the whole of this package's use of PyTorch's private parts: fake tensors of a free batch, functional
+ones, and the table of decompositions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -242,10 +243,21 @@ def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
                 f"the batch size cannot be left free ({_first_line(error)}): write x.shape[0] where forward has len(x) "
                 "or a number"
             ) from error
-        return _to_onnx(program, read, names)
+        try:
+            return _to_onnx(_taken_apart(program), read, names)
+        except CannotCompile:  # the exporter's own table goes further
+            return _to_onnx(program, read, names)
+
+
+def _taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return a copy that the exporter does not trace once more to take it apart, which takes it as long as all else."""
+    program = copy.copy(program)
+    program.run_decompositions = lambda table=None: program
+    return program
 
 
 def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphModule:
+    """Write down every operator that runs, taken apart as far as ``_table`` says, none of them in place."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def still(tensor: Tensor) -> Tensor:
@@ -271,7 +283,7 @@ def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphMo
     )
     try:
         with mode, enable_python_dispatcher():
-            return make_fx(flat, decomposition_table=_table())(*fakes)
+            return make_fx(dispatch_functionalize(flat, FunctionalTensorMode()), decomposition_table=_table())(*fakes)
     except Exception as error:  # the user's code, or what torch cannot run without values
         raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
 
@@ -314,7 +326,9 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _table() -> dict[Any, Any]:
     """Return the decompositions of what has no translation here."""
-    made = {**core_aten_decompositions(), **translations.DECOMPOSITIONS, torch.ops.aten.empty_permuted.default: _zeros}
+    aten = torch.ops.aten
+    made = {**core_aten_decompositions(), **get_decompositions([aten.squeeze.dims]), **translations.DECOMPOSITIONS}
+    made[aten.empty_permuted.default] = _zeros
     return {op: how for op, how in made.items() if op not in translations.TABLE}
 
 

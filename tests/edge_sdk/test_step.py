@@ -115,6 +115,19 @@ def test_rounding_that_pytorch_has_itself_is_no_reason_to_refuse():
     assert compile_step(model, F.cross_entropy, torch.randn(6, 3, 8, 8), torch.arange(6) % 3).step
 
 
+class Standardised(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x).add_(1)
+        return x / x.std(1, keepdim=True)
+
+
+def test_what_changes_in_place_and_what_only_the_exporter_takes_apart_is_compiled():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), Standardised(8, 3))
+    graph = compile_step(model, F.cross_entropy, torch.randn(6, 6), torch.arange(6) % 3).step
+    kinds = {node.op_type for node in onnx.load_from_string(graph).graph.node}
+    assert "Sqrt" in kinds
+
+
 def test_the_same_model_gives_the_same_graphs_and_stays_as_it_was():
     kind = ZOO["batch norm"]()
     before = tensors_of(kind.model)
