@@ -75,25 +75,9 @@ def finish(process: subprocess.Popen[str], status: int) -> str:
 
 
 @pytest.mark.slow
-def test_two_workers_train_what_one_process_trains(machine: Machine, start: Start, tmp_path: Path) -> None:
-    (spread, _), (alone, _) = machine(), machine()
-    for coordinator in (spread, alone):
-        coordinator.create("digits", **SETTINGS)
-    process = start(spread.url)
-    run_fleet(alone.url, Plan("digits", DEVICES, budgets=BUDGETS), processes=1, in_memory=True, quiet=True)
-    output = finish(process, 0)
-    assert "6 devices, 9 device-rounds" in output
-    assert "the federation is finished" in output
-    assert spread.info("digits")["model_sha256"] == alone.info("digits")["model_sha256"]
-    slices = {path.name: {each.name for each in path.glob("device-*")} for path in (tmp_path / "state").iterdir()}
-    assert slices == {
-        "slice-0-of-2": {"device-0", "device-2", "device-4"},
-        "slice-1-of-2": {"device-1", "device-3", "device-5"},
-    }
-
-
-@pytest.mark.slow
-def test_it_goes_on_after_ctrl_c(machine: Machine, start: Start) -> None:
+def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
+    machine: Machine, start: Start, tmp_path: Path
+) -> None:
     (spread, _), (alone, _) = machine(), machine()
     for coordinator in (spread, alone):
         coordinator.create("digits", **{**SETTINGS, "rounds": 12})
@@ -102,9 +86,16 @@ def test_it_goes_on_after_ctrl_c(machine: Machine, start: Start) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert "interrupted; the same command goes on" in finish(process, 130)
     assert spread.info("digits")["status"] == "running"
-    assert "the federation is finished" in finish(start(spread.url), 0)
+    output = finish(start(spread.url), 0)
+    assert "6 devices, " in output
+    assert "the federation is finished" in output
     run_fleet(alone.url, Plan("digits", DEVICES, budgets=BUDGETS), processes=1, in_memory=True, quiet=True)
     assert spread.info("digits")["model_sha256"] == alone.info("digits")["model_sha256"]
+    slices = {path.name: {each.name for each in path.glob("device-*")} for path in (tmp_path / "state").iterdir()}
+    assert slices == {
+        "slice-0-of-2": {"device-0", "device-2", "device-4"},
+        "slice-1-of-2": {"device-1", "device-3", "device-5"},
+    }
 
 
 @pytest.mark.slow
