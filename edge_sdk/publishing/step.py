@@ -234,8 +234,9 @@ def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
     still: dict[int, Any] = {}
     sizes = [{name: {0: free} if name in chance.KINDS else still for name in own} for own in drawn]
     dynamic = (dict.fromkeys(first.parameters, still), dict.fromkeys(first.buffers, still), {0: free}, {0: free})
-    with quiet(), torch.backends.mkldnn.flags(enabled=False):
-        traced = _trace(together, given)
+
+    def written(*, functional: bool) -> onnx.ModelProto:
+        traced = _trace(together, given, functional=functional)
         try:
             program = torch.export.export(traced, given, dynamic_shapes=(*dynamic, *sizes), strict=False)
         except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
@@ -243,21 +244,19 @@ def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
                 f"the batch size cannot be left free ({_first_line(error)}): write x.shape[0] where forward has len(x) "
                 "or a number"
             ) from error
+        if functional:  # the exporter need not trace it once more to take it apart, which takes as long as all else
+            program.run_decompositions = lambda table=None: program
+        return _to_onnx(program, read, names)
+
+    with quiet(), torch.backends.mkldnn.flags(enabled=False):
         try:
-            return _to_onnx(_taken_apart(program), read, names)
-        except CannotCompile:  # the exporter's own table goes further
-            return _to_onnx(program, read, names)
+            return written(functional=True)
+        except CannotCompile:  # what indexes by values, as GPT-2 does, or is in the exporter's own table alone
+            return written(functional=False)
 
 
-def _taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Return a copy that the exporter does not trace once more to take it apart, which takes it as long as all else."""
-    program = copy.copy(program)
-    program.run_decompositions = lambda table=None: program
-    return program
-
-
-def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphModule:
-    """Write down every operator that runs, taken apart as far as ``_table`` says, none of them in place."""
+def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...], *, functional: bool) -> GraphModule:
+    """Write down every operator that runs, taken apart as far as ``_table`` says. functional: none of them in place."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def still(tensor: Tensor) -> Tensor:
@@ -283,7 +282,10 @@ def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphMo
     )
     try:
         with mode, enable_python_dispatcher():
-            return make_fx(dispatch_functionalize(flat, FunctionalTensorMode()), decomposition_table=_table())(*fakes)
+            if not functional:
+                return make_fx(flat, decomposition_table=_table())(*fakes)
+            table = {**_table(), **get_decompositions([torch.ops.aten.squeeze.dims])}  # which the exporter has not
+            return make_fx(dispatch_functionalize(flat, FunctionalTensorMode()), decomposition_table=table)(*fakes)
     except Exception as error:  # the user's code, or what torch cannot run without values
         raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
 
@@ -326,9 +328,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _table() -> dict[Any, Any]:
     """Return the decompositions of what has no translation here."""
-    aten = torch.ops.aten
-    made = {**core_aten_decompositions(), **get_decompositions([aten.squeeze.dims]), **translations.DECOMPOSITIONS}
-    made[aten.empty_permuted.default] = _zeros
+    made = {**core_aten_decompositions(), **translations.DECOMPOSITIONS, torch.ops.aten.empty_permuted.default: _zeros}
     return {op: how for op, how in made.items() if op not in translations.TABLE}
 
 
