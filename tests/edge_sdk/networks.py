@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.tasks.models import DigitsNet
-from edge_sdk.tasks.public import BY_DEVICES, MODELS
+from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 
 N = 6
 
@@ -225,13 +225,11 @@ def lazy(model, inputs):
 
 
 def zoo():
-    """name -> a function that makes the kind, always the same one."""
+    """name -> a function that makes the kind, always the same one. Those of built-in tasks have their names."""
     built_in = {
         "digits": lambda: Kind(DigitsNet(), images(1)),
         **{
-            (task if not model else f"{task}:{model}"): lambda c=choice: Kind(
-                c.build(), torch.randn(N, *c.shape), torch.arange(N) % 5
-            )
+            full_name(task, model): lambda c=choice: Kind(c.build(), torch.randn(N, *c.shape), torch.arange(N) % 5)
             for task, choices in MODELS.items()
             for model, choice in choices.items()
             if task not in BY_DEVICES  # deep, or recurrent over 80 steps: minutes to compile

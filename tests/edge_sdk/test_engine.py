@@ -76,12 +76,7 @@ def rule_of(given):
 # A bias before batch norm has a gradient of rounding alone, of which Adam makes whole steps: no digits with it.
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        (name, how)
-        for name in ("mnist:small", "digits", "har:small")
-        for how in RULES
-        if name != "digits" or how[0] != "a"
-    ]
+    [(name, how) for name in ("mnist", "digits", "har") for how in RULES if name != "digits" or how[0] != "a"]
     + [(name, "momentum") for name in ("beside", "turned", "GRU", "LSTM", "embedding", "residual", "U-Net")],
 )
 @pytest.mark.parametrize("what", PARTS)
@@ -134,8 +129,8 @@ def test_a_network_repeats_itself_bit_for_bit_and_reads_what_it_has_become():
 
 
 def test_few_neurons_are_less_work():
-    manifest = compiled("mnist:small")[1]
-    network = opened("mnist:small", Part())[2]
+    manifest = compiled("mnist")[1]
+    network = opened("mnist", Part())[2]
     mask = draw_neurons(manifest, NeuronDraw("key", 0.2))
     parts, index, lowest = products_of(manifest, frozen_in_part(leaves_of(manifest, network.tensors, Part(mask=mask))))
     step = network.step(parts, lowest)

@@ -21,18 +21,12 @@ from .networks import zoo
 
 pytestmark = pytest.mark.integration  # compiles for seconds
 
-ZOO = zoo()
-
-
-def compiled(name):
-    kind = ZOO[name]()
-    graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
-    return graphs, describe_whole(kind.model, kind.inputs[:2], task="test")
-
 
 @pytest.fixture(scope="module")
 def small():
-    return compiled("mnist:small")
+    kind = zoo()["mnist"]()
+    graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
+    return graphs, describe_whole(kind.model, kind.inputs[:2], task="test")
 
 
 def test_what_a_step_takes_is_known_beforehand(small):

@@ -16,22 +16,13 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.write_builtin import MODELS as BUILTIN
 from edge_sdk.tasks.models import DigitsNet
-from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow, Narrow
 
 from .test_tracing import NETS, group_norm
 
-BUILTIN = {
-    "digits": (DigitsNet, (1, 8, 8)),
-    **{
-        f"{task}:{name}": (one.build, one.shape)
-        for task, models in MODELS.items()
-        for name, one in models.items()
-        if task not in BY_DEVICES
-    },
-}
 EVERY = {**BUILTIN, **NETS, "norms": (group_norm, (1, 8, 8))}
 
 
@@ -71,7 +62,7 @@ def test_a_narrow_network_computes_what_the_whole_does_without_its_dropped_neuro
     assert forward_flops(narrow.manifest) == forward_flops(manifest, mask)
 
 
-@pytest.mark.parametrize("name", ["digits", "har:small", "resnet", "depthwise", "norms"])
+@pytest.mark.parametrize("name", ["digits", "har", "resnet", "depthwise", "norms"])
 def test_a_step_of_training_is_that_of_the_whole_network_for_what_is_there(name):
     """Error signals too: the gradients of active values are those that the whole network gives them."""
     narrow, model, manifest, mask, x = narrow_of(*EVERY[name], 0.5)
@@ -86,7 +77,7 @@ def test_a_step_of_training_is_that_of_the_whole_network_for_what_is_there(name)
 
 
 def test_what_it_becomes_is_written_back_where_it_came_from():
-    narrow, model, manifest, mask, _ = narrow_of(*BUILTIN["cifar10:fedspu"], 0.4)
+    narrow, model, manifest, mask, _ = narrow_of(*BUILTIN["cifar10"], 0.4)
     for tensor in [*narrow.model.parameters(), *narrow.model.buffers()]:
         if tensor.is_floating_point():
             tensor.data.normal_()
@@ -101,7 +92,7 @@ def test_what_it_becomes_is_written_back_where_it_came_from():
 
 
 def test_the_whole_model_is_left_alone_and_never_copied():
-    narrow, model, manifest, _, _ = narrow_of(*BUILTIN["mnist:small"], 0.3)
+    narrow, model, manifest, _, _ = narrow_of(*BUILTIN["mnist"], 0.3)
     before = copy.deepcopy(model.state_dict())
     for parameter in narrow.model.parameters():
         parameter.data.fill_(9.0)

@@ -22,7 +22,7 @@ from .test_engine import ZOO, compiled
 
 pytestmark = pytest.mark.integration  # each model compiles for seconds
 
-BUILTIN = ("digits", "mnist:small", "mnist:leaf", "cifar10:fedspu", "har:small")
+BUILTIN = ("digits", "mnist", "mnist:leaf", "cifar10", "har")
 MIXED = ("layer norm", "group norm", "embedding", "depthwise", "grouped", "residual", "1-D")
 """Kinds that mix neurons, or are cut in no way of their own."""
 
@@ -96,7 +96,7 @@ def test_they_are_of_less_work(name):
     assert {key: gradient.shape for key, gradient in step.gradients.items()} == {
         spec.name: spec.shape for spec in narrow.manifest.tensors if spec.trainable
     }
-    norms = name == "har:small"
+    norms = name == "har"
     assert norms == any(each.startswith(("kept:", "places:")) for each in step.inputs)
     before, after = (
         len(onnx.load_from_string(each).graph.node) for each in (graphs.step, narrow.network.sessions.graphs.step)
@@ -124,13 +124,13 @@ def test_what_mixes_neurons_sees_zeros_in_place_of_dropped_ones(name, ratio):
 
 
 def test_sessions_serve_every_mask_of_as_many_neurons():
-    kind, manifest, _, network = opened("har:small", 0.5)
+    kind, manifest, _, network = opened("har", 0.5)
     batch = kind.inputs.numpy(), kind.targets.numpy()
     before = network.read()
     first = Narrow(network, draw_neurons(manifest, NeuronDraw("one", 0.5)))
     wanted = copy.deepcopy(first.network.step().answer(*batch))
     network.load({name: np.zeros_like(tensor) for name, tensor in before.items()})
-    _, _, mask, other = opened("har:small", 0.5, "two")
+    _, _, mask, other = opened("har", 0.5, "two")
     network.load(other.read())
     second = Narrow(network, mask)
     assert second.network.sessions is first.network.sessions

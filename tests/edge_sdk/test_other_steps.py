@@ -21,8 +21,7 @@ from sparrow.export.steps import judge_outputs
 from .networks import zoo
 from .test_engine import compiled
 
-BUILTIN = {"digits": "digits", "mnist:small": "mnist", "cifar10:fedspu": "cifar10", "har:small": "har"}
-"""Names in the zoo and of the tasks."""
+BUILTIN = ("digits", "mnist", "cifar10", "har")
 
 OTHERS = ("residual", "depthwise", "grouped", "1-D", "embedding", "layer norm", "GELU and SiLU")
 SAMPLES = 12
@@ -31,7 +30,7 @@ SAMPLES = 12
 @pytest.fixture(params=BUILTIN)
 def pair(request):
     """An engine of each kind with the same weights, and a batch."""
-    kind, found = zoo()[request.param](), load_builtin(BUILTIN[request.param])
+    kind, found = zoo()[request.param](), load_builtin(request.param)
     assert found is not None
     return opened(kind, found.manifest, Graphs(found.graphs["step"], found.graphs["evaluation"]))
 

@@ -19,7 +19,6 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
 from edge_sdk.publishing.untraced import describe_whole
-from edge_sdk.tasks.public import full_name
 from sparrow.export.steps import optimise
 
 from .networks import zoo
@@ -79,9 +78,8 @@ def tensors_of(model):
 
 def published(name, kind):
     """Graphs and manifest; a built-in task has its own, which test_builtin.py compares with what is compiled."""
-    built_in = full_name(*name.split(":")) if ":" in name else name
-    if built_in in builtin_tasks():
-        task = load_builtin(built_in)
+    if name in builtin_tasks():
+        task = load_builtin(name)
         return Graphs(task.graphs["step"], task.graphs["evaluation"]), task.manifest
     graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
     return graphs, describe_whole(kind.model, kind.inputs[:2], task="test")
@@ -157,7 +155,7 @@ def part_of(values, rows, columns):
     return values if columns is None else values[:, columns]
 
 
-@pytest.mark.parametrize("name", ["mnist:small", "digits"])
+@pytest.mark.parametrize("name", ["mnist", "digits"])
 def test_errors_of_active_rows_and_columns_are_those_of_the_whole(name):
     kind = ZOO[name]()
     step = compile_step(kind.model, kind.loss, kind.inputs, kind.targets).step
