@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -412,18 +412,29 @@ def test_simulated_boards_report_seconds_and_joules_from_counted_work(coordinato
             assert (record[phase]["joules_measured"], record[phase]["seconds_without_joules"]) == (0, 0), phase
 
 
-def test_state_in_memory_is_gone_afterwards(coordinator, tmp_path, monkeypatch):
+@pytest.fixture
+def memory(monkeypatch):
+    """Give a folder in memory that no fleet of another test uses."""
+    with tempfile.TemporaryDirectory(dir=fleet.MEMORY) as folder:
+        monkeypatch.setattr(fleet, "MEMORY", Path(folder))
+        yield Path(folder)
+
+
+def test_state_in_memory_is_gone_afterwards(coordinator, tmp_path, monkeypatch, memory):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     coordinator.create(NAME, **{**SETTINGS, "rounds": 1, "local_steps": 1})
-    before = set(os.listdir(fleet.MEMORY))
     during = []
-
-    def look(stepped):
-        during.append({name for name in os.listdir(fleet.MEMORY) if name.startswith("sparrow-fleet-")} - before)
-
-    run_fleet(coordinator.url, PLAN, processes=1, in_memory=True, quiet=True, on_step=look)
-    assert all(len(found) == 1 for found in during)
-    assert {name for name in os.listdir(fleet.MEMORY) if name.startswith("sparrow-fleet-")} <= before
+    run_fleet(
+        coordinator.url,
+        PLAN,
+        processes=1,
+        in_memory=True,
+        quiet=True,
+        on_step=lambda stepped: during.append([each.name.startswith("sparrow-fleet-") for each in memory.iterdir()]),
+    )
+    assert during
+    assert all(found == [True] for found in during)
+    assert not list(memory.iterdir())
     assert not (tmp_path / "home").exists()
 
 
