@@ -7,6 +7,7 @@ model and are not independent; the interval is Student's, over the means of the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -131,6 +132,7 @@ def stopping_section(by_rule: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> int:
     """Run all seeds and write the page."""
+    argparse.ArgumentParser(prog="python -m benchmarks.demo_seeds", description="Run the demo over seeds.").parse_args()
     runs = tqdm([(rule, seed) for rule in RULES for seed in SEEDS], desc="federations", unit="federation")
     by_rule: dict[str, list[dict[str, Any]]] = {rule: [] for rule in RULES}
     for rule, seed in runs:

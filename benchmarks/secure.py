@@ -10,6 +10,7 @@ Results are ``docs/results/secure.jsonl``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -145,23 +146,26 @@ class Flower:
 
 def main() -> None:
     """Measure, and write rows and page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.secure", description="Measure secure aggregation.")
+    parser.add_argument("--turns", type=int, default=TURNS, help="how often each kind of round is measured")
+    turns = parser.parse_args().turns
     sharing = choose_sharing(DEVICES, COLLUDERS, DROPOUTS)
     assert sharing is not None
     shapes = [list(each.shape) for each in _task(0).model.state_dict().values()]
     flower, rows = Flower(shapes, sharing), []
     measure(secure=False)  # compiling, and what is loaded once
     with (FOLDER / "secure.jsonl").open("w") as file:
-        for _ in range(TURNS):
+        for _ in range(turns):
             for play in (measure, flower.in_memory, flower.on_its_engine):
                 for secure in (False, True):
                     rows.append(play(secure))
                     file.write(json.dumps(rows[-1]) + "\n")
                     print(rows[-1], flush=True)
     flower.close()
-    (FOLDER / "secure.md").write_text(page(rows, sharing))
+    (FOLDER / "secure.md").write_text(page(rows, sharing, turns))
 
 
-def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing) -> str:
+def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing, turns: int) -> str:
     """Return the page of results."""
 
     def middle(run: str, name: str) -> float | None:
@@ -193,7 +197,7 @@ def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing) -> str:
     return f"""# The cost of secure aggregation
 
 Made by `python -m benchmarks.secure` from `secure.jsonl` beside this page: {DEVICES} devices, mnist:leaf (2.3 million
-parameters), two local steps, {TURNS} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
+parameters), two local steps, {turns} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
 many values; medians. {rows[0]["machine"]}. Each secret is shared among {sharing.neighbours} neighbours, and
 {sharing.threshold} shares give it, in both: the rule for {COLLUDERS} colluder and {DROPOUTS:.0%} that vanish. Processor
 time is a device-round's, all phases, signatures and unmasking included. Ours are with training, HTTP and a database.

@@ -7,6 +7,7 @@ Needs the extra ``zoo``. Nothing is downloaded.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Callable
@@ -312,6 +313,9 @@ def row(name: str) -> list[str]:
 
 def main() -> int:
     """Write the table."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo", description="Describe and compile each model."
+    ).parse_args()
     rows = []
     for name in ZOO:
         rows.append(row(name))
