@@ -15,9 +15,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from edge_sdk.arguments import read_setting
+from edge_sdk.device.opening import choose_compute
+from edge_sdk.engines import EngineChoice
+from edge_sdk.tasks.compute import ACCELERATORS, PROCESSOR
 from sparrow.benchmarks import claims, rows, runner, tuning
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment
@@ -29,7 +32,20 @@ from sparrow.benchmarks.runner import Where
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.nearest import nearest
 
-REPEATED = ("task", "data", "methods", "devices", "rounds", "seeds", "partition", "scale", "processes", "folder")
+REPEATED = (
+    "task",
+    "data",
+    "methods",
+    "devices",
+    "rounds",
+    "seeds",
+    "partition",
+    "scale",
+    "processes",
+    "folder",
+    "engine",
+    "accelerator",
+)
 """The options that the page's command repeats."""
 
 
@@ -57,7 +73,10 @@ def _run(options: argparse.Namespace) -> None:
         _report(experiment, recorded, options.out or folder, command, record, options.pictures)
         return
     _check_asked(options, experiment)
-    where = Where(data=options.data, folder=folder, processes=options.processes)
+    asked = options.engine or experiment.engine
+    engine, compute = choose_compute(asked, options.accelerator or PROCESSOR, None, bfloat16=False)
+    experiment = experiment.model_copy(update={"engine": engine})
+    where = Where(data=options.data, folder=folder, processes=options.processes, compute=compute)
     scale = 1.0 if options.scale is None else options.scale
     how = {"scale": scale, "resume": options.resume, "only": options.only or ()}
     try:
@@ -185,6 +204,10 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep existing results and continue")
     parser.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
     parser.add_argument("--folder", type=Path, help="work folder (default: runs/ and the experiment's or data's name)")
+    parser.add_argument(
+        "--engine", choices=get_args(EngineChoice), help="what trains (default: what the experiment says)"
+    )
+    parser.add_argument("--accelerator", choices=ACCELERATORS, help="where PyTorch trains (default: cpu)")
 
 
 COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run)

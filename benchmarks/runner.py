@@ -39,6 +39,7 @@ from edge_sdk.publish import load_to_publish, publish
 from edge_sdk.simulation.fleet import run_fleet
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
+from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES
 from sparrow.benchmarks import rows
@@ -63,11 +64,12 @@ TUNED = Path("docs/results/tuned.json")
 
 @dataclass(frozen=True)
 class Where:
-    """The data and the work folder of an experiment; ``processes`` host the devices."""
+    """The data and the work folder of an experiment; ``processes`` host the devices; ``compute`` is how they train."""
 
     data: str
     folder: Path
     processes: int | None = None
+    compute: Compute = USUAL
 
 
 def run(
@@ -190,7 +192,8 @@ def run_trial(
             )
             analyses = observer.rows() if observer else ()
         seconds = time.monotonic() - begin
-        recorded = [replace(collect(server, each, seconds, fleet.engine), analyses=analyses) for each in trials]
+        found_by = (seconds, fleet.engine, where.compute)
+        recorded = [replace(collect(server, each, *found_by), analyses=analyses) for each in trials]
         others: list[Recorded] = []
         late = [_index(each.device) for each in recorded[0].result.devices if each.new and each.accuracy is None]
         if test_sets or retuned or late:
@@ -253,6 +256,7 @@ def plan_of(trial: Trial, where: Where) -> Plan:
         data=files or _data_text(where, trial.data_text),
         budgets=trial.budgets,
         boards=load_boards(",".join(trial.boards)) if trial.boards else (),
+        compute=where.compute,
     )
 
 
@@ -303,8 +307,8 @@ def _data_text(where: Where, dealt: str) -> str:
     return ",".join(part for part in (where.data, dealt) if part)  # some tasks bring their data along
 
 
-def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName) -> Recorded:
-    """Return the rows of an ended trial from its coordinator's records. engine: what trained."""
+def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, compute: Compute) -> Recorded:
+    """Return the rows of an ended trial from its coordinator's records. engine, compute: what trained, and how."""
     with httpx.Client(base_url=server, timeout=60) as client:
 
         def get(path: str) -> Any:
@@ -334,7 +338,7 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName) 
             model_sha256=info.model_sha256,
             devices=_devices(trial, devices, reports),
             wall_seconds=wall_seconds,
-            machine=machine(),
+            machine=machine(compute),
             idle=idle(load_method(info.method).acts, records),
             engine=engine,
         ),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 
+from edge_sdk.tasks.compute import PROCESSOR, USUAL, Compute
+
 
 @contextlib.contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
@@ -80,6 +82,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def machine() -> str:
-    """Return a short description of this machine."""
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+def machine(compute: Compute = USUAL) -> str:
+    """Return a short description of this machine, and of its GPU where that is what computes."""
+    described = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if compute.device == PROCESSOR:
+        return described
+    import torch
+
+    return f"{described}, {torch.cuda.get_device_name(compute.device)}"

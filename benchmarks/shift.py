@@ -43,6 +43,7 @@ from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
+from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.methods import load_method as load_coordinator_method
 
@@ -114,7 +115,7 @@ def judge(
 
     Raises DataError, and KeyboardInterrupt.
     """
-    number = processes or os.cpu_count() or 1
+    number = 1 if plan.compute.device != PROCESSOR else processes or os.cpu_count() or 1
     devices = range(plan.devices) if devices is None else devices
 
     def judge_one(index: int) -> list[Evaluated]:

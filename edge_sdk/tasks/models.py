@@ -321,6 +321,27 @@ def pacs_resnet18() -> nn.Module:
     )
 
 
+def pacs_small() -> nn.Module:
+    """[N,3,64,64] -> [N,7]: three convolutions and 128 hidden units, a seventieth of the ResNet-18's parameters."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 16, kernel_size=5, stride=2, padding=2),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(16, 32, kernel_size=3, padding=1),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            conv3=nn.Conv2d(32, 64, kernel_size=3, padding=1),
+            pool3=nn.MaxPool2d(2),
+            relu3=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(1024, 128),
+            relu4=nn.ReLU(),
+            out=nn.Linear(128, 7),
+        )
+    )
+
+
 class CharacterLSTM(nn.Module):
     """[N,T] characters as numbers -> [N,characters] scores of the next one."""
 

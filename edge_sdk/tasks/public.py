@@ -174,7 +174,10 @@ MODELS: dict[str, dict[str, Choice]] = {
         "small": Choice("uci_har_small", *_UCI_HAR, parameters=90_438),
         "dmpfl": Choice("uci_har_dmpfl", *_UCI_HAR, parameters=328_838),
     },
-    "pacs": {"resnet18": Choice("pacs_resnet18", *_PACS, parameters=11_180_103)},
+    "pacs": {
+        "resnet18": Choice("pacs_resnet18", *_PACS, parameters=11_180_103),
+        "small": Choice("pacs_small", *_PACS, parameters=156_455),
+    },
     "shakespeare": {
         "small": Choice("shakespeare_small", *_TEXT, parameters=79_561),
         "leaf": Choice("shakespeare_leaf", *_TEXT, parameters=815_945),

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from edge_sdk.tasks.dealing import read_dealing
 from sparrow.benchmarks import rows
@@ -436,6 +437,25 @@ def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
     file.write_text(TINY.replace("alpha = [0.5]", "alhpa = [0.5]"))
     assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
     assert "sparrow bench: " in capsys.readouterr().err
+
+
+def test_what_trains_can_be_asked_for(file, tmp_path, capsys):
+    own = "--engine torch --accelerator cpu"
+    what = command("run", file, tmp_path / "work", "--processes", "1", "--only", "FedAvg", *own.split())
+    assert main(what) == 0
+    (found,) = rows.read(tmp_path / "work" / "results.jsonl")
+    assert (found.result.engine, found.trial.engine) == ("torch", "torch")
+    assert own in (tmp_path / "work" / "tiny.md").read_text(), "the page's command says so"
+    capsys.readouterr()
+    assert main(command("run", file, tmp_path / "other", "--engine", "onnx", "--accelerator", "cuda")) == Exit.USAGE
+    assert "--accelerator cuda needs PyTorch: give --engine torch" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_accelerator_that_is_not_there_is_refused_before_anything_is_trained(file, tmp_path, capsys):
+    assert main(command("run", file, tmp_path / "work", "--accelerator", "cuda")) == Exit.USAGE
+    assert "--accelerator cuda, but this PyTorch" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
 
 
 def test_every_experiment_of_the_repository_can_be_read():

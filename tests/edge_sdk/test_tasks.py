@@ -51,6 +51,7 @@ def test_the_counts_by_name():
         "uci_har": 90_438,
         "uci_har:dmpfl": 1152 * 256 + 256 + 256 * 128 + 128 + 128 * 6 + 6,
         "pacs": 11_180_103,
+        "pacs:small": 156_455,
         "shakespeare": 79_561,
         "shakespeare:leaf": 815_945,
     }
