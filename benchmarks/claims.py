@@ -181,6 +181,25 @@ class Figures:
         degrees = {each.test_set["shift"] for each in self.trials(file, label, axes)[0].shifts}
         return fmean(self.accuracy(file, label, shift=float(degree), **axes) for degree in degrees)
 
+    def corrupted(
+        self, file: str, label: str, kind: str | None = None, severity: int | None = None, **axes: Value
+    ) -> Estimate:
+        """Return the mean over seeds on corrupted test images: of one kind and severity, or over those left out."""
+        found = []
+        for trial in self.trials(file, label, axes):
+            asked = {"corruption": kind, "severity": severity}
+            shown = [
+                each.accuracy.mean
+                for each in trial.shifts
+                if each.accuracy is not None
+                and "corruption" in each.test_set
+                and all(value in (None, each.test_set[key]) for key, value in asked.items())
+            ]
+            if not shown:
+                raise SystemExit(f"{trial.trial.name} in {file}.jsonl was not evaluated so")
+            found.append(100 * fmean(shown))
+        return _estimate(found)
+
     def difference(
         self,
         file: str,

@@ -194,6 +194,24 @@ def test_devices_that_never_trained_are_counted_apart(figures):
         figures.accuracy("tiny", "B", new=True)
 
 
+def test_corrupted_images_are_averaged_over_what_is_left_open(figures):
+    file = figures.folder / "tiny.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for trial in {row["trial"] for row in lines if row["trial"].startswith("A")}:
+        for kind, severity, mean in (("contrast", 1, 0.6), ("contrast", 5, 0.2), ("brightness", 1, 0.7)):
+            shift = {"test_set": {"corruption": kind, "severity": severity}, "accuracy": accuracy(mean)}
+            shift |= {"accuracy_personal": None, "accuracy_global": None, "devices": [], "devices_global": []}
+            lines.insert(-1, {"row": "shift", "trial": trial, **shift})
+    results = [row for row in lines if row["row"] == "result"]
+    lines = [row for row in lines if row["row"] != "result"] + results
+    file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert filled("{corrupted('tiny', 'A'):.1f}", figures) == "50.0"
+    assert filled("{corrupted('tiny', 'A', 'contrast'):.1f}", figures) == "40.0"
+    assert filled("{corrupted('tiny', 'A', 'contrast', 5):.1f}", figures) == "20.0"
+    with pytest.raises(SystemExit, match=r"B.* in tiny\.jsonl was not evaluated so"):
+        figures.corrupted("tiny", "B", "contrast")
+
+
 def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
     page = tmp_path / "results"
     page.mkdir()
