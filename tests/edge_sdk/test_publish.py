@@ -113,6 +113,16 @@ def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
     assert chosen_for(client, model(), **AUTO) == expected
 
 
+def test_auto_averages_the_models_of_the_last_third_of_rounds(client, two_layers):
+    for rounds, averaged in ((60, 20), (2, 0)):
+        info = publish(inprocess.ADDRESS, f"rounds-{rounds}", two_layers, client=client, **AUTO, rounds=rounds)
+        assert info.settings.method_settings["averaged_rounds"] == averaged
+    info = publish(
+        inprocess.ADDRESS, "asked", two_layers, client=client, **AUTO, method_settings={"averaged_rounds": 1}
+    )
+    assert info.settings.method_settings["averaged_rounds"] == 1
+
+
 def test_auto_keeps_what_was_asked_for(client):
     layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)
     assert chosen_for(client, nn.Sequential(*layers), **AUTO, logit_adjustment=0.5, finetune_epochs=1) == (
