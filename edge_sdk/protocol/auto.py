@@ -17,7 +17,7 @@ FOR_NEURONS, FOR_ANY_MODEL = "fedspu", "fedavg"
 FINETUNE_EPOCHS = 3
 LOGIT_ADJUSTMENT = 1.0
 AVERAGED_PART = 3
-"""The finished model is the mean of the last rounds' models: one in so many."""
+"""FedSPU finishes with the mean of the last rounds' models: one in so many."""
 
 
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
@@ -26,8 +26,8 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg. classes: whether the
     model's outputs are scores of classes that follow its last bias; then outputs are adjusted by class frequencies with
     ``LOGIT_ADJUSTMENT``. The end is ``FINETUNE_EPOCHS`` of training, but not under FedAvg with adjusted outputs: there
-    every device takes the trained copy, and it is worse. The finished model is the mean of the last rounds' models, of
-    one round in ``AVERAGED_PART``. Settings that differ from their defaults stay.
+    every device takes the trained copy, and it is worse. FedSPU finishes with the mean of the last rounds' models, of
+    one in ``AVERAGED_PART``. Settings that differ from their defaults stay.
     """
     if settings.method != AUTO:
         return settings
@@ -39,5 +39,7 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
         ours["finetune_epochs"] = FINETUNE_EPOCHS
     defaults = FederationSettings()
     unset = {name: value for name, value in ours.items() if getattr(settings, name) == getattr(defaults, name)}
-    own = {"averaged_rounds": settings.rounds // AVERAGED_PART, **settings.method_settings}
+    own = dict(settings.method_settings)
+    if method == FOR_NEURONS:
+        own.setdefault("averaged_rounds", settings.rounds // AVERAGED_PART)
     return settings.model_copy(update={"method": method, "method_settings": own, **unset})

@@ -67,12 +67,16 @@ def test_a_built_in_task_is_cut_by_the_method(client):
 # --- a method that the coordinator chooses ---------------------------------------------------------------------------
 
 
-def chosen_for(client, model, **settings):
-    """The method, logit adjustment and epochs of fine-tuning that ``auto`` becomes for a model of inputs [N, 4]."""
+def published_for(client, model, **settings):
+    """The federation of a model of inputs [N, 4]."""
     data = [(torch.randn(6, 4), torch.arange(6) % 3)]
-    info = publish(
-        inprocess.ADDRESS, "auto", Task("own", model, F.cross_entropy, data, data), client=client, **settings
-    )
+    task = Task("own", model, F.cross_entropy, data, data)
+    return publish(inprocess.ADDRESS, "auto", task, client=client, **settings)
+
+
+def chosen_for(client, model, **settings):
+    """The method, logit adjustment and epochs of fine-tuning that ``auto`` becomes for it."""
+    info = published_for(client, model, **settings)
     return info.method, info.settings.logit_adjustment, info.settings.finetune_epochs
 
 
@@ -113,14 +117,23 @@ def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
     assert chosen_for(client, model(), **AUTO) == expected
 
 
-def test_auto_averages_the_models_of_the_last_third_of_rounds(client, two_layers):
-    for rounds, averaged in ((60, 20), (2, 0)):
-        info = publish(inprocess.ADDRESS, f"rounds-{rounds}", two_layers, client=client, **AUTO, rounds=rounds)
-        assert info.settings.method_settings["averaged_rounds"] == averaged
-    info = publish(
-        inprocess.ADDRESS, "asked", two_layers, client=client, **AUTO, method_settings={"averaged_rounds": 1}
-    )
-    assert info.settings.method_settings["averaged_rounds"] == 1
+@pytest.mark.parametrize(
+    ("model", "asked", "averaged"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), {"rounds": 60}, 20),
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), {"rounds": 2}, 0),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)),
+            {"rounds": 60, "method_settings": {"averaged_rounds": 1}},
+            1,
+        ),
+        (lambda: Sorting(), {"rounds": 60}, 0),
+    ],
+    ids=["a third of the rounds", "too few rounds", "as asked", "not under FedAvg"],
+)
+def test_auto_averages_the_models_of_the_last_rounds(client, model, asked, averaged):
+    info = published_for(client, model(), **AUTO, **asked)
+    assert info.settings.method_settings["averaged_rounds"] == averaged
 
 
 def test_auto_keeps_what_was_asked_for(client):
