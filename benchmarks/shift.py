@@ -5,13 +5,14 @@ Each device is opened again with a ``--data`` that changes its test samples only
 as in the federation's last evaluation, with the method's own rule for the answering model. Nothing is written, and the
 coordinator's records do not change.
 
-With ``finetune_epochs`` an evaluation trains a copy of a model and discards it; here it is trained again for each test
-set, to the same bits. One thing differs: a device that was never drawn had no personal model then, and the one that it
-has adapted since does not count.
+With ``finetune_epochs`` an evaluation trains a copy of a model and discards it; here it is trained again, to the same
+bits, once for all test sets of a device. One thing differs: a device that was never drawn had no personal model then,
+and the one that it has adapted since does not count.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -33,7 +35,7 @@ from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.onnx import Sessions
-from edge_sdk.engines.training import TrainingDiverged
+from edge_sdk.engines.training import LocalResult, TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask
@@ -127,6 +129,23 @@ def judge(
     return [list(results) for results in zip(*found, strict=True)]
 
 
+def _train_once(engine: Engine, trained: list[tuple[LocalResult, Tensors]]) -> None:
+    """Have a device's engine take what was trained for its first test set for the others, too: training data, first
+    values and seeds do not depend on test data. trained: what trainings came to, in order; it grows with the first."""
+    train, calls = engine.train, itertools.count()
+
+    def once(*what: Any, **how: Any) -> LocalResult:
+        number = next(calls)
+        if number == len(trained):
+            result = train(*what, **how)
+            trained.append((result, engine.read()))
+        result, tensors = trained[number]
+        engine.load(tensors)
+        return result
+
+    engine.train = once  # type: ignore[method-assign]
+
+
 def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[DataOfDevices]) -> list[Evaluated]:
     """Evaluate one device on each test set."""
     info, manifest = finished.info, finished.manifest
@@ -138,6 +157,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
         folder.close()
     body = None if finished.model is None else _payload(manifest, finished.model, mask, info)
     found = []
+    trained: list[tuple[LocalResult, Tensors]] = []
     engine: Engine
     for text in texts:
         task = replace(plan, data=text).task(index, info)
@@ -147,6 +167,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             task = load_method(info.method).task_of(task, manifest, info.settings.seed)  # with a model made anew
             task = task.on(plan.compute)
             engine = TorchEngine(task, manifest)
+        _train_once(engine, trained)
         job = Job(
             assignment=Assignment(
                 assignment_id="judging",

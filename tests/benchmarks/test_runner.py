@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.tasks.dealing import read_dealing
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
@@ -437,6 +438,25 @@ def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
     file.write_text(TINY.replace("alpha = [0.5]", "alhpa = [0.5]"))
     assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
     assert "sparrow bench: " in capsys.readouterr().err
+
+
+def test_a_copy_is_fine_tuned_once_for_all_test_sets(tmp_path, monkeypatch):
+    trained = []
+    train = OnnxEngine.train
+    monkeypatch.setattr(OnnxEngine, "train", lambda *what, **how: (trained.append(1), train(*what, **how))[1])
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("new = 1\n", "")
+    tuned = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\nsettings = { finetune_epochs = 1 }\n'
+    counts, last = [], []
+    for degrees in ("[1]", "[0, 0.5, 1]"):
+        file = tmp_path / "tiny.toml"
+        file.write_text(f"shifts = {degrees}\n{head}{tuned}")
+        before = len(trained)
+        assert main(command("run", file, tmp_path / f"work-{len(counts)}", "--processes", "1")) == 0
+        counts.append(len(trained) - before)
+        (found,) = results(tmp_path / f"work-{len(last)}")
+        last.append(found.shifts[-1])
+    assert counts[0] == counts[1] > 0
+    assert last[0] == last[1], "the same on the same test set, whatever others there are"
 
 
 def test_what_trains_can_be_asked_for(file, tmp_path, capsys):
