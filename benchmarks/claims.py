@@ -185,9 +185,8 @@ class Figures:
         self, file: str, label: str, kind: str | None = None, severity: int | None = None, **axes: Value
     ) -> Estimate:
         """Return the mean over seeds on corrupted test images: of one kind and severity, or over those left out."""
-        found = []
+        asked, found = {"corruption": kind, "severity": severity}, []
         for trial in self.trials(file, label, axes):
-            asked = {"corruption": kind, "severity": severity}
             shown = [
                 each.accuracy.mean
                 for each in trial.shifts

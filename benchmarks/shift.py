@@ -136,11 +136,12 @@ def _train_once(engine: Engine, trained: list[tuple[LocalResult, Tensors]]) -> N
 
     def once(*what: Any, **how: Any) -> LocalResult:
         number = next(calls)
-        if number == len(trained):
-            result = train(*what, **how)
-            trained.append((result, engine.read()))
-        result, tensors = trained[number]
-        engine.load(tensors)
+        if number < len(trained):
+            result, tensors = trained[number]
+            engine.load(tensors)
+            return result
+        result = train(*what, **how)
+        trained.append((result, engine.read()))
         return result
 
     engine.train = once  # type: ignore[method-assign]

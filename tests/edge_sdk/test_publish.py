@@ -83,6 +83,10 @@ def chosen_for(client, model, **settings):
 AUTO = {"method": "auto", "compiled": False}
 
 
+def with_neurons():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
 class Sorting(nn.Module):
     def __init__(self):
         super().__init__()
@@ -98,8 +102,7 @@ class Colder(nn.Sequential):
 
 
 def test_auto_is_fedspu_with_class_frequencies_and_a_last_training(client):
-    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)
-    assert chosen_for(client, nn.Sequential(*layers), **AUTO) == ("fedspu", 1.0, 3)
+    assert chosen_for(client, with_neurons(), **AUTO) == ("fedspu", 1.0, 3)
     task = publish(inprocess.ADDRESS, "known", "digits", client=client, method="auto")
     assert (task.method, task.settings.logit_adjustment, task.settings.finetune_epochs) == ("fedspu", 1.0, 3)
 
@@ -120,14 +123,10 @@ def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
 @pytest.mark.parametrize(
     ("model", "asked", "averaged"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), {"rounds": 60}, 20),
-        (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), {"rounds": 2}, 0),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)),
-            {"rounds": 60, "method_settings": {"averaged_rounds": 1}},
-            1,
-        ),
-        (lambda: Sorting(), {"rounds": 60}, 0),
+        (with_neurons, {"rounds": 60}, 20),
+        (with_neurons, {"rounds": 2}, 0),
+        (with_neurons, {"rounds": 60, "method_settings": {"averaged_rounds": 1}}, 1),
+        (Sorting, {"rounds": 60}, 0),
     ],
     ids=["a third of the rounds", "too few rounds", "as asked", "not under FedAvg"],
 )
@@ -137,8 +136,7 @@ def test_auto_averages_the_models_of_the_last_rounds(client, model, asked, avera
 
 
 def test_auto_keeps_what_was_asked_for(client):
-    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)
-    assert chosen_for(client, nn.Sequential(*layers), **AUTO, logit_adjustment=0.5, finetune_epochs=1) == (
+    assert chosen_for(client, with_neurons(), **AUTO, logit_adjustment=0.5, finetune_epochs=1) == (
         "fedspu",
         0.5,
         1,
