@@ -1,0 +1,20 @@
+"""The errors of data that a user named. ``edge_sdk/errors.py`` draws the whole tree."""
+
+from edge_sdk.protocol.errors import SdkError
+from sparrow.command_line.exits import Exit
+
+
+class DataError(SdkError):
+    """The data that the user named cannot be used; the text names the fault and a remedy."""
+
+
+class BadOption(DataError):
+    """An option of the data cannot work, whatever the data are."""
+
+    exit_code = Exit.USAGE
+
+
+class NoData(DataError):
+    """There is no such file or folder."""
+
+    exit_code = Exit.NOT_FOUND

@@ -1,0 +1,211 @@
+"""Labels to classes or numbers: one rule for tables and npz files.
+
+Labels are names: text, and integers by their digits. If every label is a number and at least one is written with a
+decimal sign or exponent, or stored as a float, they are the numbers of a regression. The option ``target`` and a
+federation's targets decide otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.preparation import MOST_CLASSES, Targets
+from edge_sdk.reading.errors import BadOption, DataError
+from edge_sdk.reading.numbers import LARGEST, is_missing, number, numbers
+from edge_sdk.reading.samples import Kind, is_integer, some
+
+MOST_GUESSED = 1_000
+"""Classes, unless target=class says that they are."""
+
+FEW_ROWS = 20
+"""From this many on, integers of which most are different are taken for numbers, and the kind is asked for."""
+
+Cell = tuple[int, str]
+"""Position of a sample, and its text."""
+
+
+@dataclass
+class Labels:
+    """Labels of all samples, as met.
+
+    names: distinct texts, stripped, and the first sample of each. blocks: of each sample the position of its name, and
+    values: its number, NaN for none; either stops to grow as soon as labels cannot be that kind. text: the first that
+    is neither a number nor a mark of a missing one. decimals: whether a number is written as a float.
+    """
+
+    decimal: str = "."
+    names: dict[str, int] = field(default_factory=dict)
+    firsts: list[int] = field(default_factory=list)
+    blocks: list[NDArray[np.int32]] = field(default_factory=list)
+    values: list[NDArray[np.float64]] = field(default_factory=list)
+    text: Cell | None = None
+    decimals: bool = False
+    stripped: str | None = None
+    count: int = 0
+
+    def add(self, cells: Sequence[str]) -> None:
+        """Add the next samples' labels."""
+        start = self.count
+        self.count += len(cells)
+        clean = list(map(str.strip, cells))
+        if self.stripped is None and clean != list(cells):
+            self.stripped = next(text for text, short in zip(cells, clean, strict=True) if text != short)
+        if self.text is None:
+            self._add_numbers(clean, start)
+        if len(self.names) <= MOST_CLASSES + 1:  # an empty one is no class
+            self._add_names(clean, start)
+
+    def _add_numbers(self, cells: list[str], start: int) -> None:
+        values, odd = numbers(cells, self.decimal)
+        self.values.append(values)
+        if odd is not None:
+            first = int(odd.argmax())
+            self.text = start + first, cells[first]
+        if not self.decimals:
+            signs = (".", "e", "E") if self.decimal == "." else (",", "e", "E")
+            numeric = cells if odd is None and np.isfinite(values).all() else _numeric(cells, self.decimal)
+            joined = "\n".join(numeric)
+            self.decimals = any(sign in joined for sign in signs)
+
+    def _add_names(self, cells: list[str], start: int) -> None:
+        for text in dict.fromkeys(cells):
+            if text not in self.names:
+                self.names[text] = len(self.names)
+                self.firsts.append(start + cells.index(text))
+        self.blocks.append(np.fromiter(map(self.names.__getitem__, cells), np.int32, len(cells)))
+
+
+def _numeric(cells: Sequence[str], decimal: str) -> list[str]:
+    return [text for text in cells if math.isfinite(number(text, decimal) or 0.0) and not is_missing(text)]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """labels: names or float32 numbers [N]; missing: which have none, [N], or None if all have one."""
+
+    labels: NDArray[Any]
+    kind: Kind
+    missing: NDArray[np.bool_] | None
+    said: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """How labels are to be read, and how messages call them.
+
+    at: a sample's position in words. declared: classes that the file declares. drop: samples without a label are left
+    out.
+    """
+
+    source: str
+    at: Callable[[int], str]
+    target: Literal["class", "number"] | None = None
+    targets: Targets | None = None
+    declared: tuple[str, ...] = ()
+    drop: bool = False
+
+    def wanted(self) -> Kind | None:
+        """Return the kind that the federation or an option asks for. Raises BadOption if they disagree."""
+        asked: Kind | None = None if self.target is None else "classes" if self.target == "class" else "numbers"
+        if self.targets is None:
+            return asked
+        if asked not in (None, self.targets.kind):
+            raise BadOption(
+                f"--data: target={self.target}, but the federation's labels are {self.targets.kind}; leave target out"
+            )
+        return self.targets.kind
+
+
+def decide(found: Labels, question: Question) -> Decided:
+    """Return the labels as classes or numbers. Raises DataError."""
+    wanted = question.wanted()
+    said = []
+    if found.stripped is not None:
+        said.append(f"blanks around labels were left out: {found.stripped!r} was read as {found.stripped.strip()!r}")
+    if wanted is None:
+        numeric = found.text is None and found.decimals and not question.declared
+        wanted = "numbers" if numeric else "classes"
+    if wanted == "numbers":
+        values, missing = _as_numbers(found, question)
+        return Decided(values, "numbers", missing, tuple(said))
+    names, missing = _as_classes(found, question, said)
+    return Decided(names, "classes", missing, tuple(said))
+
+
+def _as_numbers(found: Labels, question: Question) -> tuple[NDArray[np.float32], NDArray[np.bool_] | None]:
+    if found.text is not None:
+        place, text = found.text
+        help_ = "the federation predicts numbers" if question.targets else "leave target=number out for classes"
+        raise DataError(f"{question.source}: {question.at(place)}: the label {text!r} is not a number; {help_}")
+    values = np.concatenate(found.values)
+    wrong = np.abs(values) > LARGEST
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise DataError(
+            f"{question.source}: {question.at(place)}: the label {values[place]:g} is infinite or beyond float32; "
+            "correct or remove it"
+        )
+    return values.astype(np.float32), _missing(np.isnan(values), question)
+
+
+def _missing(lost: NDArray[np.bool_], question: Question) -> NDArray[np.bool_] | None:
+    if not lost.any():
+        return None
+    if not question.drop:
+        raise DataError(
+            f"{question.source}: {question.at(int(lost.argmax()))}: the label is missing ({np.count_nonzero(lost):,} "
+            "in all); missing=drop leaves such samples out"
+        )
+    return lost
+
+
+def _as_classes(
+    found: Labels, question: Question, said: list[str]
+) -> tuple[NDArray[np.str_], NDArray[np.bool_] | None]:
+    known = (question.targets.names if question.targets else ()) or question.declared
+    asked = question.target is not None or question.targets is not None or bool(known)
+    limit = MOST_CLASSES if asked else MOST_GUESSED
+    texts = [text for text in found.names if text]
+    numeric = found.text is None
+    advice = "for numbers, add target=number" if numeric else "name another column: label=NAME"
+    if len(texts) > limit:
+        raise DataError(f"{question.source}: has more than {limit:,} different labels ({some(texts, 3)}); {advice}")
+    codes = np.concatenate(found.blocks)
+    most_differ = found.count >= FEW_ROWS and len(texts) > found.count / 2
+    if most_differ and not asked and all(map(is_integer, texts)):
+        raise DataError(
+            f"{question.source}: the labels {some(texts, 3)} are {len(texts):,} different integers in "
+            f"{found.count:,} samples; for numbers, add target=number; for classes, target=class"
+        )
+    names = list(found.names)
+    if numeric and found.decimals:
+        names = [_whole(text, place, known, found, question) for text, place in zip(names, found.firsts, strict=True)]
+        changed = next(((old, new) for old, new in zip(found.names, names, strict=True) if old != new), None)
+        if changed:
+            said.append(f"labels are classes: {changed[0]} was read as {changed[1]}")
+    for text, place in zip(names, found.firsts, strict=True):
+        if len(text) > 200 or "\0" in text:
+            raise DataError(
+                f"{question.source}: {question.at(place)}: the label {text[:40]!r}... is no name of a class, it has "
+                f"{len(text)} characters; at most 200 are allowed"
+            )
+    empty = found.names.get("")
+    missing = None if empty is None else _missing(codes == empty, question)
+    return np.array(names, np.str_)[codes], missing
+
+
+def _whole(text: str, place: int, known: Sequence[str], found: Labels, question: Question) -> str:
+    """Return a class's name: ``1`` for ``1.0``, unless the class is called 1.0."""
+    value = number(text, found.decimal)
+    if text in known or value is None or math.isnan(value) or is_integer(text):
+        return text
+    if not value.is_integer():  # neither is inf
+        asks = "the federation's labels are classes" if question.targets else "leave target=class out for numbers"
+        raise DataError(f"{question.source}: {question.at(place)}: the label {text} is a fraction, no class; {asks}")
+    return str(int(value))

@@ -1,0 +1,162 @@
+"""Reading options: the part of ``--data PATH,key=value,...`` that says how a file is written.
+
+    label=NAME         column of the labels            drop=NAME+NAME        columns to leave out
+    target=class       what labels are: class, number  categories=NAME+NAME  columns of names
+    missing=drop       rows without a value: drop, mean
+    decimal=comma      decimal sign: point, comma      delimiter=semicolon   comma, semicolon, tab, pipe, space
+    encoding=cp1252    of a text                       skip=1                lines left out below the header
+    axes=NHWC          axes of an npz file's samples
+
+Other entries belong to the dealing (``edge_sdk.tasks.dealing``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from edge_sdk.reading.errors import BadOption
+
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
+DECIMALS = {"point": ".", "comma": ","}
+AXES = "NCHWTF"
+"""Samples, channels, height, width, time, features."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a file is written. Raises BadOption.
+
+    label: column of the labels. target: what they are. drop: columns left out. missing: leave rows without a value out,
+    or put the mean in its place. decimal, delimiter: as the characters; a space stands for any run of blanks. axes: of
+    an npz file's samples, N first. skip: lines left out between header and samples, such as a row of units.
+    categories: columns that hold names although they look like numbers, or have many.
+    """
+
+    label: str | None = None
+    target: Literal["class", "number"] | None = None
+    drop: tuple[str, ...] = ()
+    missing: Literal["drop", "mean"] | None = None
+    decimal: Literal[".", ","] | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    axes: str | None = None
+    skip: int = 0
+    categories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _choice("target", self.target, ("class", "number"))
+        _choice("missing", self.missing, ("drop", "mean"))
+        _choice("decimal", self.decimal, DECIMALS.values())
+        _choice("delimiter", self.delimiter, DELIMITERS.values())
+        if self.delimiter == self.decimal == ",":
+            raise BadOption("--data: delimiter=comma,decimal=comma; a comma cannot be both, leave one of them out")
+        if self.skip < 0:
+            raise BadOption(f"--data: skip={self.skip}; give the number of lines to leave out below the header")
+        if self.encoding is not None:
+            try:
+                "".encode(self.encoding)
+            except (LookupError, ValueError):
+                raise BadOption(
+                    f"--data: encoding={self.encoding} is unknown; give a name such as utf-8, utf-16, cp1252 or cp1251"
+                ) from None
+        if self.axes is not None and (
+            not self.axes.startswith("N")
+            or not 2 <= len(self.axes) == len(set(self.axes))
+            or not set(self.axes) <= set(AXES)
+        ):
+            raise BadOption(
+                f"--data: axes={self.axes}; write N (samples) first, then each axis once: C channels, H height, "
+                "W width, T time, F features, as in axes=NHWC"
+            )
+        for key, names in (("drop", self.drop), ("categories", self.categories)):
+            if not all(names):
+                raise BadOption(f"--data: {key}={'+'.join(names)}; name columns, separated by +, as in {key}=id+time")
+        both = [name for name in self.drop if name in self.categories or name == self.label]
+        if both:
+            raise BadOption(f"--data: drop={both[0]} leaves out a column that another option uses; name it once")
+
+
+def _choice(key: str, value: str | None, choices: Any) -> None:
+    if value is not None and value not in choices:
+        raise BadOption(f"--data: {key}={value!r}; choose {' or '.join(repr(choice) for choice in choices)}")
+
+
+_KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
+
+
+def read_options(data: str) -> tuple[str, ReadOptions, str]:
+    """Split ``PATH,key=value,...`` into path, reading options and the other entries, unchanged and in order.
+
+    A path cannot hold a comma; without one it is empty. Raises BadOption.
+    """
+    entries = data.split(",")
+    path = "" if _KEY.match(entries[0]) else entries.pop(0).strip()
+    given: dict[str, object] = {}
+    rest = []
+    for entry in entries:
+        key, equals, text = (word.strip() for word in entry.partition("="))
+        if key not in _READERS:
+            rest.append(entry)
+            continue
+        if key in given:
+            raise BadOption(f"--data: {key} is given twice; give it once")
+        if not equals or not text:
+            raise BadOption(f"--data: {key} has no value; write {key}={_EXAMPLES[key]}, or leave it out")
+        given[key] = _READERS[key](key, text)
+    return path, ReadOptions(**given), ",".join(rest)  # type: ignore[arg-type]
+
+
+def _text(key: str, text: str) -> str:
+    return text
+
+
+def _names(key: str, text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split("+"))
+
+
+def _axes(key: str, text: str) -> str:
+    return text.upper()
+
+
+def _count(key: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise BadOption(f"--data: {key}={text}; give the number of lines to leave out below the header, as in {key}=1")
+    return int(text)
+
+
+def _one_of(choices: Mapping[str, str]) -> Any:
+    def read(key: str, text: str) -> str:
+        if text.lower() not in choices:
+            raise BadOption(f"--data: {key}={text}; choose {', '.join(choices)}")
+        return choices[text.lower()]
+
+    return read
+
+
+_READERS: Mapping[str, Any] = {
+    "label": _text,
+    "target": _one_of({"class": "class", "number": "number"}),
+    "drop": _names,
+    "missing": _one_of({"drop": "drop", "mean": "mean"}),
+    "decimal": _one_of(DECIMALS),
+    "delimiter": _one_of(DELIMITERS),
+    "encoding": _text,
+    "axes": _axes,
+    "skip": _count,
+    "categories": _names,
+}
+_EXAMPLES = {
+    "label": "activity",
+    "target": "number",
+    "drop": "id+time",
+    "missing": "drop",
+    "decimal": "comma",
+    "delimiter": "semicolon",
+    "encoding": "cp1252",
+    "axes": "NHWC",
+    "skip": "1",
+    "categories": "city",
+}

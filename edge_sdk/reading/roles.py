@@ -1,0 +1,190 @@
+"""Which column of a table is the label, who made a sample, its recording, or a feature."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from edge_sdk.protocol.preparation import MOST_COLUMNS, Preparation, Targets
+from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.options import ReadOptions
+from edge_sdk.reading.samples import plural, some
+from sparrow.command_line.nearest import nearest
+
+PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
+"""What the entry or column is called that says who made a sample, on which device, or of which domain it is. Case and
+blanks do not count."""
+
+LABELS = ("label", "y", "target", "class")
+"""What the column with the labels is called, in any case."""
+
+RUN = "run"
+"""What the entry or column is called that says which unbroken recording a sample is of."""
+
+INDEXES = ("", "Unnamed: 0", "__index_level_0__")
+"""Names of the column that pandas writes for an index."""
+
+
+def folded(name: str) -> str:
+    """Return a name without case and blanks."""
+    return re.sub(r"\s+", "", name).casefold()
+
+
+def is_person(name: str) -> bool:
+    """Return whether a column or entry of this name says who made a sample."""
+    return folded(name) in PEOPLE
+
+
+def find(name: str, names: Sequence[str]) -> int | None:
+    """Return the position of ``name``: as it is, or else trimmed and in any case if that is one column only."""
+    if name in names:
+        return names.index(name)
+    alike = [place for place, other in enumerate(names) if other.strip().casefold() == name.strip().casefold()]
+    return alike[0] if len(alike) == 1 else None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Positions of columns by what they are for.
+
+    features: in the order of a raw row. categories: those of them that hold names. index: a column that must count the
+    rows. people, run and label: None for none.
+    """
+
+    features: tuple[int, ...]
+    label: int | None
+    person: int | None
+    run: int | None
+    index: int | None
+    categories: frozenset[int]
+    said: tuple[str, ...]
+
+
+def assign(
+    source: str,
+    names: Sequence[str],
+    options: ReadOptions,
+    preparation: Preparation | None,
+    targets: Targets | None,
+    labelled: bool,
+) -> Roles:
+    """Return what each column is for. names: of the file's columns, stripped. Raises DataError."""
+    said: list[str] = []
+    if len(names) > MOST_COLUMNS:
+        raise DataError(f"{source}: has {len(names):,} columns, at most {MOST_COLUMNS:,} are read; leave others out")
+    dropped = {_named(source, "drop", name, names) for name in options.drop}
+    dropped |= {place for place, name in enumerate(names) if name in options.drop}
+    kept = [place for place in range(len(names)) if place not in dropped]
+    _check_names(source, [names[place] for place in kept])
+    wanted = [column.name for column in preparation.columns] if preparation else []
+    chosen = [_wanted(source, name, names, kept, said) for name in wanted]
+    categories = {_named(source, "categories", name, names) for name in options.categories}
+    label = _label(source, names, [place for place in kept if place not in chosen], options, targets, labelled)
+    free = [place for place in kept if place not in (label, *chosen, *categories)]
+    person = _person(source, names, free)
+    run = next((place for place in free if names[place].casefold() == RUN), None)
+    if person is not None:
+        said.append(
+            f"the column {names[person]} says who made a sample and is not a feature; categories={names[person]} makes "
+            "it one"
+        )
+    if label is not None and not labelled:
+        said.append(f"the column {names[label]} holds labels and was left out")
+    others = [place for place in kept if place not in (label, person)]
+    if wanted:
+        further = [names[place] or "(without a name)" for place in others if place not in (*chosen, run)]
+        if further:
+            said.append(f"the federation does not use {plural(len(further), 'column')}, left out: {some(further)}")
+        return Roles(tuple(chosen), label, person, run, None, frozenset(), tuple(said))
+    index = next((place for place in others if names[place] in INDEXES[1:] or (place == 0 and not names[0])), None)
+    features = [place for place in others if place != index]
+    for place in features:
+        if not names[place]:
+            raise DataError(
+                f"{source}: column {place + 1} has no name; write one into the first line, or remove the column"
+            )
+    return Roles(tuple(features), label, person, run, index, frozenset(categories), tuple(said))
+
+
+def columns_of(names: Iterable[str]) -> str:
+    """Return the names of a file's columns for a message."""
+    return f"it has the columns {some((name or '(without a name)' for name in names), 12)}"
+
+
+def _check_names(source: str, names: Sequence[str]) -> None:
+    double = [name for name, count in Counter(names).items() if name and count > 1]
+    if double:
+        raise DataError(
+            f"{source}: two columns are called {double[0]}; rename one, or leave both out: drop={double[0]}"
+        )
+    wrong = next((name for name in names if len(name) > 200 or "\0" in name), None)
+    if wrong is not None:
+        raise DataError(f"{source}: the name of the column {wrong[:40]!r}... has {len(wrong)} characters, at most 200")
+
+
+def _named(source: str, key: str, name: str, names: Sequence[str]) -> int:
+    place = find(name, names)
+    if place is None:
+        raise DataError(f"{source}: {key}={name}{nearest(name, names)}, but {columns_of(names)}; correct {key}=")
+    return place
+
+
+def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], said: list[str]) -> int:
+    place = find(name, names)
+    if place is None or place not in kept:
+        left_out = " after drop=" if place is not None else ""
+        raise DataError(
+            f"{source}: has no column {name}{left_out}{nearest(name, names) if place is None else ''}, which the "
+            f"federation uses; {columns_of(names)}"
+        )
+    if names[place] != name:
+        said.append(f"the column {names[place]!r} was taken for the federation's {name!r}")
+    return place
+
+
+def _label(
+    source: str,
+    names: Sequence[str],
+    kept: Sequence[int],
+    options: ReadOptions,
+    targets: Targets | None,
+    labelled: bool,
+) -> int | None:
+    name = options.label or (targets.column if targets else None)
+    if name is not None:
+        place = find(name, names)
+        if place is not None and place in kept:
+            return place
+        if not labelled and options.label is None:
+            return None
+        whose = f"label={name}" if options.label else f"the federation's labels are called {name}"
+        if place is not None:
+            raise DataError(f"{source}: {whose}, but that column is a feature or dropped; correct label= or drop=")
+        raise DataError(
+            f"{source}: {whose}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME"
+        )
+    found = [place for place in kept if names[place].casefold() in LABELS]
+    if len(found) > 1:
+        alike = [names[place] for place in found]
+        raise DataError(
+            f"{source}: {' and '.join(alike)} may each be the label; name the column, as in label={alike[0]}"
+        )
+    if not found and labelled:
+        usual = f"{', '.join(LABELS[:-1])} or {LABELS[-1]}"
+        raise DataError(
+            f"{source}: no column is called {usual}; {columns_of(names)}. Name the one with the labels: label=NAME"
+        )
+    return found[0] if found else None
+
+
+def _person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
+    found = [place for place in free if is_person(names[place])]
+    if len(found) > 1:
+        one, two = (names[place] for place in found[:2])
+        raise DataError(
+            f"{source}: both {one} and {two} say who made a sample; leave one out, as in drop={two}, or make it a "
+            f"feature: categories={two}"
+        )
+    return found[0] if found else None

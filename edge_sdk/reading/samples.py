@@ -1,0 +1,66 @@
+"""Raw samples as read from a file, before any preparation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.preparation import Column
+
+Kind = Literal["classes", "numbers"]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Samples of one use.
+
+    source: their name in messages. inputs: [N, *shape], C-contiguous, of a raw type and native byte order; rows of a
+    table are float32 [N, columns]. labels: names of classes (str) or float32 numbers, [N]; None if unlabelled, as
+    ``kind`` is. columns: of a table. label: the column of labels as the file writes it. axes: letters of one sample's
+    axes, such as HWC; empty for rows. people: who made each sample, str [N]. runs: its unbroken recording, int [N].
+    classes: those that the file declares, in order. said: remarks for the user.
+    """
+
+    source: str
+    inputs: NDArray[Any]
+    labels: NDArray[Any] | None
+    kind: Kind | None
+    columns: tuple[Column, ...] = ()
+    label: str | None = None
+    axes: str = ""
+    people: NDArray[np.str_] | None = None
+    runs: NDArray[np.int64] | None = None
+    classes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+def is_integer(text: str) -> bool:
+    """Return whether the text is an integer in decimal digits."""
+    return _INTEGER.fullmatch(text) is not None
+
+
+def class_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return each name once: in numerical order if all are integers, otherwise in alphabetical order."""
+    found = set(names)
+    if all(is_integer(name) for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def some(names: Iterable[object], most: int = 8) -> str:
+    """Return the names for a message, separated by commas; of many the first ``most``."""
+    listed = [" ".join(str(name).split()) for name in names]
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+
+
+def plural(count: int, thing: str) -> str:
+    """Return ``1 row`` or ``3 rows``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

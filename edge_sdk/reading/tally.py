@@ -1,0 +1,93 @@
+"""Counts of the cells of a table's column: is it of numbers, and where is the first that is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.reading.numbers import LARGEST, looks_like_number, numbers
+
+Cells = Sequence[str] | NDArray[np.float64]
+
+
+class Cell(NamedTuple):
+    """A cell that a message names."""
+
+    line: int
+    text: str
+
+
+@dataclass
+class Tally:
+    """Counts of a column's cells so far, and the first of each sort.
+
+    numbers: those that are converted. alike: texts that a person would call numbers, with another decimal sign or with
+    separators. texts: all others that are not missing. beyond: the first that is infinite or too large for float32.
+    head: what the first row holds, a number in any form or a word.
+    """
+
+    decimal: str
+    numbers: int = 0
+    alike: int = 0
+    texts: int = 0
+    missing: int = 0
+    first_text: Cell | None = None
+    first_missing: Cell | None = None
+    beyond: Cell | None = None
+    head: Literal["number", "text", "nothing"] | None = None
+
+    def add(self, cells: Cells, lines: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Count a block's cells and return their numbers, NaN for none."""
+        odd: NDArray[np.bool_] | None = None
+        if isinstance(cells, np.ndarray):
+            values = cells
+        else:
+            values, odd = numbers(cells, self.decimal)
+        missing = np.isnan(values)
+        if odd is not None:
+            missing &= ~odd
+            self._add_texts([str(cells[place]).strip() for place in np.flatnonzero(odd).tolist()])
+            self.first_text = self.first_text or _first(cells, lines, odd)
+        lost = int(np.count_nonzero(missing))
+        if lost:
+            self.first_missing = self.first_missing or _first(cells, lines, missing)
+        beyond = np.abs(values) > LARGEST
+        if self.beyond is None and beyond.any():
+            self.beyond = _first(cells, lines, beyond)
+        if self.head is None:
+            word = odd is not None and odd[0] and _is_word(str(cells[0]).strip())
+            self.head = "nothing" if missing[0] else "text" if word else "number"
+        self.missing += lost
+        self.numbers += len(values) - lost - (0 if odd is None else int(np.count_nonzero(odd)))
+        return values
+
+    def _add_texts(self, texts: Sequence[str]) -> None:
+        for text, count in Counter(texts).items():
+            if looks_like_number(text):
+                self.alike += count
+            else:
+                self.texts += count
+
+    @property
+    def numeric(self) -> bool:
+        """Return whether most of the column's values are numbers."""
+        return self.numbers + self.alike >= self.texts
+
+    @property
+    def empty(self) -> bool:
+        """Return whether the column holds no value."""
+        return self.numbers + self.alike + self.texts == 0
+
+
+def _is_word(text: str) -> bool:
+    return not looks_like_number(text) and not text[:1].isdigit()
+
+
+def _first(cells: Cells, lines: NDArray[np.int64], where: NDArray[np.bool_]) -> Cell:
+    place = int(where.argmax())
+    return Cell(int(lines[place]), str(cells[place]).strip())
