@@ -21,7 +21,7 @@ from sparrow.export.errors import ExportError
 from sparrow.export.exporter import Options, export_model
 from sparrow.export.report import MEASUREMENTS, Report, picture_maker
 from sparrow.export.running import runtime
-from sparrow.export.samples import read_samples
+from sparrow.export.samples import read_raw_samples, read_samples
 from sparrow.export.source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -49,7 +49,9 @@ def _options(parser: Parser) -> None:
         default="fp32",
         help="of the weights; auto measures which of fp32 and int8 is faster here (default fp32, which is exact)",
     )
-    parser.add_argument("--data", type=Path, help="npz with inputs and labels, or x_test, y_test and x_train")
+    parser.add_argument(
+        "--data", metavar="FILE", help="the device's own samples: a table or npz file, raw if there is a preparation"
+    )
     parser.add_argument(
         "--accuracy-limit",
         type=float,
@@ -60,6 +62,9 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--manifest", type=Path, help="manifest.json of the model (default: beside it)")
     parser.add_argument("--skeleton", type=Path, help="skeleton.onnx of the model (default: beside it)")
     parser.add_argument("--budget", type=_share, help="of a dynamic model (default: the device's)")
+    parser.add_argument(
+        "--without-preparation", action="store_true", help="leave out the preparation: the file takes prepared inputs"
+    )
     parser.add_argument("--ort-format", action="store_true", help="write .ort for minimal builds as well")
     parser.add_argument("--picture", type=Path, help="draw the report to this .png, .svg or .pdf")
     parser.add_argument("--quick", action="store_true", help="leave load time, memory and latency out")
@@ -93,7 +98,11 @@ def _export(options: argparse.Namespace) -> Report:
         doing("reading")
         source = read_source(options.source, options.manifest, options.skeleton)
         plain = dense(source)
-        samples = None if options.data is None else read_samples(options.data, plain)
+        samples = None
+        if options.data is not None and source.preparation is not None:
+            samples = read_raw_samples(options.data, source.manifest, source.class_names)
+        elif options.data is not None:
+            samples = read_samples(Path(options.data), plain)
         wishes = Options(
             options.mode,
             options.precision,
@@ -101,6 +110,7 @@ def _export(options: argparse.Namespace) -> Report:
             options.accuracy_limit,
             options.ort_format,
             measured=not options.quick,
+            with_preparation=not options.without_preparation,
         )
         report = export_model(source, plain, options.output, wishes, samples=samples, doing=doing)
         bar.set_description("done")

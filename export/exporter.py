@@ -1,9 +1,11 @@
 """The one path from a personal model to a checked ONNX file, for ``sparrow export`` and for ``join --export``.
 
-    source -> dense model -> passes (``build``) -> parity with the reference -> file in place
+    source -> dense model -> passes (``build``) -> preparation in front -> parity with the reference -> file in place
 
-The smallest file that predicts the same is written: with neurons removed and zeros packed, or the dense one where that
-predicts something else or cannot be made. The reference is the dense model, or on a device PyTorch itself.
+Passes, calibration and the choice between forms see prepared inputs. The file takes raw samples, and parity is judged
+on them, one at a time and in batches. The smallest file that predicts the same is written: with neurons removed and
+zeros packed, or the dense one if that predicts something else or cannot be made. The reference is the dense model, or
+on a device its engine.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from onnx import ModelProto
 
 from sparrow.export.bounds import samples_at_once
@@ -21,9 +24,10 @@ from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build
 from sparrow.export.errors import ExportError, NotTheSame
 from sparrow.export.forms import load_form
 from sparrow.export.ort_format import write_ort
+from sparrow.export.preparation import Preparer, compose, draw_raw
 from sparrow.export.report import Figures, Report, measure
 from sparrow.export.running import CHUNK, Parity, accuracy, compare, predict
-from sparrow.export.samples import Array, Samples, parity_inputs
+from sparrow.export.samples import PARITY_INPUTS, Array, Samples, parity_inputs
 from sparrow.export.source import Source
 
 __all__ = ["Options", "Reference", "export_model"]
@@ -32,12 +36,17 @@ LARGEST_DIFFERENCE = 1e-4
 """Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""
 
 
+ALONE = 7
+"""Samples of the reference that are also run one at a time."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Wishes for an export.
 
     mode: None takes the smallest that predicts the same. budget: of a dynamic model. accuracy_limit: largest fall of
     accuracy of a rounded export. ort_format: an .ort file, too. measured: load time, memory and latency, too.
+    with_preparation: put the federation's preparation in front, so that the file takes raw samples.
     """
 
     mode: Mode | None = None
@@ -46,11 +55,13 @@ class Options:
     accuracy_limit: float = ACCURACY_LIMIT
     ort_format: bool = False
     measured: bool = False
+    with_preparation: bool = True
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Outputs that an export must give: of ``name`` for ``inputs`` [N, *input_shape]."""
+    """Outputs that an export must give: of ``name`` for ``inputs`` [N, ...], raw samples if the model has a
+    preparation."""
 
     name: str
     inputs: Array
@@ -69,22 +80,30 @@ def export_model(
 ) -> Report:
     """Write the export of ``source`` to ``output``, once it is found to predict the same as the reference.
 
-    plain: the ``dense`` model of ``source``. samples: the device's own, for rounding and accuracy. reference: the dense
-    model by default, on samples and drawn inputs. doing: called with each step. What was at ``output`` stays where this
-    fails. Raises ExportError, NotTheSame among them.
+    plain: the ``dense`` model of ``source``. samples: the device's own, for rounding and accuracy; they, and the inputs
+    of the reference, are raw if the source has a preparation. reference: the dense model by default, on samples and
+    drawn inputs. doing: called with each step. What was at ``output`` stays if this fails. Raises ExportError,
+    NotTheSame among them.
     """
+    front = _Front.of(source, options)
     if output.is_dir():
         raise ExportError(f"{output} is a folder; give the name of a file in it")
+    if samples is not None and source.manifest.targets is not None:
+        samples = samples.labelled(source.manifest.targets.ignored)
     output.parent.mkdir(parents=True, exist_ok=True)
     # beside the output, so that it can be moved into place in one step
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         export, dense = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
-        dense.write_bytes(plain.SerializeToString(deterministic=True))
+        dense.write_bytes(front.before(plain).SerializeToString(deterministic=True))
         at_once = samples_at_once(plain, CHUNK)
         if reference is None:
-            inputs = parity_inputs(plain, samples)
+            inputs = front.parity_inputs(plain, samples)
             reference = Reference("the dense model", inputs, predict(dense, inputs, at_once))
-        built, parity, notes = _smallest(source, plain, export, options, samples, reference, at_once, doing)
+        elif not front.composes:
+            reference = replace(reference, inputs=front.prepared(reference.inputs))
+        if not front.composes and samples is not None:
+            samples = front.prepared_samples(samples)
+        built, parity, notes = _smallest(source, plain, export, options, samples, reference, at_once, doing, front)
         mine, theirs = (_figures(path, samples, at_once) for path in (export, dense))
         _check_accuracy(built, mine, theirs, options.accuracy_limit)
         if options.measured:
@@ -107,6 +126,53 @@ def export_model(
     return report
 
 
+@dataclass(frozen=True)
+class _Front:
+    """The preparation in front of a model. preparer: None without one. composes: whether it comes into the file."""
+
+    source: Source
+    preparer: Preparer | None
+    composes: bool
+
+    @classmethod
+    def of(cls, source: Source, options: Options) -> _Front:
+        """Return the front of a source's exports."""
+        preparer = None if source.preparation is None else Preparer(source.preparation)
+        return cls(source, preparer, preparer is not None and options.with_preparation)
+
+    def before(self, model: ModelProto) -> ModelProto:
+        """Return the model as it is written; one without its preparation says nothing of raw samples."""
+        if self.preparer is None:
+            return model
+        if self.composes:
+            return compose(model, self.preparer.graph)
+        bare = ModelProto()
+        bare.CopyFrom(model)
+        kept = [entry for entry in model.metadata_props if entry.key != "preparation"]
+        del bare.metadata_props[:]
+        bare.metadata_props.extend(kept)
+        return bare
+
+    def prepared(self, raw: Array) -> Array:
+        """Return the inputs of raw samples."""
+        return raw if self.preparer is None else self.preparer(raw)
+
+    def prepared_samples(self, samples: Samples) -> Samples:
+        """Return the samples as the passes take them."""
+        calibration = self.prepared(samples.calibration)
+        return Samples(self.prepared(samples.inputs), samples.labels, calibration)
+
+    def parity_inputs(self, plain: ModelProto, samples: Samples | None) -> Array:
+        """Return inputs of the written file to compare by: the samples, and drawn ones."""
+        description = self.source.manifest.preparation
+        if not self.composes or description is None:
+            return parity_inputs(plain, None if samples is None else self.prepared_samples(samples))
+        if samples is None:
+            return draw_raw(description, PARITY_INPUTS)
+        missing = PARITY_INPUTS - len(samples.inputs)
+        return np.concatenate([samples.inputs, draw_raw(description, missing)]) if missing > 0 else samples.inputs
+
+
 def _smallest(
     source: Source,
     plain: ModelProto,
@@ -116,12 +182,14 @@ def _smallest(
     reference: Reference,
     at_once: int,
     doing: Callable[[str], object],
+    front: _Front,
 ) -> tuple[Built, Parity, tuple[str, ...]]:
     """Write the mode asked for to ``path``, or else the first one that predicts the same, and return why not others."""
     modes: tuple[Mode, ...] = (options.mode or "packed",)
     if options.mode is None and options.precision == "fp32":
         modes = ("packed", "dense")
     notes: list[str] = []
+    calibration = front.prepared_samples(samples) if front.composes and samples is not None else samples
     for mode in modes:
         try:
             built = build(
@@ -129,14 +197,14 @@ def _smallest(
                 plain,
                 mode,
                 options.precision,
-                samples,
+                calibration,
                 dynamic=lambda: load_form(source)(source, options.budget),
                 accuracy_limit=options.accuracy_limit,
                 doing=doing,
             )
             if not built.steps and mode != modes[-1]:
                 continue  # nothing was gained: the dense model is as small
-            path.write_bytes(built.model.SerializeToString(deterministic=True))
+            path.write_bytes(front.before(built.model).SerializeToString(deterministic=True))
             doing("comparing")
             return built, _check_parity(path, built, reference, at_once), tuple(notes)
         except ExportError as error:
@@ -151,7 +219,10 @@ def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) 
 
     Rounded weights differ, and so do dynamic models, which are other predictors.
     """
+    alone = predict(path, reference.inputs[:ALONE], 1)
     parity = compare(predict(path, reference.inputs, at_once), reference.outputs)
+    single = compare(alone, reference.outputs[:ALONE])
+    parity = replace(parity, max_difference=max(parity.max_difference, single.max_difference))
     exact = built.precision == "fp32" and built.mode != "dynamic"
     if not exact or parity.max_difference <= LARGEST_DIFFERENCE * max(1.0, parity.largest_output):
         return parity

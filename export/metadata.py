@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import numpy as np
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors
+
+SAID = {"dtype", "shape", "axes", "columns", "steps", "missing"}
+"""Fields of a preparation that an exported file has."""
 
 
 def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:
@@ -15,6 +19,8 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
 
     task: the manifest's. classes: scores per sample, where the output is a vector. density: share of the weights of
     linear layers and convolutions that are not zero. digest: SHA-256 of the personal model as a checkpoint.
+    class_names: JSON list of the outputs' names, "" for an unused spare one. preparation, targets: JSON objects that
+    describe a raw sample (``dtype``, ``shape``, ``axes``, ``columns``) and the meaning of the outputs.
     """
     kept = {spec.name: tensors[spec.name] for spec in manifest.whole if spec.name in tensors}
     found = {
@@ -23,9 +29,23 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
         "digest": hashlib.sha256(checkpoint.save(kept)).hexdigest(),
         "manifest": manifest.digest,
     }
-    if len(manifest.output_shape) == 1:
+    targets = manifest.targets
+    if len(manifest.output_shape) == 1 and (targets is None or targets.kind == "classes"):
         found["classes"] = str(manifest.output_shape[0])
+    if targets is not None and targets.names:
+        found["class_names"] = _json([*targets.names, *[""] * targets.spare])
+    if targets is not None:
+        found["targets"] = _json(targets.model_dump(mode="json", include={"kind", "column"}, exclude_none=True))
+    if manifest.preparation is not None:
+        said = manifest.preparation.model_dump(
+            mode="json", include={"dtype", "shape", "axes", "columns", "steps", "missing"}
+        )
+        found["preparation"] = _json(said)
     return {**found, **{name: str(value) for name, value in known.items() if value is not None}}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def density(manifest: Manifest, tensors: Tensors) -> float:

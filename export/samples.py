@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.reading import read_file, read_options
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.skeleton import INPUT
 
@@ -30,6 +33,14 @@ class Samples:
     inputs: Array
     labels: Array | None
     calibration: Array
+
+    def labelled(self, ignored: int | None) -> Samples:
+        """Return those whose label is not ``ignored``; all, if that leaves none."""
+        known = None if self.labels is None or ignored is None else self.labels != ignored
+        if known is None or known.all() or not known.any():
+            return self
+        assert self.labels is not None, "they were compared"
+        return replace(self, inputs=self.inputs[known], labels=self.labels[known])
 
 
 def read_samples(path: Path, model: ModelProto) -> Samples:
@@ -56,6 +67,31 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
         raise ExportError(f"{path}: {names[1]} must be {len(inputs)} whole numbers, one a sample")
     own = arrays.get("x_train") if names[0] == "x_test" else None
     return Samples(inputs, labels, inputs if own is None else _fitting(own, model, f"{path}: x_train"))
+
+
+def read_raw_samples(data: str, manifest: Manifest, class_names: Sequence[str] = ()) -> Samples:
+    """Return raw samples of a table or npz file, as the manifest's preparation takes them, and their classes.
+
+    data: the path, and perhaps options, as ``--data`` of ``sparrow join`` has them. class_names: of the outputs on the
+    device, by default those of the manifest. The samples are those of the test part, if the file has one; ranges are
+    measured on all others. Labels are left out for a regression. Raises DataError, ExportError.
+    """
+    path, options, rest = read_options(data)
+    if rest:
+        raise ExportError(f"--data: {rest!r} is not understood; give a file, and how to read it")
+    targets = manifest.targets
+    parts = read_file(path, options, preparation=manifest.preparation, targets=targets)
+    chosen = parts.get("test", parts.get("", next(iter(parts.values()))))
+    names = list(class_names or (targets.names if targets is not None else ()))
+    labels = None
+    if chosen.kind == "classes" and chosen.labels is not None:
+        number = {name: place for place, name in enumerate(names)}
+        unknown = next((str(name) for name in np.unique(chosen.labels) if names and str(name) not in number), None)
+        if unknown is not None:
+            raise ExportError(f"{path}: has the class {unknown!r}; the model's are {', '.join(filter(None, names))}")
+        labels = np.array([number[str(name)] if names else int(name) for name in chosen.labels], np.int64)
+    calibration = parts.get("train", chosen)
+    return Samples(chosen.inputs, labels, calibration.inputs)
 
 
 def input_type(model: ModelProto) -> tuple[tuple[int, ...], str]:

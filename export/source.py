@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.metadata import properties
+from sparrow.export.preparation import check_preparation, complete
 
 __all__ = ["Source", "read_source"]
 
@@ -24,7 +26,9 @@ class Source:
     """A personal model and what else an export may need.
 
     tensors: name -> array, every kept tensor of ``manifest``. own: the method's arrays beside the model. progress: how
-    far the device came. membership: None for a bare checkpoint, whose method is unknown.
+    far the device came. membership: None for a bare checkpoint, whose method is unknown. preparation: the graph from
+    raw samples to inputs, complete; None if the model takes samples as they are. class_names: of all outputs on this
+    device, spare ones among them; empty if they are the manifest's.
     """
 
     manifest: Manifest
@@ -33,6 +37,8 @@ class Source:
     own: Tensors = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
     membership: personal.Membership | None = None
+    preparation: bytes | None = None
+    class_names: tuple[str, ...] = ()
 
     @property
     def method(self) -> str | None:
@@ -47,11 +53,13 @@ class Source:
 
     def properties(self) -> dict[str, str]:
         """Return the properties of the exported file."""
+        names = json.dumps(self.class_names, ensure_ascii=False) if self.class_names else None
         if self.membership is None:
-            return properties(self.manifest, self.tensors)
+            return properties(self.manifest, self.tensors, class_names=names)
         return properties(
             self.manifest,
             self.tensors,
+            class_names=names,
             task=self.membership.federation.task,
             federation=self.membership.federation.name,
             method=self.method,
@@ -103,7 +111,36 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
         own=saved.own if saved else {},
         progress=_progress(model, saved) if saved else {},
         membership=_membership(model.with_name(personal.MEMBERSHIP)) if saved else None,
+        preparation=_preparation(model, found),
+        class_names=_class_names(model.with_name(personal.OWN)),
     )
+
+
+def _preparation(model: Path, manifest: Manifest) -> bytes | None:
+    """Return the complete graph of the model's preparation; None if it has none. Raises NotThere, ExportError."""
+    if manifest.preparation is None:
+        return None
+    path = model.with_name(personal.graph_file("preparation"))
+    if not path.exists():
+        raise NotThere(
+            f"there is no {path}; fetch /v1/federations/NAME/preparation.onnx from the coordinator and put it there, "
+            "or export --without-preparation"
+        )
+    graph = _bytes(path)
+    check_preparation(graph, manifest)
+    if not manifest.preparation.own:
+        return graph
+    own = personal.read_own(_bytes(model.with_name(personal.OWN)), str(manifest.preparation_sha256))
+    if own is None:
+        raise NotThere(
+            f"{model.with_name(personal.OWN)} has no statistics of this device; join once more, or export "
+            "--without-preparation"
+        )
+    return complete(graph, own)
+
+
+def _class_names(path: Path) -> tuple[str, ...]:
+    return personal.read_class_names(_bytes(path)) if path.exists() else ()
 
 
 def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:

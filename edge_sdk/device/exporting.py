@@ -15,7 +15,7 @@ import numpy as np
 
 from edge_sdk.engines import Engine
 from edge_sdk.predict import Predictor
-from edge_sdk.tasks import Batches, as_arrays
+from edge_sdk.tasks import Task, as_arrays
 from sparrow.export.build import dense
 from sparrow.export.exporter import Options, Reference, export_model
 from sparrow.export.source import Source
@@ -40,13 +40,15 @@ class Export:
     engine: str
 
 
-def export_personal(path: Path, source: Source, engine: Engine, validation: Batches) -> Export:
+def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> Export:
     """Write the smallest ONNX file that predicts the same as ``engine`` does, on validation data, to ``path``.
+
+    If the task's data were prepared, the file takes raw samples.
 
     Raises ExportError; NotTheSame among them, where even the dense model predicts something else.
     """
     engine.load({spec.name: source.tensors[spec.name] for spec in source.manifest.kept})
-    reference = reference_of(engine, validation)
+    reference = reference_of(engine, task)
     report = export_model(source, dense(source), path, Options(), reference=reference)
     latency = Predictor(path, threads=1).latency()
     return Export(
@@ -61,12 +63,17 @@ def export_personal(path: Path, source: Source, engine: Engine, validation: Batc
     )
 
 
-def reference_of(engine: Engine, validation: Batches) -> Reference:
-    """Return inputs of the validation data, and the engine's outputs for them."""
+def reference_of(engine: Engine, task: Task) -> Reference:
+    """Return inputs of the validation data, raw if they were prepared, and the engine's outputs for them."""
     inputs, outputs = [], []
     begin = time.monotonic()
-    for batch in validation:
-        inputs.append(as_arrays(batch)[0])
+    prepared = task.prepared
+    for batch in task.validation if prepared is None else prepared.validation:
+        given, targets = as_arrays(batch)
+        if prepared is not None:
+            given = given.astype(prepared.preparer.dtype, copy=False)
+            batch = prepared.preparer(given), targets
+        inputs.append(given)
         outputs.append(engine.scores([batch])[0])
         if sum(map(len, inputs)) >= SAMPLES or time.monotonic() - begin > SECONDS:
             break

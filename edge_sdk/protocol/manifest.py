@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.blocks import BlockTable, BudgetPer, Groups
 from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.preparation import Preparation, Targets
 
 Array = NDArray[np.generic]
 Tensors = dict[str, Array]
@@ -51,7 +52,7 @@ MAX_GRAPH = 16 * 1024 * 1024
 MOST_NODES = 10_000
 """Most nodes of a training step or an evaluation that devices accept."""
 
-GraphName = Literal["skeleton", "step", "evaluation"]
+GraphName = Literal["skeleton", "step", "evaluation", "preparation"]
 
 Values = Literal["frozen", "first"]
 """Files of values: of what nobody trains, and the first ones of what stays on devices."""
@@ -199,6 +200,9 @@ class Manifest(_Record):
     averaged as what is shared, loaded into nothing; a federation whose method exchanges them has them added.
     ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
     are no tensors of their own: nothing is sent, averaged or kept under them.
+
+    ``preparation`` describes the graph of ``preparation_sha256``, from raw samples to inputs; without one, samples are
+    the model's inputs. ``targets`` says what the outputs mean.
     """
 
     version: Literal[1] = 1
@@ -219,9 +223,13 @@ class Manifest(_Record):
     first_sha256: Digest | None = None
     metrics: tuple[MetricName, ...] = Field(default=(), max_length=MOST_METRICS)
     frozen_precision: Literal["float32", "float16"] = "float32"
+    preparation_sha256: Digest | None = None
+    preparation: Preparation | None = None
+    targets: Targets | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
+        self._check_targets()
         _no_repeats("tensor", [tensor.name for tensor in (*self.tensors, *(self.outputs or ()))])
         for output in self.outputs or ():
             if output.policy != "shared" or any(output.axes):
@@ -262,6 +270,15 @@ class Manifest(_Record):
                 )
         return self
 
+    def _check_targets(self) -> None:
+        if (self.preparation_sha256 is None) != (self.preparation is None):
+            raise ValueError("preparation: describe the graph and name it by digest, or leave both out")
+        if self.targets is None:
+            return
+        count = len(self.targets.names) + self.targets.spare
+        if self.targets.names and self.output_shape[:1] != (count,):
+            raise ValueError(f"targets: {count} names and spare outputs, but the model gives {self.output_shape}")
+
     @cached_property
     def shared(self) -> tuple[TensorSpec, ...]:
         """The tensors that cross the wire, in state-dict order, and after them the outputs."""
@@ -282,6 +299,7 @@ class Manifest(_Record):
             "skeleton": self.skeleton_sha256,
             "step": self.step_sha256,
             "evaluation": self.evaluation_sha256,
+            "preparation": self.preparation_sha256,
         }
         return {name: digest for name, digest in named.items() if digest is not None}
 
@@ -389,23 +407,31 @@ class Manifest(_Record):
     def values_digest(self) -> str:
         """SHA-256 of what gives a model's values their names, shapes and neurons, of its inputs and outputs.
 
-        It is the same for a new version of the model's graphs and layers. Bundles and a device's state name it.
+        It is the same for a new version of the model's graphs and layers, but not for another preparation: values that
+        were trained on other inputs are others. Bundles and a device's state name it.
         """
-        return self._digest_without("layers")
+        return self._digest_without("layers", "preparation", "targets")
+
+    @cached_property
+    def tensors_digest(self) -> str:
+        """SHA-256 of what gives a model's values their names, shapes and neurons, whatever prepares its inputs."""
+        return self._digest_without("layers", "preparation", "preparation_sha256", "targets")
 
     @cached_property
     def model_digest(self) -> str:
         """SHA-256 of the model itself: the same for who begins with other weights, or has its graphs exported by
         another version of torch; another one for other frozen values, which stay."""
-        return self._digest_without("task")
+        return self._digest_without("task", "preparation", "preparation_sha256", "targets")
 
-    def _digest_without(self, name: str) -> str:
-        """Return the SHA-256 of all but the field ``name``, the graphs and the first weights."""
+    def _digest_without(self, *fields: str) -> str:
+        """Return the SHA-256 of all but these fields, the graphs that train and the first weights."""
         left_out = dict.fromkeys(
-            (name, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
+            (*fields, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
         )
-        if self.outputs is None:  # as of a manifest that does not know the word
-            left_out["outputs"] = True
+        # A field without content counts as one that the manifest does not have.
+        left_out |= dict.fromkeys(
+            (name for name in ("outputs", "preparation_sha256") if getattr(self, name) is None), True
+        )
         model = self.model_dump(mode="json", exclude={**left_out, "tensors": {"__all__": {"init"}}})
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 

@@ -531,6 +531,14 @@ class JoinLink(Answer):
 # --- devices -----------------------------------------------------------------------------------------------------
 
 
+DataWarnings = Annotated[
+    tuple[Annotated[str, Field(max_length=300)], ...],
+    Field(
+        max_length=5, description="Columns or channels in which the device's data differ wildly from the publisher's"
+    ),
+]
+
+
 class DeviceProfile(_Request):
     """The profile that a device sends when it enrols."""
 
@@ -540,6 +548,7 @@ class DeviceProfile(_Request):
     memory_bytes: Count = 0
     sensors: tuple[Annotated[str, Field(max_length=300)], ...] = Field(default=(), max_length=32)
     sdk_version: str = Field(default="", max_length=50)
+    data_warnings: DataWarnings = ()
 
 
 class Enrol(_Request):
@@ -631,13 +640,15 @@ class ChangeDevice(_Request):
     """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
 
     ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
-    ``limited_by`` belongs to ``budget``. ``num_examples`` is that of ``Enrol``, where the data have changed since.
+    ``limited_by`` belongs to ``budget``. ``num_examples`` and ``data_warnings`` are those of ``Enrol``, if the data
+    have changed since.
     """
 
     budget: Share | None = None
     limited_by: BudgetLimit | None = None
     num_examples: int | None = Field(default=None, ge=1, le=2**40)
     holds_model: bool | None = None
+    data_warnings: DataWarnings | None = None
     conditions: Conditions | None = None
     revoked: Literal[True] | None = None
 
@@ -648,6 +659,7 @@ class Doing(str, Enum):
     revoked = "revoked"
     stopped = "stopped"  # it has stopped early: it is only asked to evaluate
     training = "training"
+    untrained = "untrained"  # its federation has ended, and it handed all of its training back
     done = "done"  # its federation has ended
     paused = "paused"  # by its policy
     away = "away"  # it missed a deadline, fell silent during work, or left
@@ -696,7 +708,9 @@ class DeviceInfo(Answer):
         default=None, description="What keeps its budget from being larger, where the device chose it"
     )
     failure: DeviceFailure | None = Field(
-        default=None, description="Why its last work came to nothing; None once an update of it was accepted"
+        default=None,
+        description="Why its last work came to nothing; None once such work of it was accepted: of a round, if it "
+        "failed in one",
     )
     accuracy: float | None = Field(
         default=None, description="On its test data, as it last told: of its personal model, else of the global one"

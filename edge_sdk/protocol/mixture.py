@@ -61,6 +61,9 @@ def mixture_of(manifest: Manifest, components: int) -> Manifest:
         frozen_sha256=manifest.frozen_sha256,
         metrics=manifest.metrics,
         frozen_precision=manifest.frozen_precision,
+        preparation=manifest.preparation,
+        preparation_sha256=manifest.preparation_sha256,
+        targets=manifest.targets,
     )
 
 

@@ -13,27 +13,33 @@ All of them but the caches name the SHA-256 of their own bytes, with zeros in it
 not used, but raises BundleError. Tools that know nothing of it open them all the same.
 
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
-``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``frozen.values`` and
-``first.values`` where there are such) and ``federation.json``: what the device knows of its federation.
+``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``preparation.onnx``,
+``frozen.values`` and ``first.values`` if there are such) and ``federation.json``: what the device knows of its
+federation. ``own.json`` is what the device's own data add to it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import GraphName, Tensors, Values
+from edge_sdk.protocol.manifest import Array, GraphName, Tensors, Values
 from edge_sdk.protocol.messages import FederationInfo
 
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST = "manifest.json"
+OWN = "own.json"
+"""What the device's data add to the federation's model: the statistics that it standardises by, and the names of spare
+outputs. They never leave the device."""
 
 UNSIGNED = "0" * 64
 """What a file has in the place of its digest until it is signed."""
@@ -139,6 +145,33 @@ def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
         return dict(kept["progress"]) if kept["save"] == save else None
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(f"not the progress of a device: {error!r}") from None
+
+
+def write_own(statistics: Mapping[str, Array], preparation: str | None, class_names: Sequence[str]) -> bytes:
+    """Return the bytes of ``own.json``. statistics: for the preparation with this SHA-256, by initialiser. class_names:
+    of all outputs on this device."""
+    numbers = {name: array.reshape(-1).tolist() for name, array in statistics.items()}
+    own = {"preparation": preparation, "statistics": numbers, "class_names": list(class_names)}
+    return json.dumps(own).encode()
+
+
+def read_own(content: bytes | None, preparation: str) -> dict[str, NDArray[np.float32]] | None:
+    """Return the device's statistics for the preparation with this SHA-256; None if there are none."""
+    try:
+        found = json.loads(content or b"")
+        if found["preparation"] != preparation:
+            return None
+        return {str(name): np.array(numbers, np.float32) for name, numbers in found["statistics"].items()} or None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_class_names(content: bytes | None) -> tuple[str, ...]:
+    """Return the names of all outputs on the device, empty if it has kept none."""
+    try:
+        return tuple(map(str, json.loads(content or b"")["class_names"]))
+    except (ValueError, KeyError, TypeError):
+        return ()
 
 
 def is_personal(note: str) -> bool:

@@ -49,7 +49,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
     tensor of the manifest does not survive as an initialiser. Needs onnx and onnxscript.
     """
-    proto = _export(copy.deepcopy(model), example)  # exporting leaves stand-ins in recurrent layers
+    proto = export_forward(model, example)
     for alias, name in manifest.aliases.items():
         _rename(proto.graph, alias, name)
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -70,7 +70,12 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     return cast(bytes, proto.SerializeToString(deterministic=True))
 
 
-def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
+def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
+    """Return the forward pass of a model in evaluation mode, with its weights and the exporter's notes.
+
+    Input, output and errors are those of ``make_skeleton``.
+    """
+    model = copy.deepcopy(model)  # exporting leaves stand-ins in recurrent layers
     # A batch axis of 1 would be taken for a constant.
     batch = torch.cat([example[:1], example[:1]])
     try:

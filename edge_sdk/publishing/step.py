@@ -40,6 +40,7 @@ from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.publishing import chance, translations
 from edge_sdk.publishing.modes import begin_training
 from edge_sdk.publishing.skeleton import OPSET, quiet, remove_notes
+from edge_sdk.publishing.targets import ignored_label
 from edge_sdk.publishing.translations import CannotCompile
 from sparrow.export.steps import Editor
 
@@ -71,7 +72,7 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     inputs [N, ...] and targets [N, ...]: a few samples, N >= 1; the model is left as it was. Raises CannotCompile, and
     MissingPart without onnx, onnxscript and onnxruntime.
     """
-    model, batch = _plain(model), Batch(inputs, targets)
+    model, batch = _plain(model), Batch(*_counting(inputs, targets, ignored_label(loss)))
     training, evaluation = _Half(model, loss, batch, trains=True), _Half(model, loss, batch, trains=False)
     both = _export([training, evaluation], batch)  # at once: the exporter takes a second whatever it exports
     graphs = Graphs(_cut_out(both, training), _cut_out(both, evaluation))
@@ -79,6 +80,14 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
         for count in BATCHES:
             half.compare(graph, count)
     return graphs
+
+
+def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
+    """Return the samples with a target that the loss does not leave out; without any, its mean is 0 / 0."""
+    if ignored is None:
+        return inputs, targets
+    known = targets.reshape(len(targets), -1).ne(ignored).any(dim=1)
+    return (inputs[known], targets[known]) if known.any() else (inputs, targets)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class BuiltinTask:
     def to_file(self) -> bytes:
         """Return the content of the task's file."""
         vectors: Tensors = {str(name): np.frombuffer(graph, np.uint8) for name, graph in self.graphs.items()}
-        return checkpoint.save(vectors, self.manifest.model_dump_json())
+        return checkpoint.save(vectors, self.manifest.text)
 
 
 def builtin_tasks() -> tuple[str, ...]:

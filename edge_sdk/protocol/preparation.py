@@ -1,0 +1,128 @@
+"""A model's preparation and targets in words: how raw samples become inputs, and what outputs mean.
+
+A *raw sample* is a decoded canonical array: one row of a table as float32, with categories by index, or one sample of
+an npz file in its own type. The preparation is an ONNX graph from a batch of raw samples to a batch of the model's
+inputs, published beside the skeleton. The records here are its description and that of the targets: a device needs
+them to read its files, and a person to understand an exported model. They are part of the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MOST_COLUMNS = 10_000
+MOST_CATEGORIES = 1_000
+"""Of one column."""
+MOST_CLASSES = 10_000
+
+Text = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+RawType = Literal["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"]
+"""Types that raw samples may have."""
+
+RAW_TYPES: tuple[str, ...] = get_args(RawType)
+
+UNKNOWN = -1
+"""Index of a category that the preparation does not name; it becomes zeros."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Column(_Record):
+    """A column of a table. A raw row holds its number or, if it has ``categories``, the index of its text, -1 for an
+    unknown one."""
+
+    name: Text
+    categories: tuple[Text, ...] = Field(default=(), max_length=MOST_CATEGORIES)
+
+    @model_validator(mode="after")
+    def _check(self) -> Column:
+        if len(set(self.categories)) < len(self.categories):
+            raise ValueError(f"the column {self.name!r} names a category twice")
+        return self
+
+
+class Preparation(_Record):
+    """Description of a preparation.
+
+    dtype, shape: of one raw sample. steps: what the graph does, in order, for people. axes: letters of the raw axes,
+    such as HWC; empty for rows. columns: of a table, in the order of a raw row. mean, deviation: statistics of the
+    publisher's raw training samples, one entry for each column (0 and 1 for categories) or channel, by which a device
+    notices other units; empty if they are not published. channel: the raw axis, 0 being the first of a sample, whose
+    entries they belong to. own: the standardisation uses each device's own statistics, which never leave it. missing:
+    NaN stands for a missing number, and the graph puts the mean in its place.
+    """
+
+    dtype: RawType = "float32"
+    shape: tuple[Size, ...] = Field(max_length=7)
+    steps: tuple[Text, ...] = Field(default=(), max_length=32)
+    axes: str = Field(default="", max_length=7, pattern=r"^[A-Z]*$")
+    columns: tuple[Column, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    mean: tuple[float, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    deviation: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=MOST_COLUMNS)
+    channel: int = Field(default=0, ge=0, le=6)
+    own: bool = False
+    missing: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Preparation:
+        if self.columns and (self.shape != (len(self.columns),) or self.dtype != "float32"):
+            raise ValueError(f"{len(self.columns)} columns make float32 rows of that length, not {self.shape}")
+        if len({column.name for column in self.columns}) < len(self.columns):
+            raise ValueError("a column stands twice")
+        if len(self.mean) != len(self.deviation):
+            raise ValueError(f"{len(self.mean)} means stand beside {len(self.deviation)} deviations")
+        if self.mean and (self.channel >= len(self.shape) or self.shape[self.channel] != len(self.mean)):
+            raise ValueError(f"{len(self.mean)} means are not those of axis {self.channel} of {self.shape}")
+        if self.own and self.mean:
+            raise ValueError("statistics are each device's own, and published; leave one of them out")
+        return self
+
+
+class Targets(_Record):
+    """Description of what a model's outputs mean.
+
+    kind: scores of classes, or numbers. column: what the column of labels is called. names: of the classes, in the
+    order of the outputs. spare: outputs behind those, for names that only some devices know. mean, deviation: of a
+    regression's published training targets, by which its loss is scaled. ignored: the label that a loss leaves out.
+    """
+
+    kind: Literal["classes", "numbers"] = "classes"
+    column: Text | None = None
+    names: tuple[Text, ...] = Field(default=(), max_length=MOST_CLASSES)
+    spare: int = Field(default=0, ge=0, le=1_000)
+    mean: float = 0.0
+    deviation: float = Field(default=1.0, gt=0)
+    ignored: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Targets:
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("a class is named twice")
+        if self.kind == "numbers" and (self.names or self.spare):
+            raise ValueError("numbers have no classes; leave names and spare out")
+        return self
+
+    def with_own(self, found: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of all outputs on a device that has the classes ``found``; "" for an unused spare one.
+
+        An unknown name takes the spare output that its SHA-256 decides, or the next free one, so that devices which
+        have one unknown name alike agree. Raises ValueError, naming the first, if spare outputs do not suffice.
+        """
+        unknown = sorted(set(found) - set(self.names))
+        if len(unknown) > self.spare:
+            raise ValueError(unknown[0])
+        spare = [""] * self.spare
+        for name in unknown:
+            place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % self.spare
+            while spare[place]:
+                place = (place + 1) % self.spare
+            spare[place] = name
+        return (*self.names, *spare)

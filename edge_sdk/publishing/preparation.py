@@ -1,0 +1,115 @@
+"""A user's own preparation, a torch.nn.Module, as the graph that is published: compiled, and compared with PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.preparation import RAW_TYPES, Preparation
+from edge_sdk.publishing.graph import UnsupportedLayer
+from edge_sdk.publishing.modes import evaluating
+from edge_sdk.publishing.skeleton import export_forward, remove_notes
+from edge_sdk.tasks import Task, as_arrays
+from edge_sdk.tasks.prepared import compute_own, prepared
+from edge_sdk.tasks.preparing import BuiltPreparation, statistics_of
+from sparrow.export.errors import ExportError
+from sparrow.export.preparation import Preparer, complete
+
+CLOSE = 1e-4
+"""Largest difference from PyTorch, per unit of the largest prepared value, that rounding explains."""
+
+SAMPLES = 7
+"""Raw samples on which the graph is compared with the module, alone and in a batch."""
+
+
+def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
+    """Return a task over prepared samples, and the preparation to publish; the task as it is and None without one.
+
+    Raises BadArgument.
+    """
+    if task.preparation is None:
+        return task, None
+    first = next(iter(task.train), None)
+    if first is None:
+        raise BadArgument("the task's train data: there is no batch in it; give it at least one sample")
+    every = (as_arrays(batch)[0] for batch in task.train)
+    built = build_preparation(task.preparation, as_arrays(first)[0], every)
+    graph = built.graph
+    if built.description.own:
+        graph = complete(graph, compute_own(task.train, built.description))
+    return prepared(task, Preparer(graph)), built
+
+
+def build_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> BuiltPreparation:
+    """Return the preparation to publish, compiled if it is a module.
+
+    raw: [N, ...], a few raw samples. every: the raw training samples, batch by batch, whose statistics are described.
+    Raises BadArgument for something else than a preparation, for samples that it cannot take, and for a module whose
+    graph does not answer as it does.
+    """
+    if isinstance(preparation, BuiltPreparation):
+        return preparation
+    if not isinstance(preparation, nn.Module):
+        raise BadArgument(
+            f"preparation is a {type(preparation).__name__}; give a torch.nn.Module from a batch of raw samples to a "
+            "batch of the model's inputs"
+        )
+    if raw.dtype.name not in RAW_TYPES:
+        raise BadArgument(
+            f"raw samples are of {raw.dtype}, for which there is no preparation; store them as one of "
+            f"{', '.join(RAW_TYPES)}"
+        )
+    few = raw[:SAMPLES]
+    try:
+        proto = export_forward(preparation, torch.from_numpy(np.array(few)))
+    except UnsupportedLayer as error:
+        raise BadArgument(f"preparation: {error}") from None
+    remove_notes(proto)
+    graph = cast(bytes, proto.SerializeToString(deterministic=True))
+    _compare(preparation, graph, few)
+    shape = tuple(raw.shape[1:])
+    found = statistics_of(every, 0) if raw.dtype == np.float32 and len(shape) else None
+    description = Preparation(
+        dtype=cast(Any, raw.dtype.name),
+        shape=shape,
+        steps=(type(preparation).__name__,),
+        mean=() if found is None else tuple(found.mean.tolist()),
+        deviation=() if found is None else tuple(found.deviation.tolist()),
+    )
+    return BuiltPreparation(graph, description)
+
+
+def _compare(module: nn.Module, graph: bytes, raw: Array) -> None:
+    with evaluating(module), torch.no_grad():
+        wanted = module(torch.from_numpy(np.array(raw))).numpy()
+    try:
+        preparer = Preparer(graph)
+        together = preparer(raw)
+        alone = np.concatenate([preparer(raw[place : place + 1]) for place in range(len(raw))])
+    except ExportError as error:
+        raise BadArgument(f"preparation: its graph does not run: {error}") from None
+    for found, what in ((together, "in a batch"), (alone, "one by one")):
+        if found.shape != wanted.shape:
+            raise BadArgument(f"preparation: it makes {wanted.shape} of {raw.shape}, its graph {found.shape} {what}")
+        finite = np.isfinite(wanted)
+        scale = max(1.0, float(np.abs(wanted[finite]).max(initial=0)))
+        if not np.allclose(found[finite], wanted[finite], rtol=0, atol=CLOSE * scale):
+            raise BadArgument(
+                f"preparation: samples prepared {what} by its graph differ from PyTorch's by "
+                f"{float(np.abs(found[finite] - wanted[finite]).max()):.2g}; treat each sample by itself, and decide "
+                "by shapes, not values"
+            )
+
+
+def described(manifest: Manifest, built: BuiltPreparation) -> Manifest:
+    """Return the manifest of a model behind this preparation."""
+    digest = hashlib.sha256(built.graph).hexdigest()
+    named = {"preparation": built.description.model_dump(), "preparation_sha256": digest}
+    return Manifest.model_validate({**manifest.model_dump(), **named})

@@ -1,0 +1,238 @@
+"""Preparations of a user's own files, as ONNX graphs: scale, standardise, one-hot, and the order of axes.
+
+Each graph maps raw samples [N, *raw] to the inputs of a model [N, *shape], float32. Constants come from the publisher's
+training samples; with ``own`` they are each device's, and the graph has place for them. Zero variance: a column or
+channel whose standard deviation is at most ``FLAT`` times the size of its mean is only centred. A missing number (NaN)
+becomes the mean, which is 0 after standardising; an unknown category (-1) becomes zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.protocol.preparation import Column, Preparation
+
+OPSET, IR_VERSION = 21, 10
+"""Those of skeletons, so that both make one model."""
+
+FLAT = 1e-6
+"""Smallest standard deviation, as a share of the mean, that is not rounding: float32 has 24 bits."""
+
+OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
+
+BYTE = 255.0
+
+
+@dataclass(frozen=True)
+class BuiltPreparation:
+    """A preparation to publish: the graph, serialised ONNX, and its description."""
+
+    graph: bytes
+    description: Preparation
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and standard deviation of each column or channel, float64 [entries]; 0 and 1 for categories.
+
+    flat [entries]: True where all values are the same; the deviation is 1 there.
+    """
+
+    mean: NDArray[np.float64]
+    deviation: NDArray[np.float64]
+    flat: NDArray[np.bool_]
+
+
+def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Column] = ()) -> Statistics:
+    """Return the statistics of raw samples along their axis ``channel``, without values that are missing (NaN).
+
+    batches: arrays [N, *raw]; read once. A deviation that is zero, or rounding alone, counts as 1.
+    """
+    count: Any = 0.0
+    total: Any = 0.0
+    squares: Any = 0.0
+    origin: Any = None
+    for batch in batches:
+        values = np.moveaxis(batch, channel + 1, -1).astype(np.float64).reshape(-1, batch.shape[channel + 1])
+        known = ~np.isnan(values)
+        if origin is None:
+            # Sums are of differences from the first batch's means, which keeps squares of large offsets exact enough.
+            with np.errstate(invalid="ignore", divide="ignore"):
+                origin = np.nan_to_num(np.where(known, values, 0).sum(0) / known.sum(0))
+        shifted = np.where(known, values - origin, 0)
+        count = count + known.sum(0)
+        total = total + shifted.sum(0)
+        squares = squares + np.square(shifted).sum(0)
+    seen = np.maximum(count, 1)
+    mean = origin + total / seen
+    deviation = np.sqrt(np.maximum(squares / seen - np.square(total / seen), 0))
+    flat = deviation <= FLAT * np.abs(mean)
+    deviation = np.where(flat, 1.0, deviation)
+    named = [place for place, column in enumerate(columns) if column.categories]
+    mean[named] = 0.0
+    deviation[named] = 1.0
+    return Statistics(mean, deviation, flat)
+
+
+def own_constants(found: Statistics, columns: Sequence[Column]) -> dict[str, NDArray[np.float32]]:
+    """Return a device's statistics by the names of the initialisers; of a table its numbers alone."""
+    kept = [place for place in range(len(found.mean)) if not (columns and columns[place].categories)]
+    return {
+        OWN_MEAN: found.mean[kept].astype(np.float32),
+        OWN_DEVIATION: found.deviation[kept].astype(np.float32),
+    }
+
+
+def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = False) -> BuiltPreparation:
+    """Return the preparation of a table: numbers standardised, then one output for each category, in this order.
+
+    found: statistics of the publisher's rows, an entry for each column.
+    """
+    numbers = [place for place, column in enumerate(columns) if not column.categories]
+    graph = _Graph()
+    parts = []
+    if numbers:
+        values = "input"
+        if len(numbers) < len(columns):
+            values = graph.node("Gather", "input", graph.constant(np.array(numbers, np.int64)), axis=1)
+        parts.append(_standardised(graph, values, found, numbers, (len(numbers),), own=own))
+    for place, column in enumerate(columns):
+        if column.categories:
+            value = graph.node("Gather", "input", graph.constant(np.array([place], np.int64)), axis=1)
+            named = graph.constant(np.arange(len(column.categories), dtype=np.float32))
+            parts.append(graph.node("Cast", graph.node("Equal", value, named), to=1))
+    width = len(numbers) + sum(len(column.categories) for column in columns)
+    graph.node("Concat", *parts, axis=1, output="output")
+    steps = ["standardise"] * bool(numbers) + ["one-hot"] * (len(numbers) < len(columns))
+    shape = (len(columns),)
+    description = _describe("float32", shape, steps, found, own=own and bool(numbers), columns=tuple(columns))
+    return BuiltPreparation(graph.model("float32", shape, (width,)), description)
+
+
+def prepare_array(
+    dtype: str,
+    shape: tuple[int, ...],
+    axes: str,
+    found: Statistics | None,
+    *,
+    own: bool = False,
+) -> BuiltPreparation:
+    """Return the preparation of arrays whose sample axes are ``axes``: channels first, then scaled or standardised.
+
+    axes: "" or F for rows, HW, CHW, HWC, CT or TC. found: statistics by channel (by column of rows) to standardise
+    with; None divides by 255.
+    """
+    graph = _Graph()
+    order = sorted(range(len(axes)), key=lambda place: "CHWT".find(axes[place]) if axes not in ("", "F") else place)
+    value, made, steps = "input", tuple(shape), list[str]()
+    if dtype != "float32":
+        value = graph.node("Cast", value, to=1)
+    if order != list(range(len(axes))):
+        value = graph.node("Transpose", value, perm=[0, *(place + 1 for place in order)])
+        made = tuple(shape[place] for place in order)
+        steps.append(f"axes {axes} to {''.join(axes[place] for place in order)}")
+    if axes == "HW" or axes in ("CT", "TC"):
+        # The network of a user's own arrays takes images; a recording is one of [1, C, T].
+        value = graph.node("Unsqueeze", value, graph.constant(np.array([1], np.int64)))
+        made = (1, *made)
+    channel = 0 if axes in ("", "F") else max(axes.find("C"), 0)
+    if axes == "HW":
+        entries: tuple[int, ...] = (1, 1, 1)
+    elif axes in ("CT", "TC"):
+        entries = (1, made[1], 1)
+    else:
+        entries = (made[0], *(1,) * (len(made) - 1))
+    if found is None:
+        graph.node("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
+        steps.append("scale by 1/255")
+    else:
+        value = _standardised(graph, value, found, range(len(found.mean)), entries, own=own)
+        graph.node("Identity", value, output="output")
+        steps.append("standardise")
+    description = _describe(dtype, shape, steps, found, own=own, axes=axes, channel=channel)
+    return BuiltPreparation(graph.model(dtype, shape, made), description)
+
+
+def _describe(
+    dtype: str, shape: tuple[int, ...], steps: Sequence[str], found: Statistics | None, *, own: bool, **more: Any
+) -> Preparation:
+    published = found is not None and not own and found.mean.size == (shape[more.get("channel", 0)] if shape else 0)
+    return Preparation.model_validate(
+        {
+            "dtype": dtype,
+            "shape": shape,
+            "steps": (*steps, *("by each device's own statistics",) * own),
+            "mean": tuple(found.mean.tolist()) if published and found is not None else (),
+            "deviation": tuple(found.deviation.tolist()) if published and found is not None else (),
+            "own": own,
+            "missing": found is not None and dtype == "float32",
+            **more,
+        }
+    )
+
+
+def _standardised(
+    graph: _Graph, value: str, found: Statistics, kept: Iterable[int], shape: tuple[int, ...], *, own: bool
+) -> str:
+    """Add (x - mean) / deviation, missing values being 0 behind it."""
+    places = list(kept)
+    mean, deviation = (each[places].astype(np.float32).reshape(shape) for each in (found.mean, found.deviation))
+    names = (
+        (graph.open(OWN_MEAN, shape), graph.open(OWN_DEVIATION, shape))
+        if own
+        else (graph.constant(mean), graph.constant(deviation))
+    )
+    scaled = graph.node("Div", graph.node("Sub", value, names[0]), names[1])
+    missing = graph.node("IsNaN", scaled)
+    return graph.node("Where", missing, graph.constant(np.array(0, np.float32)), scaled)
+
+
+class _Graph:
+    """Collects the nodes of a graph from ``input`` to ``output``."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Any] = []
+        self._initializers: list[Any] = []
+
+    def node(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        import onnx.helper
+
+        name = output or f"{kind.lower()}_{len(self._nodes)}"
+        self._nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def constant(self, array: Array) -> str:
+        import onnx.numpy_helper
+
+        name = f"constant_{len(self._initializers)}"
+        self._initializers.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def open(self, name: str, shape: tuple[int, ...]) -> str:
+        """Add an initialiser that has type and shape, but no data."""
+        import onnx
+
+        self._initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))
+        return name
+
+    def model(self, dtype: str, shape: tuple[int, ...], made: tuple[int, ...]) -> bytes:
+        import onnx.helper
+
+        kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        graph = onnx.helper.make_graph(
+            self._nodes,
+            "preparation",
+            [onnx.helper.make_tensor_value_info("input", kind, ["batch", *shape])],
+            [onnx.helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, ["batch", *made])],
+            self._initializers,
+        )
+        opset = onnx.helper.make_opsetid("", OPSET)
+        model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION)
+        serialised: bytes = model.SerializeToString(deterministic=True)
+        return serialised

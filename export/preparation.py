@@ -1,0 +1,245 @@
+"""A model's preparation as a graph: checked as hostile input, completed, and put in front of an exported model.
+
+The graph takes a batch of raw samples as ``input`` and gives the model's inputs as ``output``, sample by sample or in
+batches. Where each device standardises by its own statistics, two initialisers, ``own:mean`` and ``own:deviation``,
+have type and shape but no data, like a skeleton's; ``complete`` writes a device's own into them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.compose
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+from onnx import ModelProto, TensorProto
+
+from edge_sdk.protocol.manifest import MAX_GRAPH, Array, Manifest
+from edge_sdk.protocol.preparation import Preparation
+from sparrow.export.bounds import Walk, check_fields, has_data, samples_at_once
+from sparrow.export.errors import ExportError, SkeletonError
+from sparrow.export.running import CHUNK, runtime
+from sparrow.export.skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
+
+PREFIX = "prepare/"
+"""In front of the name of everything that a preparation brings into an exported model."""
+
+OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
+
+MOST_NODES = 1_000
+LARGEST_CONSTANT = 4 * 1024 * 1024
+"""Bytes of one constant of a preparation."""
+
+PREPARED_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
+
+Constants = Mapping[str, Array]
+"""A device's own statistics by the names of the initialisers, float32."""
+
+
+def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
+    """Return the parsed preparation, checked for digest, structure, interface and the memory that it takes.
+
+    Raises SkeletonError, which says what was met and what to do.
+    """
+    preparation = manifest.preparation
+    if preparation is None:
+        raise SkeletonError("the manifest describes no preparation; publish the model again")
+    if len(graph) > MAX_GRAPH:
+        raise SkeletonError(f"the preparation has {len(graph)} bytes, at most {MAX_GRAPH} are accepted")
+    digest = hashlib.sha256(graph).hexdigest()
+    if digest != manifest.preparation_sha256:
+        raise SkeletonError(
+            f"the preparation has the SHA-256 {digest}, the manifest names {manifest.preparation_sha256}; fetch it "
+            "again"
+        )
+    check_fields(graph)
+    model = parse(graph)
+    check_structure(model)
+    if len(model.graph.node) > MOST_NODES:
+        raise SkeletonError(f"the preparation has {len(model.graph.node)} nodes, at most {MOST_NODES} are accepted")
+    for node in model.graph.node:
+        check_node(node)
+    _check_constants(model, preparation)
+    if preparation.own:
+        model = _completed(model, ones_for(preparation, model))
+    _check_interface(model, preparation, manifest)
+    for samples in (1, 2, 3):
+        walk = Walk(model, samples=samples)
+        walk.run()
+        wanted = [samples, *manifest.input_shape]
+        if walk.shape(OUTPUT) != wanted:
+            raise SkeletonError(
+                f"the preparation makes {walk.shape(OUTPUT)} of {samples} samples, the model takes {wanted}; keep the "
+                "batch axis first and free"
+            )
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise SkeletonError(f"the preparation is not a valid ONNX graph: {str(error)[:300]}") from None
+    return model
+
+
+def _check_constants(model: ModelProto, preparation: Preparation) -> None:
+    open_names = {OWN_MEAN, OWN_DEVIATION} if preparation.own else set()
+    seen = {value.name for value in model.graph.input}
+    for tensor in model.graph.initializer:
+        refuse_external(tensor)
+        if tensor.name in seen:
+            raise SkeletonError(f"{tensor.name[:80]!r} stands twice among the preparation's inputs and constants")
+        seen.add(tensor.name)
+        if tensor.ByteSize() > LARGEST_CONSTANT:
+            raise SkeletonError(
+                f"the preparation's constant {tensor.name[:80]!r} has more than {LARGEST_CONSTANT} bytes"
+            )
+        if tensor.name in open_names:
+            shape = tuple(tensor.dims)
+            if (
+                has_data(tensor)
+                or tensor.data_type != TensorProto.FLOAT
+                or max(shape, default=1) > max((*preparation.shape, 1))
+            ):
+                raise SkeletonError(f"{tensor.name} is to be float32 without data, of a raw sample's axis")
+        elif not has_data(tensor) and 0 not in tensor.dims:
+            raise SkeletonError(f"the preparation wants values for {tensor.name[:80]!r}, which nothing gives")
+    missing = sorted(open_names - seen)
+    if missing:
+        raise SkeletonError(f"the preparation reads no {missing[0]}, but is said to use each device's own statistics")
+
+
+def _check_interface(model: ModelProto, preparation: Preparation, manifest: Manifest) -> None:
+    wanted = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(preparation.dtype))
+    for values, name, kinds, shape in (
+        (model.graph.input, INPUT, (wanted,), preparation.shape),
+        (model.graph.output, OUTPUT, PREPARED_TYPES, manifest.input_shape),
+    ):
+        if [value.name for value in values] != [name]:
+            raise SkeletonError(f"the preparation's {name}s are not exactly one, named {name!r}")
+        tensor = values[0].type.tensor_type
+        dims = [dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim]
+        if tensor.elem_type not in kinds or dims != [None, *shape]:
+            raise SkeletonError(
+                f"the preparation's {name} is of ONNX type {tensor.elem_type} and shape {dims}; the manifest says "
+                f"{(None, *shape)}{f' of {preparation.dtype}' if name == INPUT else ''}"
+            )
+
+
+def ones_for(preparation: Preparation, model: ModelProto) -> Constants:
+    """Return neutral statistics of the shapes that a preparation with ``own`` ones has: means 0, deviations 1."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    return {
+        OWN_MEAN: np.zeros(shapes[OWN_MEAN], np.float32),
+        OWN_DEVIATION: np.ones(shapes[OWN_DEVIATION], np.float32),
+    }
+
+
+def complete(graph: bytes, constants: Constants) -> bytes:
+    """Return a checked preparation with a device's own statistics written into it. Raises ExportError for others."""
+    model = ModelProto.FromString(graph)
+    return cast(bytes, _completed(model, constants).SerializeToString(deterministic=True))
+
+
+def _completed(model: ModelProto, constants: Constants) -> ModelProto:
+    result = ModelProto()
+    result.CopyFrom(model)
+    for tensor in result.graph.initializer:
+        if tensor.name in (OWN_MEAN, OWN_DEVIATION):
+            values = constants.get(tensor.name)
+            if values is None or values.size != int(np.prod(tensor.dims)) or not np.isfinite(values).all():
+                raise ExportError(f"{tensor.name}: the device's own statistics are not those of this preparation")
+            shaped = np.asarray(values, np.float32).reshape(tuple(tensor.dims))
+            tensor.CopyFrom(onnx.numpy_helper.from_array(shaped, tensor.name))
+    return result
+
+
+def compose(model: ModelProto, graph: bytes) -> ModelProto:
+    """Return a model that takes raw samples: the complete preparation ``graph`` and, behind it, ``model``.
+
+    Everything that the preparation brings is called ``prepare/...``; the input keeps its name. Metadata stay.
+    """
+    preparation = ModelProto.FromString(graph)
+    preparation.ir_version = model.ir_version
+    prefixed = onnx.compose.add_prefix(preparation, PREFIX)
+    merged = onnx.compose.merge_models(prefixed, model, io_map=[(PREFIX + OUTPUT, INPUT)])
+    merged.graph.name = model.graph.name
+    _rename_input(merged, PREFIX + INPUT, INPUT)
+    merged.producer_name = model.producer_name
+    del merged.metadata_props[:]
+    merged.metadata_props.extend(model.metadata_props)
+    try:
+        onnx.checker.check_model(merged)
+    except (onnx.checker.ValidationError, RuntimeError) as error:
+        raise ExportError(
+            f"preparation and model make no valid ONNX model: {error}; export --without-preparation"
+        ) from None
+    return merged
+
+
+def compose_bytes(model: bytes, graph: bytes) -> bytes:
+    """Return the same of serialised models."""
+    return cast(bytes, compose(ModelProto.FromString(model), graph).SerializeToString(deterministic=True))
+
+
+def _rename_input(model: ModelProto, name: str, to: str) -> None:
+    for value in model.graph.input:
+        if value.name == name:
+            value.name = to
+    for node in model.graph.node:
+        node.input[:] = [to if read == name else read for read in node.input]
+
+
+class Preparer:
+    """Runs a complete preparation: raw samples [N, *raw] -> inputs [N, *input_shape], in chunks that fit memory."""
+
+    def __init__(self, graph: bytes, threads: int = 1) -> None:
+        """Load a checked graph. Raises ExportError where ONNX Runtime cannot."""
+        onnxruntime = runtime()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        self.graph = graph
+        self.digest = hashlib.sha256(graph).hexdigest()
+        model = ModelProto.FromString(graph)
+        self._at_once = samples_at_once(model, CHUNK)
+        tensor = model.graph.input[0].type.tensor_type
+        self.dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        self.shape = tuple(dim.dim_value for dim in tensor.shape.dim[1:])
+        try:
+            self._session: Any = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions share no public base class
+            raise ExportError(f"ONNX Runtime cannot load the preparation: {error}") from None
+
+    def __call__(self, raw: Array) -> Array:
+        """Return the inputs of the samples ``raw``. Raises ExportError where the graph fails on them."""
+        chunks = range(0, len(raw), self._at_once)
+        try:
+            parts = [self._session.run(None, {INPUT: raw[start : start + self._at_once]})[0] for start in chunks]
+        except Exception as error:  # as above
+            raise ExportError(f"the preparation fails on samples {raw.shape} of {raw.dtype}: {error}") from None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def draw_raw(preparation: Preparation, count: int, seed: int = 0) -> Array:
+    """Return random raw samples [count, *shape]: as spread as the description says, categories by index, unknown ones
+    among them."""
+    chance = np.random.default_rng(seed)
+    kind, shape = np.dtype(preparation.dtype), (count, *preparation.shape)
+    if kind.kind == "u":
+        return chance.integers(0, int(np.iinfo(kind).max), shape, dtype=kind, endpoint=True)
+    values = chance.standard_normal(shape, dtype=np.float32)
+    if preparation.mean:
+        axes = [-1 if axis == preparation.channel else 1 for axis in range(len(preparation.shape))]
+        mean, deviation = (np.array(each).reshape(axes) for each in (preparation.mean, preparation.deviation))
+        values = (mean + deviation * values).astype(np.float32)
+    for place, column in enumerate(preparation.columns):
+        if column.categories:
+            values[:, place] = chance.integers(-1, len(column.categories), count)
+    if kind.kind == "i":
+        bounds = np.iinfo(kind)
+        return np.clip(np.rint(values), bounds.min, bounds.max).astype(kind)
+    return values.astype(kind)
