@@ -27,7 +27,7 @@ SdkError
 │   ├── WrongSettings            a federation cannot be created with these settings: correct them
 │   └── DoesNotFit               the budget needs more memory than there is (``budget.preparation``)
 ├── BadCertificate               a certificate or key cannot be used (``protocol.tls``)
-├── DataError                    the device's data cannot be used (``tasks.loading``)
+├── DataError                    the device's data cannot be used (``reading.errors``)
 │   ├── BadOption                what was said of the data cannot work, whatever the data are
 │   └── NoData                   there is no such file or folder
 ├── UnknownTask                  the task is not installed on this device (``tasks``)

@@ -61,6 +61,8 @@ class LabelPrior:
                 "federation without it"
             )
         labels = collect_targets(task.train).astype(np.int64)
+        ignored = None if manifest.targets is None else manifest.targets.ignored
+        labels = labels[(labels >= 0) & (labels != ignored)]
         counts = np.bincount(labels, minlength=spec.shape[0])[: spec.shape[0]] + PSEUDO_COUNT
         offset = settings.logit_adjustment * np.log(counts / counts.mean())
         return cls(manifest, spec.name, offset.astype(np.float32))

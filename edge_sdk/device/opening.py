@@ -21,8 +21,9 @@ from edge_sdk.methods import load_method
 from edge_sdk.protocol.errors import GraphError, ManifestError
 from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, own_initial_values
 from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.tasks import Batches, Task, as_arrays
+from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
+from edge_sdk.tasks.intake import Taken, suited, take_in
 from edge_sdk.tasks.loading import ArrayBatches, Reshaped
 
 if TYPE_CHECKING:
@@ -91,12 +92,16 @@ def open_torch(
     values: the federation's, of what nobody trains, and of how what stays on devices begins. Model and data are tried
     first. Raises BadArgument, ManifestError, DoesNotFit.
     """
-    from edge_sdk.training.checking import check_task  # here, because the other engine needs no PyTorch
+    from edge_sdk.training.checking import (  # here, because the other engine needs no PyTorch
+        check_task,
+        suited_to_model,
+    )
     from edge_sdk.training.engine import TorchEngine
 
     task = load_method(info.method).task_of(task, manifest, info.settings.seed)
     check_model(task.model, manifest)
     take_values(task.model, manifest, values)
+    task = suited_to_model(task)
     check_task(task, manifest)
     prepared = Prepared(task, budget) if prepare is None else prepare(task, manifest, info, rehearse_torch)
     return prepared, TorchEngine(prepared.task, manifest)
@@ -112,9 +117,8 @@ def open_onnx(
     from edge_sdk.engines.onnx import Sessions
     from edge_sdk.engines.rehearsal import OnnxRehearsal
 
-    task = replace(task, compute=Compute(threads=task.compute.threads))
+    task = suited(replace(task, compute=Compute(threads=task.compute.threads)), types_of(graphs))
     prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
-    check_data(task, manifest)  # before anything is tried
     if prepare is not None:
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
     engine = _engine_of(task, manifest, info, sessions(prepared.task.compute.threads or 1))
@@ -128,7 +132,7 @@ def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
     Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
     model has no recipe.
     """
-    check_data(task, manifest)
+    suited(take_in(task, manifest), types_of(sessions.graphs))
     return _engine_of(task, manifest, info, sessions)
 
 
@@ -190,37 +194,18 @@ def _long_axes(shape: tuple[int, ...]) -> list[int]:
     return [length for length in shape if length != 1]
 
 
-def check_data(task: Task, manifest: Manifest) -> None:
-    """Raise BadArgument unless a task's data are as the model takes them: shapes, classes, finite first batches."""
-    for name in ("train", "validation", "test", "public"):
-        batches = getattr(task, name)
-        if batches is not None:
-            _check_data(name, batches, manifest, classifies=task.classification)
+def types_of(graphs: Graphs) -> Taken:
+    """Return the types of inputs and targets that a federation's training step takes."""
+    import onnx
 
-
-def _check_data(name: str, batches: Batches, manifest: Manifest, *, classifies: bool) -> None:
-    """Raise BadArgument unless the first batch is as the model takes it."""
-    inputs, targets = as_arrays(next(iter(batches)))
-    if tuple(inputs.shape[1:]) != manifest.input_shape:
-        raise BadArgument(
-            f"the task's {name} data: samples of shape {tuple(inputs.shape[1:])}, the federation's model takes "
-            f"{manifest.input_shape}; join with samples of that shape"
-        )
-    if len(inputs) != len(targets):
-        raise BadArgument(f"the task's {name} data: {len(inputs)} inputs have {len(targets)} targets")
-    labels = np.asarray(getattr(batches, "targets", targets))
-    if classifies and np.issubdtype(labels.dtype, np.integer) and manifest.output_shape:
-        lowest, highest = int(labels.min()), int(labels.max())
-        if lowest < 0 or highest >= manifest.output_shape[0]:
-            wrong = lowest if lowest < 0 else highest
-            raise BadArgument(
-                f"the task's {name} data: a label is {wrong}, the federation's model tells {manifest.output_shape[0]} "
-                f"classes apart, 0 to {manifest.output_shape[0] - 1}; join with the labels that it was made for"
-            )
-    if np.issubdtype(inputs.dtype, np.floating) and not np.isfinite(inputs).all():
-        raise BadArgument(
-            f"the task's {name} data: a value of the inputs is NaN or infinite; replace or leave out such samples"
-        )
+    described = {each.name: each.type.tensor_type for each in onnx.load_model_from_string(graphs.step).graph.input}
+    named = {name: described.get(name) for name in ("input", "target")}
+    types = {
+        name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.elem_type)) for name, each in named.items() if each
+    }
+    target = named["target"]
+    shape = tuple(axis.dim_value for axis in target.shape.dim[1:]) if target else None
+    return Taken(types.get("input", np.dtype(np.float32)), types.get("target"), shape)
 
 
 def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:

@@ -29,19 +29,22 @@ from pydantic import ValidationError
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import SecureOnly
+from edge_sdk.device.diagnosis import Diagnosis, diagnose
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
-from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
+from edge_sdk.device.state import Best, Identity, NewData, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.validation import digest_of
 from edge_sdk.device.values import load_values
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
 from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
 from edge_sdk.errors import (
+    BadArgument,
     Damaged,
     FederationDeleted,
     FederationOver,
@@ -90,6 +93,7 @@ from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.secure.messages import Statement
 from edge_sdk.tasks import Task, count_examples
+from edge_sdk.tasks.intake import take_in
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
@@ -107,6 +111,8 @@ MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
 FAILURES = 3
 """Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
+TRAINING = (Kind.train, Kind.personalise, Kind.prepare)
+"""The kinds of work that train in a round."""
 FIRST_REST, LONGEST_REST = 5.0, 900.0
 """Seconds of rest after a fault of the coordinator; each in a row doubles it."""
 FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDeleted)
@@ -142,10 +148,32 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a federation that a device needs before it can enrol; a fleet asks for them once."""
+    """The facts of a federation that a device needs before it can enrol; a fleet asks for them once.
+
+    preparation: the graph; None if the model takes samples as they are.
+    """
 
     info: FederationInfo
     manifest: Manifest
+    preparation: bytes | None = None
+
+    @classmethod
+    def of(cls, transport: Transport, federation: str) -> Known:
+        """Ask for them."""
+        info, manifest = transport.federation(federation), transport.manifest(federation)
+        graph = transport.graph(federation, "preparation") if manifest.preparation is not None else None
+        return cls(info, manifest, graph)
+
+    def prepared(self, task: Task) -> Task:
+        """Return a hosted device's task, its data checked and its samples prepared."""
+        if task.prepared is not None:
+            return task
+        if self.preparation is None:
+            return take_in(as_taken(task, self.manifest), self.manifest)
+        task = take_in(task, self.manifest)
+        from edge_sdk.tasks.prepared import prepared_hosted
+
+        return prepared_hosted(task, self.manifest, self.preparation)
 
 
 def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMask | None:
@@ -160,16 +188,16 @@ def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMa
 class Session:
     """One device in one federation.
 
-    make_task: gives the task once the federation's settings are known. telemetry: made from the transport's counters.
-    profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
-    steps in all, loss) while the device trains. prepare: given task, manifest, federation and what makes the
-    engine's rehearsals before the device enrols; returns the task as it is to be computed, or raises where that cannot
-    be. known: what else would be asked for. announce: whether a device that is enrolled says that it is there.
-    watchdog: holds the device to its policy, between assignments and between batches. hosted: whether it is one of
-    many that a process hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains
-    (``choose_engine``); ONNX Runtime needs of the task its data alone; or an engine itself, which devices may use one
-    after another. Raises what
-    ``errors`` lists; the state folder stays usable.
+    make_task: gives the task once the federation's settings and its manifest are known. telemetry: made from the
+    transport's counters. profile: what the device says of itself, this machine by default. progress: called with
+    (assignment, steps done, steps in all, loss) while the device trains. prepare: given task, manifest, federation and
+    what makes the engine's rehearsals before the device enrols; returns the task as it is to be computed, or raises if
+    that cannot be. known: what else would be asked for. announce: whether a device that is enrolled says that it is
+    there. watchdog: holds the device to its policy, between assignments and between batches. hosted: whether it is one
+    of many that a process hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains
+    (``choose_engine``); ONNX Runtime needs only the task's data; or an engine itself, which devices may use one after
+    another. memory_limit: bytes that the process may hold; None: what there is. Raises the errors that ``errors``
+    lists; the state folder stays usable.
     """
 
     def __init__(
@@ -179,7 +207,7 @@ class Session:
         *,
         federation: str,
         name: str,
-        make_task: Callable[[FederationInfo], Task],
+        make_task: Callable[[FederationInfo, Manifest], Task],
         budget: float = 1.0,
         telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
         profile: DeviceProfile | None = None,
@@ -191,7 +219,10 @@ class Session:
         hosted: bool = False,
         engine: EngineChoice | Engine = "auto",
         demands: SecureOnly | None = None,
+        memory_limit: int | None = None,
     ) -> None:
+        self._make_task = make_task
+        self._memory_limit = memory_limit
         self._transport = transport
         self._demands = demands
         self._hosted = hosted
@@ -204,6 +235,7 @@ class Session:
         self._report_progress = progress
         self.failed_rounds = 0  # in a row, since this process began
         self.last_failure: str | None = None
+        self.told_failure: str | None = None  # the same, as the coordinator may read it
         self._faults = 0  # of the coordinator, in a row
         self._next: Assignment | None = None  # what came with the answer to the last update
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
@@ -222,11 +254,8 @@ class Session:
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
-        task = as_taken(make_task(self.info), self.manifest)
-        if self._method.check_data is not None:
-            self._method.check_data(task, self.info.settings)
-        if not task.metrics:  # as of a device that brings its data alone
-            task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
+        self.differences: list[tuple[str, str]] = []
+        task = self._load_task()
         self.frozen, self._first = Tensors(), Tensors()
         if known is None:
             self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
@@ -262,6 +291,7 @@ class Session:
                 budget=self.budget,
                 limited_by=self._prepared.limited_by,
                 num_examples=count_examples(self.task.train) or None,
+                data_warnings=self._data_warnings(),
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
             )
@@ -322,9 +352,52 @@ class Session:
         with suppress(ValidationError):  # damaged on the disk
             manifest = Manifest.model_validate_json(cached) if cached else None
         if manifest is None or manifest.digest != wanted:
-            manifest = self._transport.manifest(self._federation)
+            before, manifest = manifest, self._transport.manifest(self._federation)
+            if before is not None and _only_prepares_otherwise(before, manifest):
+                log.warning("the federation prepares its samples in another way; this device's model starts again")
+                self._folder.forget_model()
             self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
         return manifest
+
+    def _load_task(self) -> Task:
+        """Return this device's task, its data prepared as the federation's model takes them."""
+        task = self._make_task(self.info, self.manifest)
+        if task.prepared is None and not self._hosted:
+            task = self._prepare(task)
+        if self._method.check_data is not None:
+            self._method.check_data(task, self.info.settings)
+        if not task.metrics:  # as of a device that brings its data alone
+            task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
+        return task
+
+    def _prepare(self, task: Task) -> Task:
+        """Run the federation's preparation over a device's raw samples, and keep what they add to it."""
+        description = self.manifest.preparation
+        statistics: Mapping[str, Array] = {}
+        if description is None:
+            if task.preparation is not None:
+                raise BadArgument(
+                    f"the task has a preparation, but the federation {self.info.name} was published without one: leave "
+                    "preparation out and give prepared samples, or publish the model again (replace=True)"
+                )
+            task = take_in(as_taken(task, self.manifest), self.manifest)
+        else:
+            task = take_in(task, self.manifest)
+            # Here, because ONNX Runtime is imported with it.
+            from edge_sdk.tasks.prepared import compute_own, differences, load_preparer, prepared, raw_statistics
+
+            digest = str(self.manifest.preparation_sha256)
+            if description.own:
+                kept = personal.read_own(self._folder.cached(personal.OWN), digest)
+                statistics = compute_own(task.train, description) if kept is None else kept
+            if description.mean:
+                self.differences = differences(raw_statistics(task.train, description), description)
+            preparer = load_preparer(self.manifest, self._graph("preparation"), statistics)
+            task = prepared(task, preparer, memory_limit=self._memory_limit)
+        if statistics or task.class_names:
+            own = personal.write_own(statistics, self.manifest.preparation_sha256, task.class_names)
+            self._folder.cache(personal.OWN, own)
+        return task
 
     def skeleton(self) -> bytes:
         """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
@@ -347,7 +420,7 @@ class Session:
         device of a fleet, whose engine is not its own.
         """
         manifest = self._load_manifest(digest)
-        if manifest.values_digest != self.manifest.values_digest:
+        if manifest.tensors_digest != self.manifest.tensors_digest:
             raise ManifestError("the federation's model has other values than this device's; join under another name")
         if not self._own_graphs:
             raise ModelReplaced(
@@ -356,14 +429,20 @@ class Session:
             )
         log.warning("the federation's model has a new version; this device goes on with it")
         before, self.manifest = self.manifest, manifest
+        prepares_alike = before.preparation_sha256 == manifest.preparation_sha256
         self.__dict__.pop("graphs", None)
         try:
-            _, engine = self._open_onnx(self.task, None, self.budget)
+            task = self.task if prepares_alike else replace(self._load_task(), compute=self.task.compute)
+            _, engine = self._open_onnx(task, None, self.budget)
         except SdkError:
             self.manifest = before  # so that it is tried again
             raise
-        engine.load(self.engine.read())
-        self.engine = engine
+        if prepares_alike:
+            engine.load(self.engine.read())
+        self.engine, self.task = engine, task
+        if not prepares_alike:
+            self.personal, self.progress = self._folder.load(manifest)
+            self._personal_is, self._as_new = None, self._never_sent()
         with suppress(SdkError):  # so that the personal model can be exported later, as in ``join``
             self.skeleton()
 
@@ -390,7 +469,9 @@ class Session:
             limited_by=self._prepared.limited_by,
             num_examples=count_examples(self.task.train) or None,
             hosted=self._hosted,
-            profile=self._profile or own_profile(self._telemetry.describe()),
+            profile=(self._profile or own_profile(self._telemetry.describe())).model_copy(
+                update={"data_warnings": self._data_warnings()}
+            ),
         )
         enrolled = self._transport.enrol(self._federation, request)
         self._identity = self._identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})
@@ -398,6 +479,10 @@ class Session:
         if enrolled.notice:
             log.warning("%s", printable(enrolled.notice))
         self._transport.token = enrolled.token
+
+    def _data_warnings(self) -> tuple[str, ...]:
+        """Return the operator's warnings about data unlike the publisher's; none in a secure federation."""
+        return () if self.info.settings.secure else tuple(there for _, there in self.differences)
 
     def _public_identity(self) -> str | None:
         """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
@@ -487,7 +572,7 @@ class Session:
         """Hand back what is open, and rest for longer after each fault in a row."""
         seconds = min(FIRST_REST * 2.0 ** min(self._faults, 30), LONGEST_REST)
         self._faults += 1
-        self.last_failure = fault
+        self.last_failure = self.told_failure = fault
         log.warning("%s; this device tries again in %.0f s", fault, seconds)
         assignment, self._working_on = self._working_on, None
         if assignment is not None:
@@ -513,6 +598,7 @@ class Session:
             try:
                 assignment, pause = self._or_enrol_again(lambda: self._ask(wait_seconds))
             except FederationOver:
+                self._judge_best_again()
                 return Step(Outcome.over)
         if self._transport.renewal_due:
             self._renew_token()
@@ -532,9 +618,15 @@ class Session:
             self._give_up(assignment, str(error))
             raise
         except (TrainingDiverged, ProtocolError) as error:
-            failed, to_blame = str(error), not isinstance(error, UnsoundModel)
-            log.warning("round %s: %s", assignment.round, error)
-            self._give_up(assignment, failed)
+            why = Diagnosis(str(error), str(error))
+            if isinstance(error, TrainingDiverged):
+                why = diagnose(error, assignment.settings, self.task.train)
+            failed, to_blame = why.here, not isinstance(error, UnsoundModel)
+            log.warning("round %s: %s", assignment.round, failed)
+            self._give_up(assignment, why.told)
+            self.told_failure = why.told
+            if assignment.kind in TRAINING:
+                self._save_progress(failures=self.progress.failures + 1, failure=failed)
         except Paused as pause_:
             log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
             self._give_up(assignment, pause_.reason)
@@ -824,7 +916,7 @@ class Session:
                 extras=update.extras,
             )
         except BundleError as error:  # a value is not finite
-            raise TrainingDiverged(str(error)) from error
+            raise TrainingDiverged(str(error).partition(": training diverged")[0]) from error
         return body, feedback
 
     def _evaluate(self, job: Job, download: Phase) -> None:
@@ -993,9 +1085,9 @@ class Session:
             held_out, validation = self._judge(tensors)
         except TrainingDiverged:
             raise UnsoundModel(
-                "the model received gives no finite loss on this device's held-out data, before any training: "
-                "see whether the data are finite and scaled as the task expects; if they are, the operator can go back "
-                "to an older model, and bound what one device moves (update_clip)"
+                "the model received gives no finite loss on this device's held-out data, before any training",
+                "see whether the data are scaled as the task expects; if they are, the operator can go back to an "
+                "older model, and bound what one device moves (update_clip)",
             ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 
@@ -1020,23 +1112,51 @@ class Session:
             lowest_loss=min(found.loss, before.lowest_loss) if before else found.loss,
             global_share=global_share,
             manifest=self.manifest.digest,
+            data=self._data,
         )
 
+    @cached_property
+    def _data(self) -> str:
+        return digest_of(self.task.validation)
+
     def _judge_best_again(self) -> None:
-        """Judge the best personal model by the federation's model as it is now, if that was replaced since."""
+        """Judge the best personal model again if the federation's model was replaced since, or the validation data.
+
+        On new data the last round's model takes its place, if it is better there.
+        """
         best = self.progress.best
-        if best is None or best.manifest == self.manifest.digest:
+        if best is None or (best.manifest, best.data) == (self.manifest.digest, self._data):
             return
         tensors = self.best
         if tensors is None:
             return
+        found, changed = self._validate_sound(tensors), dict[str, object]()
+        choice = None if found is None else self._judged_now(best, best.round, found)
+        if best.data != self._data:
+            new = NewData(round=best.round, before=best.validation, after=found)
+            changed = {"new_data": new, "accuracy_before": None, "validation_before": None, "validation_global": None}
+            last = None if self.personal is None or self.personal is tensors else self._validate_sound(self.personal)
+            if last is not None and (found is None or last.loss < found.loss):
+                assert self.personal is not None, "it was judged"
+                choice = self._judged_now(Best(round=0, validation=last, lowest_loss=0), self.progress.last_round, last)
+                self.progress = self.progress.model_copy(update={"best": choice})
+                self._folder.save_best(self.manifest, self.personal, self.progress)
+                self._personal_is = choice
+        if self._personal_is == best and choice is not None:
+            self._personal_is = choice
+        self._save_progress(best=choice, **changed)
+
+    def _judged_now(self, best: Best, number: int, found: Evaluation) -> Best:
+        """Return the best model, of round ``number``, as it is judged now."""
+        now = {"validation": found, "lowest_loss": found.loss, "manifest": self.manifest.digest, "data": self._data}
+        return best.model_copy(update={"round": number, **now})
+
+    def _validate_sound(self, tensors: Tensors) -> Evaluation | None:
+        """Return a model on validation data; None if its loss is not finite."""
         try:
-            validation = self._validate(tensors)
-            found = {"validation": validation, "lowest_loss": validation.loss, "manifest": self.manifest.digest}
-        except TrainingDiverged:  # a model of which nothing can be said is not the best
-            self._save_progress(best=None)
-        else:
-            self._save_progress(best=best.model_copy(update=found))
+            return self._validate(tensors)
+        except TrainingDiverged:
+            return None
 
     def _mix_with_global(self, job: Job) -> int:
         """Keep a mixture of the personal model and the finished global one as the best model, where validation data
@@ -1090,6 +1210,11 @@ class Session:
         """Return loss and accuracy of a model on this device's held-out data."""
         self.engine.load(tensors)
         return self.engine.evaluate(self.task.held_out, metrics=True)
+
+
+def _only_prepares_otherwise(before: Manifest, manifest: Manifest) -> bool:
+    """Return whether a manifest is of the same tensors, behind another preparation."""
+    return before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != manifest.preparation_sha256
 
 
 def _elements(mask: Mask | None) -> ElementMask | None:

@@ -47,7 +47,7 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
 
-OWED = "owed.safetensors"
+OUTBOX, OWED = "outbox.bundle", "owed.safetensors"
 
 PARTIAL = ".partial"
 """The end of the name of a file that is not whole yet."""
@@ -139,8 +139,8 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 class Best(BaseModel):
     """The personal model that is the best so far: the round it is of, that model on validation data, the lowest loss
-    there of all models so far, the share of the global model that was mixed into it, and the digest of the manifest
-    whose graphs judged it."""
+    there of all models so far, the share of the global model that was mixed into it, the digest of the manifest whose
+    graphs judged it, and that of the validation data (``device.validation``)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -149,13 +149,26 @@ class Best(BaseModel):
     lowest_loss: float
     global_share: float = 0.0
     manifest: str = ""
+    data: str = ""
+
+
+class NewData(BaseModel):
+    """The best model, of ``round``, on the validation data that it was chosen by, and on others that came since; None
+    if its loss there is not finite."""
+
+    model_config = ConfigDict(frozen=True)
+
+    round: int
+    before: Evaluation
+    after: Evaluation | None
 
 
 class Progress(BaseModel):
     """The progress of a device. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
     and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
     the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
-    last judged, both on validation data; None where that was not measured.
+    last judged, both on validation data; None where that was not measured. ``failures`` are rounds in which training
+    failed, ``failure`` says why the last of them did. ``new_data``: the validation data changed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -165,6 +178,9 @@ class Progress(BaseModel):
     steps: int = 0
     stopped_round: int | None = None
     adapted: bool = False
+    failures: int = 0
+    failure: str | None = None
+    new_data: NewData | None = None
     accuracy_before: float | None = None
     memory: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
@@ -314,6 +330,17 @@ class StateFolder:
             self.keep_as_best()  # killed before this was done, it is done now
         return tensors, progress
 
+    def forget_model(self) -> None:
+        """Remove the personal model and what belongs to it; keep what the device has spent so far."""
+        before = self.progress()
+        spent = {name: getattr(before, name) for name in ("training", "evaluation", "everything")}
+        kept = Progress().model_copy(update=spent)
+        for name in (personal.BEST, personal.MODEL, OUTBOX, OWED, personal.OWN):
+            (self.path / name).unlink(missing_ok=True)
+        self._saves = 0
+        self.own, self.feedback = {}, {}
+        self.save_progress(kept)
+
     def progress(self) -> Progress:
         """Return the progress that is kept, whatever the federation's model is now. Raises StateError."""
         return self._progress(self._read(personal.MODEL))
@@ -433,14 +460,14 @@ class StateFolder:
 
     def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
         """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
-        self._write("outbox.bundle", body)
+        self._write(OUTBOX, body)
         return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
 
     def outbox(self, pending: Pending) -> bytes:
         """Return the update that ``pending`` names. Raises StateError when it is not there whole."""
-        body = self.cached("outbox.bundle") or b""
+        body = self.cached(OUTBOX) or b""
         if hashlib.sha256(body).hexdigest() != pending.sha256:
-            raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
+            raise StateError(f"{self.path / OUTBOX} is not the update it should be; use another --state-dir")
         return body
 
     def put_owed(self, pending: Pending) -> None:

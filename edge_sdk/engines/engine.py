@@ -25,6 +25,7 @@ from edge_sdk.engines.training import (
     Teacher,
     count_steps,
     evaluation_of,
+    weight_of,
 )
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
@@ -52,6 +53,7 @@ class OnnxEngine:
         self.network, self._classification, self._metrics = network, classification, dict(metrics or {})
         self._chance = chance or np.random.Generator(np.random.PCG64())
         self.load, self.read, self.manifest = network.load, network.read, network.manifest
+        self._ignored = None if network.manifest.targets is None else network.manifest.targets.ignored
 
     def train(
         self,
@@ -137,17 +139,21 @@ class OnnxEngine:
 
     def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
         """Return mean loss, accuracy and metrics."""
-        seen, loss_sum, correct = 0, 0.0, 0
+        seen, loss_sum, correct = 0.0, 0.0, 0
         pairs: list[tuple[Array, Array]] = []
         for inputs, targets in map(as_arrays, batches):
+            weight = weight_of(targets, self._ignored)
+            if not weight:
+                continue
             loss, outputs = self.network.evaluation.answer(inputs, targets)
-            seen += len(targets)
-            loss_sum += loss * len(targets)
+            seen += weight
+            loss_sum += loss * weight
             if self._classification:
-                correct += int((outputs.argmax(axis=1) == targets).sum())
+                right = outputs.argmax(axis=1) == targets
+                correct += int((right if self._ignored is None else right & (targets != self._ignored)).sum())
             if metrics and self._metrics:
                 pairs.append((outputs, targets))
-        found = measure(self._metrics, pairs)
+        found = measure(self._metrics, pairs, self._ignored)
         return evaluation_of(seen, loss_sum, correct if self._classification else None, found)
 
     def scores(self, batches: Batches) -> tuple[Array, Array]:

@@ -24,7 +24,20 @@ Batch = tuple[Any, Any]
 
 
 class TrainingDiverged(SdkError):
-    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
+    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent.
+
+    met: what is not finite, and when. advice: what to do; None if it follows from the usual causes, which the session
+    names (``device.diagnosis``). learning_rate: of the training, if it is not the federation's.
+    """
+
+    def __init__(self, met: str, advice: str | None = None, *, learning_rate: float | None = None) -> None:
+        rate = "" if learning_rate is None else f" of {learning_rate:g}"
+        usual = f"look at the scale of the inputs, lower the learning rate{rate}, or set a clip"
+        super().__init__(f"{met}; {advice or usual}")
+        self.met, self.advice, self.learning_rate = met, advice, learning_rate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.met, self.advice), {"learning_rate": self.learning_rate}
 
 
 class UnsoundModel(TrainingDiverged):
@@ -132,21 +145,30 @@ def count_steps(settings: FederationSettings, batches: Batches) -> int:
     return settings.local_steps or settings.local_epochs * len(batches)
 
 
+def weight_of(targets: Any, ignored: int | None) -> float:
+    """Return the number of samples that a batch's mean loss stands for; of a sample with many targets, the share that
+    is not ``ignored``. targets: [N, ...], an array or a tensor."""
+    if ignored is None:
+        return len(targets)
+    known = int((targets != ignored).sum())
+    return float(known * len(targets) / math.prod(targets.shape))
+
+
 def evaluation_of(
-    seen: int, loss_sum: float, correct: int | None, metrics: Mapping[str, float] | None = None
+    seen: float, loss_sum: float, correct: int | None, metrics: Mapping[str, float] | None = None
 ) -> Evaluation:
-    """Return what was judged: ``loss_sum`` over ``seen`` samples, how many were right, None without classes, and the
-    task's metrics.
+    """Return what was judged: ``loss_sum`` over ``seen`` samples, as ``weight_of`` counts them, how many were right,
+    None without classes, and the task's metrics.
 
     Raises TrainingDiverged when the loss is not finite, ValueError where there was no sample.
     """
     if seen == 0:
         raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
     if not math.isfinite(loss_sum):
-        raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
+        raise TrainingDiverged("the loss on held-out data is not finite")
     accuracy = None if correct is None else correct / seen
     named = {name: bounded(value) for name, value in (metrics or {}).items()}
-    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy, metrics=named)
+    return Evaluation(num_examples=max(1, round(seen)), loss=bounded(loss_sum / seen), accuracy=accuracy, metrics=named)
 
 
 def check_loadable(tensors: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -177,15 +199,13 @@ class Divergence:
         """Return the error of a loss that is not finite."""
         if not inputs_finite:
             return TrainingDiverged(
-                f"the inputs of training step {step} are NaN or infinite; replace or leave out such samples"
+                f"the inputs of training step {step} are NaN or infinite", "replace or leave out such samples"
             )
-        return TrainingDiverged(f"the loss is {loss} at step {step} of {self.total}; {self._advice()}")
+        return self._of(f"the loss is {loss} at step {step} of {self.total}")
 
     def of_tensor(self, name: str) -> TrainingDiverged:
         """Return the error of a tensor that is not finite in the end."""
-        return TrainingDiverged(f"{name} is not finite after {self.total} steps; {self._advice()}")
+        return self._of(f"{name} is not finite after {self.total} steps")
 
-    def _advice(self) -> str:
-        clip = self.settings.clip
-        instead = "set a clip, such as 1" if clip is None else f"lower the clip of {clip:g}"
-        return f"lower the learning rate of {self.learning_rate:g} or {instead}"
+    def _of(self, met: str) -> TrainingDiverged:
+        return TrainingDiverged(met, learning_rate=self.learning_rate)

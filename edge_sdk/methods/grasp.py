@@ -130,7 +130,7 @@ def score(
         _, outputs = cool.differentiate([batch], names, add)
         loss = engine.loss(outputs, batch[1])
         if not math.isfinite(loss):
-            raise TrainingDiverged(f"the loss is {loss} before any training; publish a sound model")
+            raise TrainingDiverged(f"the loss is {loss} before any training", "publish a sound model")
         seen += len(batch[1])
         loss_sum += loss * len(batch[1])
 
@@ -143,7 +143,7 @@ def score(
     scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
     for name, each in scores.items():
         if not np.isfinite(each).all():
-            raise TrainingDiverged(f"{name}: a score is not finite; publish a sound model, or raise temperature")
+            raise TrainingDiverged(f"{name}: a score is not finite", "publish a sound model, or raise temperature")
     return Scored(scores, seen, loss_sum / seen)
 
 

@@ -61,7 +61,9 @@ def _seen(job: Job) -> NDArray[np.int64]:
     outputs = np.arange(job.manifest.output_shape[0])
     if not job.task.classification:
         return outputs
-    return np.intersect1d(outputs, collect_targets(job.task.train))
+    described = job.manifest.targets
+    labels = collect_targets(job.task.train)
+    return np.intersect1d(outputs, labels if described is None else labels[labels != described.ignored])
 
 
 def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:

@@ -59,7 +59,7 @@ def train_mixture(
         loss, _ = engine.differentiate([batch], names, gradients.__setitem__, moves=True)
         mixed_loss, _ = mixture.differentiate([batch], names, mixed.__setitem__, moves=True)
         if not (math.isfinite(loss) and math.isfinite(mixed_loss)):
-            raise TrainingDiverged(f"a loss is not finite at step {step} of {total}; lower the learning rate")
+            raise TrainingDiverged(f"a loss is not finite at step {step} of {total}")
         if step == total:
             slope = sum(float(((private[name] - shared[name]) * each).sum()) for name, each in mixed.items())
         optimisers[0].step({name: np.array(each) for name, each in gradients.items()})
@@ -73,7 +73,7 @@ def train_mixture(
         progress(step, total, loss_sum / seen)
     tensors = mixture.read()
     if not (math.isfinite(weight) and all(np.isfinite(tensors[name]).all() for name in names)):
-        raise TrainingDiverged(f"a weight is not finite after {total} steps; lower the learning rate")
+        raise TrainingDiverged(f"a weight is not finite after {total} steps")
     result = LocalResult(count_examples(batches), seen, total, loss_sum / seen)
     return Mixed({**before, **own, **private}, tensors, weight, result)
 

@@ -122,7 +122,7 @@ def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.floa
         samples += len(batch[1])
     for name, total in squares.items():
         if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a squared gradient is not finite; lower the learning rate or set a clip")
+            raise TrainingDiverged(f"{name}: a squared gradient is not finite")
         total /= np.float32(batches)
     return squares, samples
 

@@ -50,9 +50,7 @@ class Replacing:
             before, shape = self.mask.exists[name].reshape(-1), weights[name].shape
             values, steepness = (np.asarray(each, np.float32).reshape(-1) for each in (weights[name], gradient))
             if not (np.isfinite(values).all() and np.isfinite(steepness).all()):
-                raise TrainingDiverged(
-                    f"{name} or its gradient is not finite after step {step}; lower the learning rate"
-                )
+                raise TrainingDiverged(f"{name} or its gradient is not finite after step {step}")
             pruned, grown = self._rule(step, name, values, steepness, before)
             kept = grown.exists.copy()
             kept[pruned.guided] = False  # were one of them taken back, it would start at 0

@@ -75,7 +75,7 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
         samples += len(batch[1])
     for name, total in sums.items():
         if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a gradient is not finite; lower the learning rate or set a clip")
+            raise TrainingDiverged(f"{name}: a gradient is not finite")
     return np.concatenate([ballot(sums[name], vote.seats) for name, vote in votes.items()]), samples
 
 

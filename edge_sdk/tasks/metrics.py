@@ -19,13 +19,15 @@ log = logging.getLogger(__name__)
 Metric = Callable[[NDArray[Any], NDArray[Any]], float]
 
 
-def top1(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+def top1(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None) -> float:
     """Return the share of targets whose class has the highest score: of samples, characters or pixels.
 
     outputs: [N, C] or [N, C, ...], targets [N] or [N, ...]; or, of sequences, outputs [N, T, C] and targets [N, T].
+    ignored: the label of targets that do not count.
     """
     axis = 1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else outputs.ndim - 1
-    return float((outputs.argmax(axis) == targets).mean())
+    right = outputs.argmax(axis) == targets
+    return float((right if ignored is None else right[targets != ignored]).mean())
 
 
 def mae(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
@@ -46,38 +48,43 @@ def r2(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
     return float(1 - rest / variance) if variance > 0 else 0.0
 
 
-def iou(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
+def iou(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None) -> float:
     """Return the intersection over union of segmentation, the mean over the classes that occur.
 
     outputs: scores [N, C, ...] of C classes, or [N, 1, ...] and [N, ...] of one, which is found where they are above 0;
-    targets: [N, ...] class indices, or of one class 0 and 1.
+    targets: [N, ...] class indices, or of one class 0 and 1. ignored: the label of targets that do not count.
     """
     shape = targets.shape
+    known = np.ones(shape, np.bool_) if ignored is None else targets != ignored
     one = outputs.shape == shape or outputs.shape[1] == 1
     if one:
         pairs = [(outputs.reshape(shape) > 0, targets > 0.5)]
     else:
         found = outputs.argmax(1).reshape(shape)
         pairs = [(found == each, targets == each) for each in range(outputs.shape[1])]
-    unions = [(float((one & other).sum()), float((one | other).sum())) for one, other in pairs]
-    known = [both / either for both, either in unions if either]
-    return float(np.mean(known)) if known else 1.0
+    unions = [(float((one & other & known).sum()), float(((one | other) & known).sum())) for one, other in pairs]
+    shares = [both / either for both, either in unions if either]
+    return float(np.mean(shares)) if shares else 1.0
 
 
 METRICS: dict[str, Metric] = {"top1": top1, "mae": mae, "rmse": rmse, "r2": r2, "iou": iou}
 """Those that a task may name."""
 
 
-def measure(metrics: Mapping[str, Metric], pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> dict[str, float]:
+def measure(
+    metrics: Mapping[str, Metric], pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]], ignored: int | None = None
+) -> dict[str, float]:
     """Return what each metric is of all batches of outputs and targets, by name; nothing where there is none. One that
-    fails, or is no finite number, is left out, and logged."""
+    fails, or is no finite number, is left out, and logged. ignored: a label that ``top1`` and ``iou`` leave out; the
+    user's own functions get all targets."""
     found: dict[str, float] = {}
+    of_classes = {"ignored": ignored}
     if not pairs:
         return found
     outputs, targets = (np.concatenate(each) for each in zip(*pairs, strict=True))
     for name, metric in metrics.items():
         try:
-            value = float(metric(outputs, targets))
+            value = float(metric(outputs, targets, **(of_classes if metric in (top1, iou) else {})))
         except Exception as error:  # the user's code; the loss is known all the same
             log.warning(
                 "the metric %s fails on outputs %s and targets %s: %s", name, outputs.shape, targets.shape, error

@@ -7,7 +7,6 @@ same seed stay the same bit for bit. Where all samples lie in tensors, all of th
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing.modes import begin_training, buffers_kept, evaluating
 from edge_sdk.tasks import Task
+from edge_sdk.tasks.intake import Fitted, Taken, random_state_kept, suited, unwrapped
 from edge_sdk.training.local import as_tensor, device_of
 
 SAMPLES = 16
@@ -61,31 +61,35 @@ def check_task(task: Task, manifest: Manifest | None = None) -> None:
 def _unnoticed(task: Task) -> Iterator[None]:
     """Restore random numbers, running statistics and modules' modes afterwards."""
     device = device_of(task.model)
-    generators = [each for loader in (task.train, task.validation, task.test) for each in _generators(loader)]
-    states = [generator.get_state() for generator in generators]
-    python, numpy = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
+        stack.enter_context(random_state_kept(task.train, task.validation, task.test))
         stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
         stack.enter_context(evaluating(task.model))
         stack.enter_context(buffers_kept(task.model))
         if isinstance(task.loss, nn.Module):
             stack.enter_context(buffers_kept(task.loss))
         stack.enter_context(torch.enable_grad())
+        yield
+
+
+def suited_to_model(task: Task) -> Task:
+    """Return the task with inputs as float32 if they are integers that the model does not take as indices."""
+    with _unnoticed(task), torch.no_grad():
         try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            inputs = as_tensor(next(iter(task.train))[0])[:2].to(device_of(task.model))
+            if inputs.is_floating_point() or _runs(task.model, inputs) or not _runs(task.model, inputs.float()):
+                return task
+        except Exception:  # which ``check_task`` names
+            return task
+    return suited(task, Taken(np.dtype(np.float32)))
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return a DataLoader's own generators, which it would draw from."""
-    batches = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+def _runs(model: nn.Module, inputs: Tensor) -> bool:
+    try:
+        model(inputs)
+    except (RuntimeError, TypeError, IndexError):
+        return False
+    return True
 
 
 class _Check:
@@ -118,9 +122,10 @@ class _Check:
     # --- what the loader gives -----------------------------------------------------------------------------------
 
     def _first(self) -> tuple[Tensor, Tensor]:
-        loader, kind = self.loader, f"a {type(self.loader).__name__}"
-        if isinstance(loader, DataLoader):
-            kind += f" over a {type(loader.dataset).__name__}"
+        loader, own = self.loader, unwrapped(self.loader)
+        kind = f"a {type(own).__name__}"
+        if isinstance(own, DataLoader):
+            kind += f" over a {type(own.dataset).__name__}"
         if not hasattr(loader, "__iter__"):
             raise self._wrong(f"{kind} cannot be iterated over; give a DataLoader, or a list of {PAIR}")
         try:
@@ -300,6 +305,7 @@ class _Check:
 
 def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
     """Return all samples, where they lie in two tensors and are not too many; else None."""
+    given, loader = loader, unwrapped(loader)
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     data: Any = loader.dataset
@@ -311,11 +317,16 @@ def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
     if not isinstance(data, TensorDataset) or len(data.tensors) != 2 or data.tensors[0].numel() > LOOKED_AT:
         return None
     inputs, targets = data.tensors
-    return (inputs, targets) if chosen is None else (inputs[chosen], targets[chosen])
+    found = (inputs, targets) if chosen is None else (inputs[chosen], targets[chosen])
+    if not isinstance(given, Fitted):
+        return found
+    converted = given.converted(found)
+    return None if converted is None else (as_tensor(converted[0]), as_tensor(converted[1]))
 
 
 def _last_batch(loader: Any) -> int | None:
     """Return how many samples the last batch of a pass has; None where that is not known."""
+    loader = unwrapped(loader)
     size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None or loader.drop_last:
         return None

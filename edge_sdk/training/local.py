@@ -24,11 +24,13 @@ from edge_sdk.engines.training import (
     check_loadable,
     count_steps,
     evaluation_of,
+    weight_of,
 )
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating
+from edge_sdk.publishing.targets import ignored_label
 from edge_sdk.tasks import Batches, Task, count_examples, passes
 from edge_sdk.tasks.metrics import measure
 from edge_sdk.training.freezing import Freezing
@@ -175,19 +177,24 @@ def evaluate(
     sample.
     """
     device = device_of(model)
-    seen, loss_sum, correct, measured = 0, 0.0, 0, task.measured if metrics else {}
+    seen, loss_sum, correct, measured = 0.0, 0.0, 0, task.measured if metrics else {}
+    ignored = ignored_label(task.loss)
     pairs: list[tuple[Any, Any]] = []
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
         for batch in batches:
             inputs, targets = as_tensors(batch, device)
+            weight = weight_of(targets, ignored)
+            if not weight:
+                continue
             outputs = model(layout(inputs, targets)) if forward is None else forward(inputs)
-            seen += len(targets)
-            loss_sum += task.loss(outputs, targets).item() * len(targets)
+            seen += weight
+            loss_sum += task.loss(outputs, targets).item() * weight
             if task.classification:
-                correct += int((outputs.argmax(dim=1) == targets).sum())
+                right = outputs.argmax(dim=1) == targets
+                correct += int((right if ignored is None else right & (targets != ignored)).sum())
             if measured:
                 pairs.append((outputs.float().cpu().numpy(), targets.cpu().numpy()))
-    found = measure(measured, pairs)
+    found = measure(measured, pairs, ignored)
     return evaluation_of(seen, loss_sum, correct if task.classification else None, found)
 
 

@@ -488,7 +488,7 @@ def bytes_of_a_round(client, path):
             folder,
             federation="f",
             name="pi",
-            make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
+            make_task=lambda info, manifest: load("index=0,of=20", device="pi", seed=0, batch_size=16),
         )
         while (step := session.step(wait_seconds=5)).outcome is not Outcome.worked:
             pass

@@ -1,0 +1,89 @@
+"""Likely causes of training that diverged, in order: the scale of the inputs, the learning rate, the clip.
+
+The device's user reads the measured spread of its inputs. The coordinator gets the same causes without it, because
+nothing that was measured on a device's data may leave it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Batches, as_arrays
+from edge_sdk.tasks.intake import random_state_kept
+
+FIRST_BATCHES = 8
+ORDINARY_DEVIATIONS = (0.1, 10.0)
+ORDINARY_VALUE = 100.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The smallest and largest value of inputs, and their standard deviation."""
+
+    smallest: float
+    largest: float
+    deviation: float
+
+    @classmethod
+    def of(cls, batches: Batches) -> Spread | None:
+        """Measure the first batches; None if inputs are indices. Random numbers stay as they were."""
+        with random_state_kept(batches):
+            found = [as_arrays(batch)[0] for batch in islice(batches, FIRST_BATCHES)]
+        if not found or found[0].dtype.kind != "f":
+            return None
+        values = np.concatenate([each.reshape(-1) for each in found]).astype(np.float64)
+        return cls(float(values.min()), float(values.max()), float(values.std()))
+
+    @property
+    def ordinary(self) -> bool:
+        """True if networks usually train with inputs of this spread."""
+        least, most = ORDINARY_DEVIATIONS
+        return least <= self.deviation <= most and max(-self.smallest, self.largest) < ORDINARY_VALUE
+
+    def __str__(self) -> str:
+        return (
+            f"lie between {self.smallest:.2g} and {self.largest:.2g} with a standard deviation of {self.deviation:.2g}"
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The reason why a round failed. here: for the device's user. told: for the coordinator, without any measurement of
+    the device's data."""
+
+    here: str
+    told: str
+
+
+def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Batches) -> Diagnosis:
+    """Return an error with its likely causes. batches: the training data, whose inputs are measured."""
+    told = str(error)
+    if error.advice is not None and not isinstance(error, UnsoundModel):
+        return Diagnosis(told, told)
+    try:
+        spread = Spread.of(batches)
+    except Exception:  # the user's loader; the error at hand says more
+        spread = None
+    if error.advice is not None:
+        return Diagnosis(told if spread is None else f"{told}. The inputs {spread}", told)
+    rate = settings.learning_rate if error.learning_rate is None else error.learning_rate
+    steps = f"the learning rate of {rate:g}: lower it; {_clip(settings)}"
+    likely = f"{error.met}; likely causes, in order:"
+    told = f"{likely} the scale of the inputs: see the device's own log; {steps}"
+    if spread is None:
+        return Diagnosis(f"{likely} {steps}", told)
+    if spread.ordinary:
+        return Diagnosis(f"{likely} hardly the scale, because inputs {spread}; {steps}", told)
+    return Diagnosis(f"{likely} inputs {spread}: standardise them; {steps}", told)
+
+
+def _clip(settings: FederationSettings) -> str:
+    """Return what a clip of each step's gradient could change."""
+    if settings.clip is None:
+        return "no clip of the gradient: have the operator set clip=1"
+    return f"the clip of {settings.clip:g}: have the operator lower it"
