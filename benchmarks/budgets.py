@@ -152,7 +152,7 @@ def _open(
     )
 
 
-def _task(info: FederationInfo) -> Task:
+def _task(info: FederationInfo, manifest: Manifest) -> Task:
     return Subject(TASK, info.settings, compute=Compute(threads=1), engine="torch").load()[0]
 
 
@@ -161,7 +161,7 @@ def _whole_round(server: str, clock: Clock) -> float:
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
         info, manifest = transport.federation("budgets"), transport.manifest("budgets")
-    return Predictor(_task(info), manifest, info.settings, memory=False, clock=clock).at(1.0).seconds
+    return Predictor(_task(info, manifest), manifest, info.settings, memory=False, clock=clock).at(1.0).seconds
 
 
 def _prepare(

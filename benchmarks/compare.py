@@ -18,7 +18,9 @@ from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.auto import FOR_NEURONS
 from edge_sdk.protocol.messages import AUTO, FederationSettings
 from edge_sdk.publish import read_settings
-from edge_sdk.tasks.npz import read_whole
+from edge_sdk.reading import read_options
+from edge_sdk.tasks import OWN
+from edge_sdk.tasks.own.whole import read_whole
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
 from sparrow.benchmarks.files import PLACES, files_of_devices
 from sparrow.command_line.command import WrongUsage
@@ -52,8 +54,8 @@ def compared(
     partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
     UnknownMethod, DataError.
     """
-    if task == "npz" and not data:
-        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits needs none")
+    if task == OWN and not data:
+        raise WrongUsage("add --data, a table, an npz file or a folder; --task digits needs none")
     if seeds < 1:
         raise WrongUsage(f"--seeds {seeds}: give at least 1")
     number, about, usual = _devices(task, data, devices)
@@ -96,20 +98,24 @@ def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
     files = files_of_devices(task, data, wanted)
     if files:
         return len(files), "Each device has a file of its own, whose numbers are taken as they are.", DEFAULT
-    if task != "npz":
+    if task != OWN:
         return wanted or DEVICES, "", DEFAULT
-    whole = read_whole(data)
-    samples = len(whole.targets)
+    path, options, _ = read_options(data)
+    whole = read_whole(path, options)
+    inputs = whole.raw.inputs
+    samples = len(inputs)
     scale = (
         "bytes are divided by 255"
-        if whole.inputs.dtype == np.uint8
+        if inputs.dtype == np.uint8 and inputs.ndim > 2
         else "numbers are standardised by the mean and deviation of all devices' training samples"
     )
-    about = f"{samples:,} samples of {whole.classes} classes, shape {whole.inputs.shape[1:]}; {scale}."
+    meaning = f"of {len(whole.classes)} classes" if whole.kind == "classes" else "with a number each"
+    about = f"{samples:,} samples {meaning}, shape {inputs.shape[1:]}; {scale}."
     if whole.people is not None:
-        people = len(np.unique(whole.people))
+        people = len(whole.names)
         return wanted or people, f"{about} They are of {people} people.", "person"
-    return wanted or max(2, min(DEVICES, samples // SAMPLES_EACH)), about, "dirichlet"
+    usual = "dirichlet" if whole.kind == "classes" else "iid"
+    return wanted or max(2, min(DEVICES, samples // SAMPLES_EACH)), about, usual
 
 
 def _partition(text: str) -> tuple[str, dict[str, Value]]:

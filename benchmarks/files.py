@@ -1,11 +1,14 @@
-"""Experiments in which each simulated device has an npz file of its own: the files that ``--data`` names."""
+"""Experiments in which each simulated device has a file of its own: the files that ``--data`` names."""
 
 from __future__ import annotations
 
 from glob import glob
 from pathlib import Path
 
-from edge_sdk.tasks.loading import DataError, NoData
+from edge_sdk.reading.errors import DataError, NoData
+from edge_sdk.tasks import OWN
+
+SUFFIXES = (".npz", ".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")
 
 PLACES = ("{index}", "{name}")
 
@@ -13,18 +16,18 @@ PLACES = ("{index}", "{name}")
 def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[str, ...]:
     """Return the files of the first ``devices`` devices (None: all); () if the devices share ``data``.
 
-    data: a folder of npz files; a pattern such as ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in it, which
-    are 0, 1, ... and device-0, device-1, .... Files of a folder or pattern are in the order of their names. Only the
-    task npz has such files. Raises DataError, NoData.
+    data: a folder of npz files or tables; a pattern such as ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in
+    it, which are 0, 1, ... and device-0, device-1, .... Files of a folder or pattern are in the order of their names.
+    Only a user's own files (the task npz) are such. Raises DataError, NoData.
     """
-    if task != "npz" or not data:
+    if task != OWN or not data:
         return ()
     if any(place in data for place in PLACES):
         found = _numbered(data, devices)
     elif Path(data).is_dir():
-        found = sorted(str(path) for path in Path(data).glob("*.npz"))
+        found = sorted(str(path) for path in Path(data).iterdir() if path.name.lower().endswith(SUFFIXES))
         if not found:
-            raise NoData(f"--data {data}: the folder has no npz files; it needs one per device")
+            raise NoData(f"--data {data}: the folder has no {', '.join(SUFFIXES)} files; it needs one per device")
     elif set(data) & set("*?["):
         found = sorted(glob(data))
         if not found:

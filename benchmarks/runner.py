@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 from edge_sdk.publish import load_to_publish, publish
+from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation.fleet import run_fleet
 from edge_sdk.simulation.host import Plan
-from edge_sdk.tasks import load_task
+from edge_sdk.tasks import OWN, Task, load_task
+from edge_sdk.tasks import own as own_files
 from edge_sdk.tasks.compute import USUAL, Compute
-from edge_sdk.tasks.loading import DataError
-from edge_sdk.tasks.npz import SAME_CLASSES
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.analysis.observing import observed
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials
@@ -177,7 +178,8 @@ def run_trial(
     check_test_sets(plan, trial.task, trial.seed, [text for _, text in test_sets])
     found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
-        task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
+        publishing = publishing_of(trial, plan)
+        task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0), publishing=publishing)
         settings = {"draws": "seed", **trial.settings}
         publish(server, FEDERATION, task, compiled=trial.engine != "torch", exist_ok=True, **settings)
         with observed(server, plan, folder) if analyse else nullcontext() as observer:
@@ -231,8 +233,10 @@ def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
 def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, where: Where) -> Recorded:
     """Return the rows of a trial whose training is the recorded one, its devices judged as it has them fine-tuned."""
     tuning = {key: value for key, value in trial.settings.items() if key.startswith(FINE_TUNING)}
-    info = finished.info.model_copy(update={"settings": finished.info.settings.model_copy(update=tuning)})
-    (found,) = judge(replace(finished, info=info), plan, [plan.data], processes=where.processes)
+    known = finished.known
+    settings = known.info.settings.model_copy(update=tuning)
+    info = known.info.model_copy(update={"settings": settings})
+    (found,) = judge(replace(finished, known=replace(known, info=info)), plan, [plan.data], processes=where.processes)
     last = rejudged(recorded.points[-1], found, trial.judged_as)
     devices = tuple(
         replace(device, accuracy=each.accuracy if each else None)
@@ -275,13 +279,24 @@ def check(trials: Iterable[Trial], where: Where) -> None:
             continue
         every = range(plan.total) if trial.partition == DEFAULT and not seen else range(1)
         seen.add((plan.data, trial.seed))
-        models = [
-            load_task(trial.task, plan.data_of(index), device=plan.name(index), seed=trial.seed, batch_size=1)
-            .seeded(trial.seed)
-            .model
-            for index in every
-        ]
+        publishing = publishing_of(trial, plan)
+        models = []
+        for index in every:
+            load = load_task if publishing is None else partial(_load_own, publishing)
+            task = load(trial.task, plan.data_of(index), device=plan.name(index), seed=trial.seed, batch_size=1)
+            models.append(task.seeded(trial.seed).model)
         check_alike(models, plan)
+
+
+def _load_own(publishing: own_files.Publishing, task: str, data: str, **given: Any) -> Task:
+    return own_files.load(data, **given, publishing=publishing)
+
+
+def publishing_of(trial: Trial, plan: Plan) -> own_files.Publishing | None:
+    """Return what is published of files that each device has of its own: the classes of all; None for other data."""
+    if trial.task != OWN or not isinstance(plan.data, tuple):
+        return None
+    return own_files.Publishing(classes=own_files.classes_of(plan.data))
 
 
 def check_alike(models: Sequence[nn.Module], plan: Plan) -> None:
@@ -292,8 +307,7 @@ def check_alike(models: Sequence[nn.Module], plan: Plan) -> None:
             name = next(name for name in (*shapes[0], *found) if found.get(name) != shapes[0].get(name))
             raise DataError(
                 f"{plan.data_of(index)}: its model has {name} of {found.get(name, 'no shape')}, that of "
-                f"{plan.data_of(0)} {shapes[0].get(name, 'no shape')}; samples must have the same shape on all "
-                f"devices, and {SAME_CLASSES}"
+                f"{plan.data_of(0)} {shapes[0].get(name, 'no shape')}; samples must have the same shape on all devices"
             )
 
 

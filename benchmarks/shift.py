@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.opening import fetch_graphs, share_onnx
-from edge_sdk.device.session import load_mask
+from edge_sdk.device.session import Known, load_mask
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Engine, EngineName
@@ -64,8 +64,7 @@ class Finished:
     trained; None where PyTorch did.
     """
 
-    info: FederationInfo
-    manifest: Manifest
+    known: Known
     model: Tensors | None
     root: Path
     reference: Reference | None
@@ -77,7 +76,8 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
     root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
-        info, manifest = transport.federation(federation), transport.manifest(federation)
+        known = Known.of(transport, federation)
+        info, manifest = known.info, known.manifest
         model = None
         if info.global_model_usable:
             model = transport.model(federation, manifest)
@@ -86,7 +86,7 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
         graphs = fetch_graphs(manifest, partial(transport.graph, federation)) if engine == "onnx" else None
         reference = Reference.of(stored) if stored else None
-        return Finished(info, manifest, model, root, reference, Sessions(graphs) if graphs else None)
+        return Finished(known, model, root, reference, Sessions(graphs) if graphs else None)
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ def _train_once(engine: Engine, trained: list[tuple[LocalResult, Tensors]]) -> N
 
 def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[DataOfDevices]) -> list[Evaluated]:
     """Evaluate one device on each test set."""
-    info, manifest = finished.info, finished.manifest
+    info, manifest = finished.known.info, finished.known.manifest
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
     try:
         personal, progress = folder.load(manifest)
@@ -161,7 +161,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
     trained: list[tuple[LocalResult, Tensors]] = []
     engine: Engine
     for text in texts:
-        task = replace(plan, data=text).task(index, info)
+        task = replace(plan, data=text).task(index, finished.known)
         if finished.sessions is not None:
             engine = share_onnx(task, manifest, info, finished.sessions)
         else:

@@ -27,6 +27,13 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
+def natural(text: str) -> int:
+    """Return a whole number of 0 or more."""
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+
+
 def mebibytes(text: str) -> int:
     """Return bytes, from MiB."""
     return count(text) * MIB

@@ -46,6 +46,7 @@ from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.protocol import personal, tls
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
@@ -83,7 +84,8 @@ class Result:
     device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
     kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
     before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
-    exported, where that was before the coordinator had answered.
+    exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
+    ``failure`` why in the last of them.
     """
 
     name: str
@@ -105,6 +107,13 @@ class Result:
     warnings: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    failures: int = 0
+    failure: str | None = None
+
+    @property
+    def trained_nothing(self) -> bool:
+        """True if this device was given rounds and training failed in all of them."""
+        return self.failures > 0 and not self.rounds
 
 
 @translated()
@@ -208,7 +217,7 @@ def join(
                     folder,
                     federation=federation,
                     name=name,
-                    make_task=lambda info: replace(make_task(info), compute=compute),
+                    make_task=lambda info, manifest: replace(make_task(info, manifest), compute=compute),
                     budget=1.0 if budget is None else budget,
                     engine=engine,
                     telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions, on_phase=tell.phase),
@@ -223,12 +232,15 @@ def join(
                     ),
                     watchdog=watchdog,
                     demands=demands,
+                    memory_limit=memory_limit,
                 )
             except Stopped:
                 return _result_before(folder.progress(), name, 1.0 if budget is None else budget)
             tell.begin(session)
             if session.identity_key is not None:
                 tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
+            for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
+                tell.say(text)
             _say_budget(session.choice, tell)
             interrupted = False
             try:
@@ -243,6 +255,9 @@ def join(
             except FederationDeleted:
                 if (exported := _export(session, name, export)) is not None:
                     tell.say(f"the personal model is {exported.path}")
+                raise
+            except BadArgument:  # of a batch that was not looked at before
+                session.leave("its data cannot be used; its own log says why")
                 raise
             except SdkError:
                 raise
@@ -273,21 +288,21 @@ def _demands(require_secure: object, known_devices: Path | str | None) -> Secure
     return SecureOnly(least, None if known_devices is None else read_known(known_devices))
 
 
-def _task_maker(task: object, data: str | None, device: str) -> Callable[[FederationInfo], Task]:
+def _task_maker(task: object, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
     """Return the function that makes the task. Raises BadArgument for any other object."""
     if task is None or isinstance(task, str):
         return _named_task_maker(task, data, device)
     if data is not None:
         raise BadArgument("data belongs to a task known by name; leave it out where the task has its data")
     if isinstance(task, Task):
-        return lambda info: task
+        return lambda info, manifest: task
     if is_module(task) or not callable(task):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
             f"that makes one from the federation's settings, or the name of the federation's task"
         )
 
-    def make(info: FederationInfo) -> Task:
+    def make(info: FederationInfo, manifest: Manifest) -> Task:
         made = task(info)
         if not isinstance(made, Task):
             raise BadArgument(f"the function given as task returns a {type(made).__name__}; have it return a Task")
@@ -296,14 +311,14 @@ def _task_maker(task: object, data: str | None, device: str) -> Callable[[Federa
     return make
 
 
-def _named_task_maker(task: str | None, data: str | None, device: str) -> Callable[[FederationInfo], Task]:
+def _named_task_maker(task: str | None, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
     """Return the function that makes the federation's task over ``data``. task: its name, where it is given."""
 
-    def make(info: FederationInfo) -> Task:
+    def make(info: FederationInfo, manifest: Manifest) -> Task:
         if task not in (None, info.task):
             raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give that, or no task")
         settings = info.settings
-        return load_data_of(info.task, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
+        return load_data_of(manifest, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
 
     return make
 
@@ -321,8 +336,9 @@ def _check_numbers(budget: object, threads: object, memory_limit: object, patien
         )
 
 
-def _nothing_trained(session: Session, name: str) -> NothingTrained:
-    """Why this device comes to its end without a model of its own."""
+def _nothing_trained(session: Session, name: str, failure: str | None = None) -> NothingTrained:
+    """Return why this device comes to its end without a model of its own. failure: why its last work failed, if not
+    in the words for its user."""
     rounds = session.progress.rounds
     did = f"{name} took part in {rounds} rounds, but has no personal model" if rounds else f"{name} has trained nothing"
     if session.last_failure is None:
@@ -330,7 +346,7 @@ def _nothing_trained(session: Session, name: str) -> NothingTrained:
             f"{did}: the federation was over before; join one that runs, or ask its operator to reopen it"
         )
     where = "its last try ended so" if session.failed_rounds < FAILURES else f"{session.failed_rounds} times in a row"
-    return NothingTrained(f"{did}: {where}: {session.last_failure}")
+    return NothingTrained(f"{did}: {where}: {failure or session.last_failure}")
 
 
 def _watchdog(
@@ -372,7 +388,7 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
         tell.between(paused=step.paused is not None)
         if session.failed_rounds >= FAILURES and not session.progress.rounds:
             error = _nothing_trained(session, session.name)
-            session.leave(str(error))
+            session.leave(str(_nothing_trained(session, session.name, session.told_failure)))
             raise error
         if session.progress.stopped_round is not None and not stopped:
             stopped = True
@@ -403,8 +419,10 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
         {**session.frozen, **tensors},
         progress={"last_round": progress.best.round if progress.best else progress.last_round},
         membership=personal.Membership(device=name, budget=session.budget, federation=session.info),
+        preparation=session.task.prepared.preparer.graph if session.task.prepared else None,
+        class_names=tuple(session.task.class_names),
     )
-    return export_personal(Path(path), source, session.engine, session.task.validation)
+    return export_personal(Path(path), source, session.engine, session.task)
 
 
 def _result(session: Session, name: str, exported: Export | None, interrupted: bool) -> Result:
@@ -418,7 +436,7 @@ def _result(session: Session, name: str, exported: Export | None, interrupted: b
         export=exported,
         engine=session.engine.title,
         choice=session.choice,
-        warnings=tuple(_warnings(session.progress)),
+        warnings=tuple(_warnings(session.progress, tuned=bool(session.info.settings.finetune_epochs))),
         interrupted=interrupted,
     )
 
@@ -433,6 +451,8 @@ def _result_before(progress: Progress, name: str, budget: float) -> Result:
         best_round=progress.best.round if progress.best else None,
         global_share=progress.best.global_share if progress.best else 0.0,
         adapted=progress.adapted,
+        failures=progress.failures,
+        failure=progress.failure,
         accuracy_before=progress.accuracy_before,
         accuracy_after=None,
         training=progress.training,
@@ -445,8 +465,14 @@ def _result_before(progress: Progress, name: str, budget: float) -> Result:
     )
 
 
-def _warnings(progress: Progress) -> Iterator[str]:
-    """Yield warnings about the personal model, judged on validation data."""
+def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
+    """Yield warnings about the personal model, judged on validation data. tuned: it is trained once more at the end."""
+    if progress.failures and not progress.rounds:
+        yield (
+            f"warning: this device has trained nothing: {_failed(progress.failures)}, the last so: {progress.failure}. "
+            f"Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
+        )
+    yield from _of_new_data(progress)
     if progress.best is None:
         return
     found = progress.best.validation
@@ -462,6 +488,27 @@ def _warnings(progress: Progress) -> Iterator[str]:
             f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "
             f"federation train for more rounds, give this device a larger budget, or use the global model"
         )
+
+
+def _of_new_data(progress: Progress) -> Iterator[str]:
+    """Yield a warning if the model that was the best is worse on the validation data that came since."""
+    new = progress.new_data
+    if new is None or (new.after is not None and not _worse(new.after, new.before)):
+        return
+    now = "no finite loss" if new.after is None else _judged(new.after)
+    best = progress.best
+    if best is not None and best.round != new.round:
+        use = f"the model of round {best.round} is used now ({_judged(best.validation)})"
+    else:
+        use = "no better one is known; let the federation train for more rounds with the new data"
+    yield (
+        f"warning: the validation data changed: the model of round {new.round} had {_judged(new.before)} on those "
+        f"before, and has {now} on these; {use}"
+    )
+
+
+def _failed(rounds: int) -> str:
+    return "its one round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
 
 
 def _worse(found: Evaluation, than: Evaluation) -> bool:
@@ -553,9 +600,9 @@ def report(result: Result, energy: str) -> str:
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
         + (f", best in round {result.best_round}" if result.best_round and not result.adapted else "")
         + (f" with {result.global_share:.0%} of the global model in it" if result.global_share else "")
-        + (", adapted the finished global model" if result.adapted else ""),
-        f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
-        f"{_percent(result.accuracy_after)} after",
+        + (f", trained nothing: {_failed(result.failures)}" if result.trained_nothing else "")
+        + (", adapted the finished global model" if result.adapted and not result.trained_nothing else ""),
+        *_accuracy_lines(result),
         *(f"  {name + ', held-out data':<27}{value:.4g} after" for name, value in result.metrics.items()),
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
@@ -577,6 +624,14 @@ def report(result: Result, energy: str) -> str:
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
     return "\n".join(lines)
+
+
+def _accuracy_lines(result: Result) -> list[str]:
+    """Return the line of the accuracies; none for a regression, whose metrics say more."""
+    if result.accuracy_after is None and result.metrics:
+        return []
+    before, after = _percent(result.accuracy_before), _percent(result.accuracy_after)
+    return [f"  accuracy, held-out data    {before} before, {after} after"]
 
 
 def _percent(share: float | None) -> str:
@@ -624,7 +679,8 @@ def _cost(totals: Totals) -> str:
 def as_json(result: Result, energy: str) -> str:
     """Return a device's result as JSON: seconds, bytes, joules, and shares of samples."""
     totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
-    return json.dumps({**asdict(result), **totals, "energy_source": energy}, default=str)
+    more = {"trained_nothing": result.trained_nothing, "energy_source": energy}
+    return json.dumps({**asdict(result), **totals, **more}, default=str)
 
 
 def _command(options: argparse.Namespace) -> None:
@@ -659,6 +715,10 @@ def _command(options: argparse.Namespace) -> None:
         raise KeyboardInterrupt("left the federation; the same command goes on where this device was") from None
     with EnergyMeter(model=options.watts) as meter:
         print((as_json if options.json else report)(result, meter.describe()))
+    if result.trained_nothing and not result.interrupted:
+        raise NothingTrained(
+            f"{result.name} has trained nothing: {_failed(result.failures)}, the last so: {result.failure}"
+        )
 
 
 def _options(parser: Parser) -> None:

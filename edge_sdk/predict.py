@@ -1,7 +1,6 @@
-"""Run an exported personal model with ONNX Runtime: no torch, no onnx, and of this package nothing
-but how its commands end.
+"""Run an exported personal model with ONNX Runtime: no torch, no onnx.
 
-    sparrow predict model.onnx --input samples.npy --top 3
+    sparrow predict model.onnx --input week.csv --top 3
     sparrow predict model.onnx --input samples.npy --watch
 
 ``Predictor`` is one loaded model; ``Watched`` is the newest of a file that is replaced now and then, as a device's
@@ -55,7 +54,10 @@ WATCH_SECONDS = 1.0
 NAMED = 5
 """How many samples a message names."""
 
-_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_DTYPES = {
+    "tensor(float)": "float32",
+    **{f"tensor({kind})": kind for kind in ("int64", "int32", "int16", "int8", "uint8", "uint16")},
+}
 
 
 class PredictError(SdkError):
@@ -94,7 +96,10 @@ class Predictor:
     """A model ready to run.
 
     ``input_shape`` and ``output_shape`` are those of one sample (None where an axis is free), ``dtype`` is the input's;
-    ``properties`` is what the file says of itself: method, round, density, classes, ....
+    ``properties`` is what the file says of itself: method, round, density, classes, .... A model with its preparation
+    in front takes raw samples. ``class_names`` are those of the outputs, empty if the file has none; a name is "" for
+    an output that no class of the device has. ``target`` is the name of the number that a regression predicts, else
+    None.
     """
 
     def __init__(
@@ -139,11 +144,26 @@ class Predictor:
         self.output_shape = _lengths(outputs[0].shape[1:])
         self.dtype = np.dtype(_DTYPES[inputs[0].type])
         self.properties: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        try:
+            self.class_names = tuple(map(str, json.loads(self.properties.get("class_names", "[]"))))
+            targets = json.loads(self.properties.get("targets", "{}"))
+            regression = targets.get("kind") == "numbers"
+            self.target: str | None = str(targets.get("column", "output")) if regression else None
+            self._fills = bool(json.loads(self.properties.get("preparation", "{}")).get("missing"))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise PredictError(f"{path}: its metadata are damaged ({error}); export the model again") from None
+
+    def named(self, output: int) -> str:
+        """Return the name of a class, or its number if it has none."""
+        if output < len(self.class_names):
+            return self.class_names[output] or f"spare output {output}"
+        return f"class {output}"
 
     def __call__(self, inputs: Array) -> Array:
         """Return outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
 
-        Raises PredictError when shape or type differ, or a value is not finite.
+        Raises PredictError when shape or type differ, or a value is not finite. NaN is a missing value if the model's
+        preparation puts the mean in its place.
         """
         self._check(inputs)
         chunks = [self._run(inputs[start : start + self._chunk]) for start in range(0, len(inputs), self._chunk)]
@@ -213,13 +233,16 @@ class Predictor:
             )
         if inputs.dtype != self.dtype:
             raise PredictError(
-                f"the input is of {inputs.dtype}, the model wants {self.dtype}; scale it as in training, "
-                f"then convert it with inputs.astype('{self.dtype}')"
+                f"the input is of {inputs.dtype}, the model wants {self.dtype}; "
+                f"{'give raw samples' if 'preparation' in self.properties else 'scale it as in training'}, and convert "
+                f"them with inputs.astype('{self.dtype}')"
             )
         if len(inputs) == 0:
             raise PredictError("the input holds no sample; give at least one")
-        if not np.isfinite(inputs).all():  # the model would answer a class all the same
-            unusable = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
+        # A preparation that standardises puts the mean in the place of NaN.
+        bad = np.isinf(inputs) if self._fills else ~np.isfinite(inputs)
+        if bad.any():  # the model would answer a class all the same
+            unusable = np.flatnonzero(bad.reshape(len(inputs), -1).any(axis=1))
             names = ", ".join(map(str, unusable[:NAMED])) + (", ..." if len(unusable) > NAMED else "")
             raise PredictError(
                 f"the input has values that are no finite numbers in {len(unusable)} of {len(inputs)} samples "
@@ -351,24 +374,45 @@ def top_classes(scores: Array, count: int) -> NDArray[np.intp]:
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
-def _read(path: Path) -> Array:
+def read_inputs(data: str, predictor: Predictor) -> Array:
+    """Return raw samples from a file, as the model takes them: a table, an npz or an npy file.
+
+    data: the path, and perhaps options as ``--data`` of ``sparrow join`` has them. Raises PredictError, DataError.
+    """
+    from edge_sdk.protocol.preparation import Preparation, Targets
+    from edge_sdk.reading import read_file, read_options
+
+    path, options, rest = read_options(data)
+    if rest:
+        raise WrongUsage(f"--input: {rest!r} is not understood; give a file, and how to read it, such as missing=mean")
+    if options.missing == "drop":
+        raise WrongUsage("--input: missing=drop would number samples anew; give missing=mean, or mend the file")
+    if not Path(path).exists():
+        raise NoSuchFile(f"there is no input file {path}")
+    described = predictor.properties.get("preparation")
+    if described is None and Path(path).suffix.lower() not in (".npy", ".npz"):
+        raise PredictError(
+            f"{path}: the model says nothing of columns, for it was exported without a preparation; give prepared "
+            "samples as an .npy file"
+        )
     try:
-        loaded = np.load(path, allow_pickle=False)
-    except FileNotFoundError:
-        raise NoSuchFile(f"there is no input file {path}") from None
-    except (OSError, ValueError, EOFError) as error:
-        why = "it holds Python objects" if "pickle" in str(error) else str(error)
-        raise PredictError(f"{path} is not an array that numpy.save wrote: {why}") from error
-    if not isinstance(loaded, np.ndarray):
-        raise PredictError(f"{path} holds several arrays; save the samples alone with numpy.save")
-    return loaded
+        preparation = None if described is None else Preparation.model_validate_json(described)
+        targets = Targets.model_validate_json(predictor.properties.get("targets", "{}"))
+    except ValueError as error:
+        raise PredictError(f"the model's description of its samples is damaged ({error}); export it again") from None
+    shape = None if described is not None else tuple(length or 1 for length in predictor.input_shape)
+    parts = read_file(path, options, preparation=preparation, targets=targets, shape=shape, labelled=False)
+    raw = parts.get("", parts.get("test", next(iter(parts.values()))))
+    for text in raw.said:
+        print(f"{path}: {text}", file=sys.stderr)
+    return raw.inputs.astype(predictor.dtype, copy=False)
 
 
 @dataclass(frozen=True)
 class _Predicted:
     """The result of the command for one model file; times are in seconds."""
 
-    properties: dict[str, str]
+    predictor: Predictor
     outputs: Array
     seconds: float
     alone: Timing | None = None
@@ -377,9 +421,13 @@ class _Predicted:
 def _show(found: _Predicted, top: int) -> str:
     """For a person."""
     lines, outputs, count = [], found.outputs, len(found.outputs)
-    if outputs.ndim == 2:
+    predictor = found.predictor
+    if predictor.target is not None:
+        for number, values in enumerate(outputs.reshape(count, -1)):
+            lines.append(f"sample {number}: {predictor.target} {', '.join(f'{value:.6g}' for value in values)}")
+    elif outputs.ndim == 2:
         for number, classes in enumerate(top_classes(outputs, top)):
-            named = ", ".join(f"class {index} (score {outputs[number, index]:.3f})" for index in classes)
+            named = ", ".join(f"{predictor.named(index)} (score {outputs[number, index]:.3f})" for index in classes)
             lines.append(f"sample {number}: {named}")
     else:
         lines.append(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
@@ -394,21 +442,27 @@ def _show(found: _Predicted, top: int) -> str:
 
 
 def _as_json(found: _Predicted, top: int) -> str:
-    """For a program: the classes of each sample, best first; None where the outputs are no class scores."""
-    outputs = found.outputs
-    classes = None
-    if outputs.ndim == 2:
+    """For a program: the classes of each sample, best first, or the numbers of a regression; None for neither."""
+    outputs, predictor = found.outputs, found.predictor
+    classes, numbers = None, None
+    if predictor.target is not None:
+        numbers = outputs.reshape(len(outputs), -1).tolist()
+    elif outputs.ndim == 2:
         classes = [
-            [{"class": int(index), "score": float(outputs[number, index])} for index in best]
+            [
+                {"class": int(index), "name": predictor.named(index), "score": float(outputs[number, index])}
+                for index in best
+            ]
             for number, best in enumerate(top_classes(outputs, top))
         ]
     alone = None if found.alone is None else vars(found.alone)
     return json.dumps(
         {
-            "properties": found.properties,
+            "properties": predictor.properties,
             "samples": len(outputs),
             "output_shape": list(outputs.shape[1:]),
             "classes": classes,
+            "numbers": numbers,
             "seconds": found.seconds,
             "alone": alone,
         }
@@ -424,7 +478,12 @@ def _measured(predictor: Predictor, sample: Array) -> Timing:
 
 def _options(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="ONNX file of a personal model, or .ort")
-    parser.add_argument("--input", type=Path, required=True, help="samples as numpy.save writes them, batch axis first")
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="raw samples: CSV, TSV, parquet, npz or npy, and options",
+    )
     parser.add_argument("--output", type=Path, help="write the raw outputs to this .npy file")
     parser.add_argument("--top", type=int, default=1, help="classes to show per sample (default 1)")
     parser.add_argument("--threads", type=int, help="threads to use (default: ONNX Runtime decides)")
@@ -446,7 +505,6 @@ def _run(options: argparse.Namespace) -> None:
         raise WrongUsage(f"--top {options.top}: show at least 1 class")
     if options.watch is not None and not options.watch > 0:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
-    inputs = _read(options.input)
     watched = Watched(
         options.model,
         options.threads,
@@ -454,6 +512,7 @@ def _run(options: argparse.Namespace) -> None:
         chunk=options.chunk,
         report=lambda trouble: print(f"warning: {trouble}", file=sys.stderr, flush=True),
     )
+    inputs = read_inputs(options.input, watched.current)
     show = _as_json if options.json else _show
     found = _predict(watched.current, inputs, options.output)
     print(show(replace(found, alone=_measured(watched.current, inputs[:1])), options.top), flush=True)
@@ -470,7 +529,7 @@ def _predict(predictor: Predictor, inputs: Array, output: Path | None) -> _Predi
     seconds = time.perf_counter() - start
     if output is not None:
         _write(output, outputs)
-    return _Predicted(predictor.properties, outputs, seconds)
+    return _Predicted(predictor, outputs, seconds)
 
 
 def _describe(predictor: Predictor) -> str:

@@ -46,6 +46,7 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_settings
+from edge_sdk.publishing.preparation import prepare_to_publish
 from edge_sdk.tasks import Seeded, Task, is_module, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
@@ -92,7 +93,8 @@ class Subject:
         choices = MODELS.get(name, {})
         batch = self.settings.batch_size
         if self.data is not None or not choices or name in BY_DEVICES or (model and model not in choices):
-            return load_task(self.task, self.data, device="profile", seed=self.settings.seed, batch_size=batch)
+            task = load_task(self.task, self.data, device="profile", seed=self.settings.seed, batch_size=batch)
+            return prepare_to_publish(task)[0]
         choice = choices[model] if model else next(iter(choices.values()))
         (classes,) = load_builtin(self.task).manifest.output_shape
         random = np.random.default_rng(self.settings.seed)

@@ -26,6 +26,7 @@ import httpx
 import numpy as np
 from pydantic import ValidationError
 
+from edge_sdk import arguments as read
 from edge_sdk.arguments import add_federation, check_federation_name, read_setting
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.transport import Transport, connect, token_of
@@ -42,10 +43,11 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
 )
+from edge_sdk.protocol.preparation import Targets
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
-from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks import OWN, Task, load_task, own
 from edge_sdk.tasks.metrics import METRICS
-from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.command_line.table import printable
@@ -180,13 +182,18 @@ class _Model:
         frozen_precision: FrozenPrecision,
     ) -> None:
         from edge_sdk.publishing.frozen import freeze
+        from edge_sdk.publishing.preparation import described as described_behind
+        from edge_sdk.publishing.preparation import prepare_to_publish
         from edge_sdk.training.checking import check_task
         from edge_sdk.training.local import as_tensors
 
+        task, self._preparation = prepare_to_publish(task)
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
         self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
         described = _manifest(task, self._example[0], method, running_statistics, blocks)
+        if self._preparation is not None:
+            described = described_behind(described, self._preparation)
         samples = [as_tensors(batch)[0] for batch in islice(task.validation, FROZEN_BATCHES)]
         self.manifest, self._frozen = freeze(task.model, described, frozen_precision, samples)
 
@@ -211,6 +218,8 @@ class _Model:
 
         skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
         graphs: dict[GraphName, bytes] = {"skeleton": skeleton}
+        if self._preparation is not None:
+            graphs["preparation"] = self._preparation.graph
         if compiled:
             graphs |= _compiled(self._task, self._example, self.manifest)
         vectors: dict[str, bytes] = {
@@ -228,6 +237,26 @@ class _Model:
         return {**everything, **frozen}
 
 
+def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
+    """Return the manifest's description of the targets; None if there is nothing to say. Raises BadArgument."""
+    from edge_sdk.publishing.targets import ignored_label
+
+    found = task.targets or Targets(kind="classes" if task.classification else "numbers")
+    ignored = ignored_label(task.loss)
+    names = found.names or tuple(map(str, task.class_names))
+    if names and not task.classification:
+        raise BadArgument("class_names: the task is no classification; leave them out")
+    spare = outputs[0] - len(names) if names and len(outputs) == 1 else found.spare
+    if spare < 0:
+        raise BadArgument(f"class_names: {len(names)} names, but the model has {outputs[0]} outputs; give one each")
+    said = {"names": names, "spare": spare if names else 0, "ignored": ignored}
+    try:
+        found = Targets.model_validate({**found.model_dump(), **said})
+    except ValidationError as error:
+        raise BadArgument(f"class_names: {error.errors()[0]['msg']}") from None
+    return None if found == Targets() else found
+
+
 def _manifest(
     task: Task,
     example: Tensor,
@@ -239,7 +268,9 @@ def _manifest(
 
     manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
     known = tuple(name for name, metric in task.measured.items() if METRICS.get(name) is metric)
-    manifest = Manifest.model_validate({**manifest.model_dump(), "metrics": known})
+    targets = _targets(task, manifest.output_shape)
+    said = {"metrics": known, "targets": None if targets is None else targets.model_dump()}
+    manifest = Manifest.model_validate({**manifest.model_dump(), **said})
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
     if unknown:
@@ -272,14 +303,21 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
     return {"step": graphs.step, "evaluation": graphs.evaluation}
 
 
-def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
+def load_to_publish(
+    task: str, data: str | None, settings: Mapping[str, Any], *, device: str, publishing: own.Publishing | None = None
+) -> Task | str:
     """Return the argument of ``publish`` for a task known by name: the name if it is built in, or else the task itself.
 
-    data: a sample, as ``device`` has it. Raises BadArgument for wrong settings, UnknownTask, DataError.
+    data: a sample, as ``device`` has it. publishing: for a user's own files. Raises BadArgument for wrong settings,
+    UnknownTask, DataError.
     """
     if task in builtin_tasks():
         return task
     wanted = read_settings(settings)
+    if task == OWN:
+        publishing = publishing or own.Publishing()
+        seed, batch = wanted.seed, wanted.batch_size
+        return own.load(data, device=device, seed=seed, batch_size=batch, publishing=publishing)
     return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
 
 
@@ -322,7 +360,17 @@ def _run(options: argparse.Namespace) -> None:
     settings = {field: text for field, text in given.items() if text is not None}
     settings["method_settings"] = dict(options.method_set)
     read_settings(settings, "--", options=True)
-    task = load_to_publish(options.task, options.data, settings, device="publisher")
+    name = options.task or (OWN if options.data else "digits")
+    classes = tuple(each.strip() for each in (options.classes or "").split(",") if each.strip())
+    publishing = own.Publishing(classes, options.spare_classes, options.standardise == "device")
+    if name != OWN and publishing != own.Publishing():
+        raise WrongUsage(
+            f"--classes, --spare-classes and --standardise are for files of your own (--data FILE), not for {name}"
+        )
+    task = load_to_publish(name, options.data, settings, device="publisher", publishing=publishing)
+    if isinstance(task, Task):
+        for text in task.said:
+            print(printable(text), file=sys.stderr)
     info = publish(
         options.server,
         options.federation,
@@ -336,12 +384,19 @@ def _run(options: argparse.Namespace) -> None:
     )
     if info.notice:
         print(f"warning: {printable(info.notice)}", file=sys.stderr)
+    owns = isinstance(task, Task)
     said = (
         f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
         f"{info.settings.min_devices} devices",
-        f"join it with: sparrow join --server {options.server} --federation {info.name}",
+        f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data FILE' * owns}",
     )
     print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))
+
+
+def _statistics(text: str) -> str:
+    if text in ("publisher", "device"):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r}: give publisher, whose statistics are published, or device")
 
 
 def _fields() -> dict[str, str]:
@@ -354,19 +409,32 @@ def _options(parser: Parser) -> None:
     """Add the options; each field of FederationSettings is one, and a brief help only names them."""
     add_federation(parser)
     add_server(parser)
-    parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
-    parser.add_argument("--data", help="sample file, for tasks that build models from data")
+    parser.add_argument("--task", help="a task built in or installed (default: digits)")
+    parser.add_argument("--data", metavar="FILE", help="or your own samples, as in FILE,label=activity")
+    parser.add_argument("--classes", metavar="A,B", help="all classes, in the order of the outputs")
+    parser.add_argument(
+        "--spare-classes", type=read.natural, default=0, metavar="N", help="outputs for classes devices bring"
+    )
+    parser.add_argument(
+        "--standardise",
+        type=_statistics,
+        default="publisher",
+        metavar="WHOSE",
+        help="by whose statistics: publisher (default) or device",
+    )
     parser.add_argument(
         "--running-statistics",
         choices=get_args(RunningStatistics),
         default="shared",
-        help="of batch norm: averaged, or kept by each device (default: %(default)s)",
+        metavar="WHOSE",
+        help="of batch norm: shared (default), or personal, kept by each device",
     )
     parser.add_argument(
         "--frozen-precision",
         choices=get_args(FrozenPrecision),
         default="auto",
-        help="of parameters that nobody trains: auto halves them where the answers stay alike (default: %(default)s)",
+        metavar="TYPE",
+        help="of frozen parameters: float32, float16, or auto (default)",
     )
     parser.add_argument("--exist-ok", action="store_true", help="leave the same federation at that where it exists")
     add_wait(parser, PATIENCE_SECONDS)

@@ -100,6 +100,8 @@ def doing(device: DeviceInfo) -> str:
         return f"stopped in {device.stopped_round}"
     if device.doing is Doing.paused and device.paused is not None:
         return f"paused ({device.paused.value})"
+    if device.doing is Doing.untrained:
+        return "trained nothing"
     return str(device.doing.value).replace("_", " ")
 
 
@@ -117,6 +119,7 @@ def describe(history: DeviceHistory) -> str:
         "moved": f"{device.everything.bytes_up:,} B up, {device.everything.bytes_down:,} B down",
     }
     parts = [table((device.name, ""), list(about.items()))]
+    parts += [printable(f"data: {text}") for text in device.profile.data_warnings]
     if (failure := device.failure) is not None:
         where = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
         parts.append(printable(f"failed at {failure.at[:19]}{where}: {failure.reason}"))

@@ -67,6 +67,7 @@ COMMANDS = {
     "federation": Source("sparrow.federation", "list, create, steer and delete federations"),
     "device": Source("sparrow.device", "list, look at and revoke devices"),
     "model": Source("sparrow.model", "list and download global models"),
+    "data": Source("sparrow.data", "look at a file of samples before it is used", "device"),
     "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
     "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.device.session import Outcome
+from edge_sdk.device.session import Known, Outcome
 from edge_sdk.device.state import Reference
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
@@ -66,8 +66,8 @@ class Observer:
     def __init__(self, client: httpx.Client, plan: Plan, root: Path, records: Path) -> None:
         self._transport = Transport(client)
         self._plan, self._root, self._records = plan, root, records
-        self._info = self._transport.federation(plan.federation)
-        self._manifest = self._transport.manifest(plan.federation)
+        self._known = Known.of(self._transport, plan.federation)
+        self._info, self._manifest = self._known.info, self._known.manifest
         self._method = load_method(self._info.method)
         self._summaries = Summaries(self._labels())
         self._seen: dict[int, _Seen] = {}
@@ -145,7 +145,7 @@ class Observer:
         """Return the training samples by device and class, [n, classes]; None for a task without classes."""
         found = []
         for index in range(self._plan.devices):
-            task = self._plan.task(index, self._info)
+            task = self._plan.task(index, self._known)
             if not task.classification:
                 return None
             targets = np.concatenate([as_arrays(batch)[1].reshape(-1) for batch in task.train])
@@ -155,7 +155,7 @@ class Observer:
 
     def _terms(self, index: int, number: int, stored: StoredState, global_model: Tensors) -> Terms:
         assert stored.personal is not None, "asked only for such devices"
-        task = self._plan.task(index, self._info).seeded(self._info.settings.seed).on(self._plan.compute)
+        task = self._plan.task(index, self._known).seeded(self._info.settings.seed).on(self._plan.compute)
         return measure_terms(
             TorchEngine(task, self._manifest),
             self._manifest,

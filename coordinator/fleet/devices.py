@@ -229,6 +229,8 @@ class Devices:
                 device.limited_by = request.limited_by.value if request.limited_by else None
             if request.num_examples is not None:
                 device.num_examples = request.num_examples
+            if request.data_warnings is not None:
+                device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
             if request.holds_model is not None:
                 federation = db.get_one(Federation, device.federation_id)
                 # Where devices keep no personal models, only an adapted one counts, and of that the records know.

@@ -39,6 +39,7 @@ from edge_sdk.protocol.messages import (
     FederationStatus,
     ModelInfo,
 )
+from edge_sdk.protocol.preparation import Targets
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.errors import (
@@ -472,13 +473,17 @@ class Federations:
         return self._models.packed(federation, federation.model_version, "onnx", lambda: self._fill(federation))
 
     def _fill(self, federation: Federation) -> bytes:
-        from sparrow.export.skeleton import fill  # onnx, as above
+        from sparrow.export.preparation import compose_bytes  # onnx, as above
+        from sparrow.export.skeleton import fill
 
         tensors = self._models.whole(federation, federation.model_version)
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}
         note = properties(manifest, tensors, round=federation.round, **known)
-        return fill(self._models.graph(federation, "skeleton"), manifest, tensors, metadata=note)
+        filled = fill(self._models.graph(federation, "skeleton"), manifest, tensors, metadata=note)
+        if manifest.preparation is None or manifest.preparation.own:
+            return filled
+        return compose_bytes(filled, self._models.graph(federation, "preparation"))
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
         """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""
@@ -536,7 +541,11 @@ def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
             one, other = getattr(old[name], field), getattr(given[name], field)
             if one != other:
                 return f"{name}: has {field} {other} in the new version, {one} in the federation"
-    if has.values_digest != new.values_digest:
+    for field in ("kind", "names", "spare"):
+        one, other = (getattr(each.targets or Targets(), field) for each in (has, new))
+        if one != other:
+            return f"targets: the new version has {field} {other}, the federation {one}"
+    if has.tensors_digest != new.tensors_digest:
         return "the tensors agree, but not their order, neurons, blocks or other names (tied weights)"
     if masked and has.maskable != new.maskable:
         return "the tensors agree, but the method prunes others of them, for they are used in other layers"
@@ -581,6 +590,10 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
         from sparrow.export.skeleton import check_skeleton  # onnx: 7 MB, which built-in tasks do without
 
         check_skeleton(graphs["skeleton"], manifest)
+        if manifest.preparation is not None:
+            from sparrow.export.preparation import check_preparation  # onnx, as above
+
+            check_preparation(graphs["preparation"], manifest)
 
 
 def _built_in(name: str | None) -> BuiltinTask:

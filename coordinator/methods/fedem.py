@@ -74,11 +74,12 @@ def compose(published: Published, settings: FederationSettings) -> Published:
             f"fedem mixes classifiers, and this model's outputs have the shape {manifest.output_shape} per sample; "
             f"publish one with a score for each of two classes or more, or choose another method"
         )
-    graphs = {name: mix(published.files[name], manifest, rules.components) for name in manifest.graphs}
+    mixed: tuple[GraphName, ...] = ("skeleton", *TRAINING)
+    graphs = {name: mix(published.files[name], manifest, rules.components) for name in mixed if name in manifest.graphs}
     if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
         log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
         graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
-    others = {name: file for name, file in published.files.items() if name not in manifest.graphs}
+    others = {name: file for name, file in published.files.items() if name not in mixed}
     files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
     return Published(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)

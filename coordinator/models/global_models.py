@@ -348,7 +348,8 @@ class Models:
         held = self._round_of(federation, device.model) if sends_changes else None
         # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
         known = self._held_mask(federation, device)
-        key = (federation.id, version, (whose, None if known is None else device.mask, held, plan))
+        depends = (whose, None if known is None else device.mask, held, plan, federation.replacements)
+        key = (federation.id, version, depends)
         return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held, known))
 
     def _pack(

@@ -8,19 +8,21 @@ from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.messages import Evaluation, bounded
+from edge_sdk.protocol.preparation import RAW_TYPES
 from sparrow.coordinator.errors import BadContent
 
 CHUNK = 256
 """Most samples run at a time."""
 
-_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_TYPES = {"tensor(float)": "float32", **{f"tensor({kind})": kind for kind in RAW_TYPES}}
 
 
 def judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evaluation:
     """Return the mean cross-entropy and accuracy of an ONNX ``model`` on a test file, ``at_once`` samples at a time.
 
-    body: a safetensors file of ``inputs`` [N, *input_shape], prepared as in training, and ``targets`` [N], classes.
-    Raises BadContent where it is not that, and for a model whose outputs are no scores of classes.
+    body: a safetensors file of ``inputs`` [N, ...] as the model takes them, raw samples if it has its preparation in
+    front, and ``targets`` [N], classes. Raises BadContent if it is not that, and for a model whose outputs are no
+    scores of classes.
     """
     if len(manifest.output_shape) != 1:
         raise BadContent(f"the model answers {manifest.output_shape} for a sample; only classes can be judged here")
@@ -30,7 +32,7 @@ def judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evalua
     options.log_severity_level = 3  # errors only: its warnings are about its own optimiser
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     (taken,) = session.get_inputs()
-    inputs, targets = _read(body, manifest, np.dtype(_DTYPES[taken.type]))
+    inputs, targets = _read(body, manifest, np.dtype(_TYPES[taken.type]), tuple(taken.shape[1:]))
     loss, right = 0.0, 0
     for start in range(0, len(inputs), at_once):
         (answer,) = session.run(None, {taken.name: inputs[start : start + at_once]})
@@ -45,7 +47,7 @@ def judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evalua
     return Evaluation(num_examples=len(inputs), loss=bounded(loss / len(inputs)), accuracy=right / len(inputs))
 
 
-def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[Array, Array]:
     try:
         tensors, _ = checkpoint.load(body)
         inputs, targets = tensors["inputs"], tensors["targets"]
@@ -53,10 +55,11 @@ def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic]) -> tuple
         raise BadContent(str(error)) from None
     except KeyError as missing:
         raise BadContent(f"the test file lacks {missing}; it holds inputs and targets, one of each a sample") from None
-    if inputs.shape[1:] != manifest.input_shape or inputs.dtype != dtype:
+    if inputs.shape[1:] != shape or inputs.dtype != dtype:
+        scaled = ", scaled as in training" if manifest.preparation is None or manifest.preparation.own else ", raw"
         raise BadContent(
-            f"inputs: {inputs.dtype} {inputs.shape}; the model takes {dtype} (samples, "
-            f"{', '.join(map(str, manifest.input_shape))}), scaled as in training"
+            f"inputs: {inputs.dtype} {inputs.shape}; the model takes {dtype} (samples, {', '.join(map(str, shape))})"
+            f"{scaled}"
         )
     if dtype.kind == "f" and not np.isfinite(inputs).all():
         raise BadContent("inputs: a value is not finite; leave such samples out")

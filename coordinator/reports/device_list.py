@@ -147,12 +147,20 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
     """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``. heard_before: who was
     last heard of before then is offline."""
     ended = federation.status in (FederationStatus.finished.value, FederationStatus.stopped.value)
-    asked = select(Assignment.device_id).where(Assignment.federation_id == federation.id, Assignment.status == "open")
+    given = select(Assignment.device_id).where(Assignment.federation_id == federation.id)
+    asked = given.where(Assignment.status == "open")
+    trained = given.where(Assignment.kind.in_(COHORT_KINDS), Assignment.status == "done")
+    failed = given.where(
+        Assignment.kind.in_(COHORT_KINDS),
+        Assignment.status == "returned",
+        Assignment.return_reason.not_in([reason.value for reason in PauseReason]),
+    )
+    untrained = and_(Device.id.not_in(asked), Device.id.in_(failed), Device.id.not_in(trained))
     return case(
         (Device.status == "revoked", Doing.revoked.value),
         (Device.status == "stopped", Doing.stopped.value),
         (Device.id.in_(asked.where(Assignment.kind.in_((*COHORT_KINDS, *PHASES)))), Doing.training.value),
-        *([(Device.id.not_in(asked), Doing.done.value)] if ended else []),
+        *([(untrained, Doing.untrained.value), (Device.id.not_in(asked), Doing.done.value)] if ended else []),
         (Device.paused.is_not(None), Doing.paused.value),
         (Device.present.is_(False), Doing.away.value),
         (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),

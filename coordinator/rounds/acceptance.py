@@ -210,7 +210,7 @@ class Acceptance:
                 self._decoded.put(keys[0], decoded)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
-        if device.failure is not None:
+        if device.failure is not None and _mends(assignment, device.failure):
             changed["failure"] = None
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
@@ -363,6 +363,11 @@ class Acceptance:
             with self._store.reading() as db:
                 check_answer(db, federation, assignment, device, answer)
         return answer
+
+
+def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:
+    """Return whether accepted work ends a device's failure: one of training lasts until it has trained."""
+    return assignment.kind in COHORT_KINDS or failure.get("kind") not in COHORT_KINDS
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:

@@ -99,8 +99,8 @@ def run_fleet(
         transport = Transport(client, patience_seconds=patience_seconds)
         enrolment_token = enrolment_token or token_of("enrolment")
         transport.token = observer_token or token_of("observer") or enrolment_token
-        known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
-        task_of = cache(lambda index: plan.task(index, known.info))
+        known = Known.of(transport, plan.federation)
+        task_of = cache(lambda index: plan.task(index, known))
         chosen = _chosen(engine, plan, known, task_of(0))
         in_threads = chosen == "onnx"
         if app is not None and not in_threads and processes not in (None, 1):

@@ -91,17 +91,21 @@ class Plan:
         """Return the board that device ``index`` simulates; None for this machine."""
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
-    def task(self, index: int, info: FederationInfo) -> Task:
-        """Return the task of device ``index`` on its own data; ``seeded`` makes its model. Raises DataError."""
+    def task(self, index: int, known: Known) -> Task:
+        """Return the task of device ``index`` on its own data, prepared; ``seeded`` makes its model. Raises
+        DataError."""
+        info = known.info
         if self.make_task is not None:
-            return self.make_task(index, info)
-        return load_task(
+            return known.prepared(self.make_task(index, info))
+        task = load_task(
             info.task,
             self.data_of(index),
             device=self.name(index),
             seed=info.settings.seed,
             batch_size=info.settings.batch_size,
+            manifest=known.manifest,
         )
+        return known.prepared(task)
 
     def data_of(self, index: int) -> str:
         """Return the ``--data`` of device ``index``."""
@@ -272,7 +276,7 @@ class Host:
                 folder,
                 federation=self._plan.federation,
                 name=name,
-                make_task=lambda info: task,
+                make_task=lambda info, manifest: task,
                 budget=self._budget(index, board, task),
                 telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
                 profile=None if board is None else _profile(board),

@@ -59,13 +59,12 @@ class Ended:
         return "\n".join(lines)
 
 
-def installed(module: str, extra: str) -> Any:
-    """Import a module of an extra. Raises MissingPart."""
+def installed(module: str, package: str) -> Any:
+    """Import a module of the ``package`` that pip installs. Raises MissingPart."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        install = f"pip install 'sparrow-fl[{extra}]'"
-        raise MissingPart(f"{error.name} is not installed, which this needs: {install}") from error
+        raise MissingPart(f"{error.name} is not installed, which this needs: pip install {package}") from error
 
 
 def read_ended(records: Sequence[RoundRecord]) -> Ended | None:
@@ -112,7 +111,7 @@ class Result:
     def to_pandas(self) -> Any:
         """Return the records of all rounds as a pandas DataFrame, a row each: accuracies, losses, bytes, joules and
         seconds. Raises MissingPart without pandas."""
-        pandas = installed("pandas", "data")
+        pandas = installed("pandas", "pandas")
         apart = {"download", "train", "upload", "evaluation", "per_update"}
         rows = [record.model_dump(exclude=apart) for record in self.rounds]
         if not rows:
@@ -123,7 +122,7 @@ class Result:
     def plot(self, path: Path | str | None = None) -> Any:
         """Return a figure of matplotlib: accuracy by round and by megabytes uploaded. path: where to write it as well.
         Raises MissingPart without matplotlib, BadArgument for a file that cannot be written."""
-        figure = installed("matplotlib.figure", "bench").Figure(figsize=(9, 3.2), layout="constrained")
+        figure = installed("matplotlib.figure", "'sparrow-fl[bench]'").Figure(figsize=(9, 3.2), layout="constrained")
         rounds = [record.round for record in self.rounds]
         uploaded = [total / 1e6 for total in accumulate(record.bytes_up for record in self.rounds)]
         scales: tuple[tuple[str, list[Any]], ...] = (("round", rounds), ("MB uploaded", uploaded))

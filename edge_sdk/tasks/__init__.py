@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from edge_sdk.errors import BadArgument, SdkError
-from edge_sdk.protocol.manifest import MOST_METRICS, Array
+from edge_sdk.protocol.manifest import MOST_METRICS, Array, Manifest
+from edge_sdk.protocol.preparation import Targets
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.metrics import METRICS, Metric
 from sparrow.command_line.exits import Exit
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Batches", "Seeded", "Task", "TaskLoader", "UnknownTask", "build_seeded", "load_task"]
+
+
+OWN = "npz"
+"""The task of a user's own files (``tasks.own``)."""
 
 
 class Batches(Protocol):
@@ -87,6 +92,14 @@ def collect_targets(batches: Batches) -> Array:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """How a task's data were prepared: by ``preparer`` (``export.preparation.Preparer``); ``validation``: raw."""
+
+    preparer: Any
+    validation: Batches
+
+
+@dataclass(frozen=True)
 class Task:
     """A learning problem on one device.
 
@@ -97,8 +110,11 @@ class Task:
     little optimistic. public: samples that every device of the federation has alike, in one order, for methods that
     compare what models say of them. classification: targets are class indices and outputs are scores [batch, classes],
     so that accuracy means something. metrics: what else is measured on held-out data, names of ``tasks.metrics`` such
-    as ("mae", "rmse"), or name -> function of all outputs and targets as arrays. compute: how this device computes;
-    ``on`` changes it.
+    as ("mae", "rmse"), or name -> function of all outputs and targets as arrays. preparation: if given, the data are
+    raw samples, and this makes the model's inputs of a batch of them: a torch.nn.Module, which ``publish`` compiles
+    into a graph, or a ``preparing.BuiltPreparation``. class_names: of the outputs, in order; outputs behind them are
+    spare. targets: what a loader knows of the targets beside that. said: lines about the data for the device's user.
+    prepared: how the data were prepared on this device. compute: how this device computes; ``on`` changes it.
     """
 
     name: str
@@ -111,6 +127,11 @@ class Task:
     public: Batches | None = None
     classification: bool = True
     metrics: Mapping[str, Metric] | Sequence[str] = ()
+    preparation: Any = None
+    class_names: Sequence[str] = ()
+    targets: Targets | None = None
+    said: Sequence[str] = ()
+    prepared: Prepared | None = None
     compute: Compute = USUAL
 
     def __post_init__(self) -> None:
@@ -187,8 +208,9 @@ def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 class TaskLoader(Protocol):
     """Makes a task from what the user said of the data.
 
-    A loader with several networks takes ``model`` too, the text behind the colon in the task's name, left out where
-    there is none. It raises UnknownTask for a model that it does not know, and calls its task as the name says.
+    A loader with several networks takes ``model`` too, the text behind the colon in the task's name, left out if there
+    is none. One that reads files by what the federation has published takes ``manifest`` too, None to publish. It
+    raises UnknownTask for a model that it does not know, and calls its task as the name says.
     """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
@@ -203,34 +225,41 @@ class UnknownTask(SdkError):
     exit_code = Exit.NOT_FOUND
 
 
-def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
+def load_task(
+    name: str, data: str | None, *, device: str, seed: int, batch_size: int, manifest: Manifest | None = None
+) -> Task:
     """Return the task registered as ``name``, or as ``name:model``, over this device's data.
 
-    ``Task.seeded`` makes its model. Raises UnknownTask, which names what is installed.
+    manifest: the federation's; None to publish. ``Task.seeded`` makes its model. Raises UnknownTask, which names what
+    is installed.
     """
     task, colon, model = name.partition(":")
     loader = _find_loader(task)
-    if not colon:
-        return loader(data, device=device, seed=seed, batch_size=batch_size)
-    if "model" not in signature(loader).parameters:
-        raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
-    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
+    taken = signature(loader).parameters
+    more: dict[str, Any] = {"manifest": manifest} if "manifest" in taken else {}
+    if colon:
+        if "model" not in taken:
+            raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
+        more["model"] = model
+    return loader(data, device=device, seed=seed, batch_size=batch_size, **more)
 
 
-def load_data_of(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """Return the task of a federation over this device's data: the installed one of this name or, where there is none,
-    the arrays of ``data`` as the task npz reads them, without a model, which ONNX Runtime trains without.
+def load_data_of(manifest: Manifest, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
+    """Return the task of a federation over this device's data: the installed one of this name or, if there is none, the
+    samples of the file ``data``, without a model, which ONNX Runtime trains without.
 
     Raises UnknownTask without data, and what the task raises.
     """
+    name = manifest.task
     if name.partition(":")[0] in installed("sparrow.tasks"):
-        return load_task(name, data, device=device, seed=seed, batch_size=batch_size)
+        return load_task(name, data, device=device, seed=seed, batch_size=batch_size, manifest=manifest)
     if not data:
         raise UnknownTask(
             f"the federation's task {name!r} is not installed here, nor need be: give this device's samples with "
-            f"--data path.npz (x_train, y_train), or join from Python: edge_sdk.join.join(server, task)"
+            f"--data FILE, a table or an npz file, or join from Python: edge_sdk.join.join(server, task)"
         )
-    return replace(load_task("npz", data, device=device, seed=seed, batch_size=batch_size), name=name, model=None)
+    task = load_task(OWN, data, device=device, seed=seed, batch_size=batch_size, manifest=manifest)
+    return replace(task, model=None)
 
 
 @cache

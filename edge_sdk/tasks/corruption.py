@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import BadOption, DataError
+from edge_sdk.reading.errors import BadOption, DataError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.reading.errors import BadOption, DataError, NoData
 from edge_sdk.tasks.formats import SampleFormat, read
-from edge_sdk.tasks.loading import BadOption, DataError, NoData
 
 __all__ = ["Dataset"]
 

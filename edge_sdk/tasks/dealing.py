@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Protocol, cast, get_type_hints
@@ -20,9 +20,9 @@ from typing import Literal, Protocol, cast, get_type_hints
 import numpy as np
 
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.loading import BadOption, DataError
 from edge_sdk.tasks.partition import Index, Split, drawn, people_of, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
@@ -178,6 +178,23 @@ def read_dealing(
     if "corruption" in fields and not corruptible:
         raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
     return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+
+
+def check_keys(text: str, more: Sequence[str]) -> None:
+    """Raise BadOption for an entry ``key=value`` that neither the dealing nor ``more`` knows, before a file is read."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    given = dict(entry.partition("=")[::2] for entry in entries)
+    named = [name.strip() for key, name in given.items() if key.strip() == "partition"]
+    rules = named or list(installed("sparrow.partitions"))
+    options = {name for rule in rules for name in _option_types(find_partition(rule))}
+    known = (*_FIELDS, *_TEXTS, "partition", *sorted(options), *more)
+    for entry in entries:
+        key = entry.partition("=")[0].strip()
+        if "=" not in entry or key not in known:
+            raise BadOption(
+                f"--data: {entry!r} is not understood{nearest(key, known)}; a file takes {', '.join(more)}, and a file "
+                f"of all devices also {', '.join((*_FIELDS, *_TEXTS, 'partition'))}"
+            )
 
 
 _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.reading.errors import DataError
 
 IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""

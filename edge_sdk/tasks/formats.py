@@ -6,8 +6,8 @@
                  jpeg[offset[i]:offset[i+1]]) instead of x. A text: text, start and who speaks (``text``)
     IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
     binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
-    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label, y or target,
-                 perhaps person, all other columns the values of a sample in order
+    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label, y, target or
+                 class, perhaps person, all other columns the values of a sample in order
     images       [train/ and test/]CLASS/*.png or .jpg
 
 Instead of ``person`` it may be called as in ``PEOPLE``; where it is numbers, ``persons`` (``writers``, ...) may name
@@ -31,18 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.reading import ReadOptions, read_file
+from edge_sdk.reading.errors import DataError, NoData
+from edge_sdk.reading.roles import PEOPLE
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
-from edge_sdk.tasks.loading import DataError, NoData, label_names
+from edge_sdk.tasks.loading import label_names
 from edge_sdk.tasks.text import windows
-
-PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
-"""What the entry or column is called that says who made a sample, on which device, or of which domain it is."""
 
 WATCH = "watch"
 """The entry that says whether a sample is of a watch; those that are not are a phone's."""
-
-LABELS = ("label", "y", "target")
-"""What the column with the classes is called."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +279,9 @@ def _binary(place: Path, wanted: SampleFormat) -> Parts | None:
 
 TABLES = (".csv", ".parquet")
 
+TRUTHS = ("false", "true")
+"""A column of these is one of the numbers 0 and 1."""
+
 
 def _table(place: Path, wanted: SampleFormat) -> Parts | None:
     if place.is_dir():
@@ -298,35 +298,25 @@ def _table(place: Path, wanted: SampleFormat) -> Parts | None:
 
 def read_table(path: Path) -> Part:
     """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
-    try:
-        import pandas
-    except ImportError:
-        raise DataError(f"{path}: reading tables needs pandas: pip install 'sparrow-fl[data]'") from None
-    try:
-        table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
-    except (OSError, ValueError, ImportError) as error:  # pandas' and pyarrow's own errors are ValueErrors
-        raise DataError(f"{path}: cannot be read as a table ({error})") from None
-    columns = [str(name) for name in table.columns]
-    label = next((name for name in LABELS if name in columns), None)
-    if label is None:
+    raw = read_file(path, ReadOptions(target="class"))[""]
+    assert raw.labels is not None
+    names = next((column for column in raw.columns if column.categories not in ((), TRUTHS)), None)
+    if names is not None:
         raise DataError(
-            f"{path}: has the columns {', '.join(columns[:4])}, ..., but none called {' or '.join(LABELS)}; name the "
-            "column with the classes so"
+            f"{path}: the column {names.name} holds no numbers ({', '.join(names.categories[:3])}); replace its values "
+            "by numbers, or remove it"
         )
-    person = _only(path, [name for name in PEOPLE if name in columns])
-    values = table.drop(columns=[name for name in (label, person) if name is not None])
-    if "Unnamed: 0" in columns:
-        raise DataError(
-            f"{path}: its first column has no name, as an index has none; write it with to_csv(index=False)"
-        )
-    text = [name for name in values.columns if not pandas.api.types.is_numeric_dtype(values[name])]
-    if text:
-        raise DataError(f"{path}: the column {text[0]} holds no numbers; replace its values by numbers, or remove it")
-    for name in (label, person):
-        if name is not None and table[name].isna().any():
-            raise DataError(f"{path}: the column {name} lacks a value; remove such rows")
-    inputs = values.to_numpy(np.float64) if values.dtypes.nunique() > 1 else values.to_numpy()
-    return Part(str(path), inputs, table[label].to_numpy(), None if person is None else table[person].to_numpy())
+    people = None if raw.people is None else _as_integers(raw.people)
+    return Part(str(path), raw.inputs, _as_integers(raw.labels), people, run=raw.runs)
+
+
+def _as_integers(names: Array) -> Array:
+    """Return names that are integers as such, others as they are."""
+    try:
+        integers = names.astype(np.int64)
+    except (ValueError, OverflowError):
+        return names
+    return integers if np.array_equal(integers.astype(str), names) else names
 
 
 # --- folders of images -------------------------------------------------------------------------------------------

@@ -16,35 +16,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import Seeded, Task, as_arrays
-from sparrow.command_line.exits import Exit
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Arrays", "BadOption", "DataError", "NoData", "classification"]
+__all__ = ["Arrays", "classification"]
 
 EVALUATION_BATCH = 32
 """Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest has taken."""
-
-
-class DataError(SdkError):
-    """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
-
-
-class BadOption(DataError):
-    """An option of the data cannot work, whatever the data are."""
-
-    exit_code = Exit.USAGE
-
-
-class NoData(DataError):
-    """There is no such file or folder."""
-
-    exit_code = Exit.NOT_FOUND
 
 
 def label_names(labels: Array) -> str:
@@ -117,7 +100,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples ``index`` (integers [n]) of a set that others use too, in this order, each batch ``scale``d.
+    """The samples ``index`` (integers [n]) of a set that others use too, in this order, each batch ``scale``d if a
+    scale is given.
 
     ``inputs`` [N, ...] of any type and ``targets`` [N] are never copied whole; the index may name a sample twice.
     """
@@ -125,7 +109,7 @@ class Chosen:
     inputs: Array
     targets: Array
     index: NDArray[np.intp]
-    scale: Scale
+    scale: Scale | None = None
 
     def __post_init__(self) -> None:
         if len(self.index) == 0:
@@ -135,13 +119,14 @@ class Chosen:
         return len(self.index)
 
     def take(self, chosen: Positions) -> tuple[Array, Array]:
-        """Return the inputs, scaled, and targets of ``chosen``."""
+        """Return the inputs, scaled if that is wanted, and targets of ``chosen``."""
         rows = self.index[chosen]
-        return self.scale(np.take(self.inputs, rows, axis=0)), np.take(self.targets, rows)
+        inputs = np.take(self.inputs, rows, axis=0)
+        return inputs if self.scale is None else self.scale(inputs), np.take(self.targets, rows, axis=0)
 
     def all_targets(self) -> Array:
         """Return the targets of the samples that are chosen."""
-        return np.take(self.targets, self.index)
+        return np.take(self.targets, self.index, axis=0)
 
 
 @dataclass(frozen=True)
@@ -220,6 +205,20 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     from torch.nn import functional as F
 
     return F.cross_entropy(outputs, targets)
+
+
+@dataclass(frozen=True)
+class ScaledError:
+    """The loss of a regression: mean of ((output - target) / deviation)², of tensors [batch, 1] each, by PyTorch.
+
+    deviation: standard deviation of the publisher's training targets, in their unit, so that the loss has none.
+    """
+
+    deviation: float
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss, a scalar."""
+        return (((outputs - targets) / self.deviation) ** 2).mean()
 
 
 def classification(

@@ -366,8 +366,22 @@ def shakespeare_leaf() -> nn.Module:
     return CharacterLSTM(65, embedded=8, units=256, layers=2)
 
 
-def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:
+class Rescale(nn.Module):
+    """Outputs in the unit of a regression's targets: deviation · x + mean. It has no parameters."""
+
+    def __init__(self, mean: float, deviation: float) -> None:
+        super().__init__()
+        self.mean, self.deviation = mean, deviation
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, rescaled."""
+        return outputs * self.deviation + self.mean
+
+
+def build_model(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None = None) -> nn.Module:
     """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
+
+    scale: mean and standard deviation of a regression's targets, whose unit the outputs then have.
 
     [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
     shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
@@ -395,5 +409,7 @@ def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:
         features = 64
     layers["fc1"] = nn.Linear(features, 64)
     layers["act1"] = nn.ReLU()
-    layers["out"] = nn.Linear(64, classes)
+    layers["out"] = nn.Linear(64, outputs)
+    if scale is not None:
+        layers["unit"] = Rescale(*scale)
     return nn.Sequential(layers)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import BadOption, DataError
+from edge_sdk.reading.errors import BadOption, DataError
 
 Index = NDArray[np.intp]
 

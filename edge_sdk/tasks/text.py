@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.reading.errors import DataError
 
 STEP = 10
 """Characters from one window to the next."""

@@ -147,7 +147,7 @@ class CoordinatorWithDevices(LocalCoordinator):
             name=name,
             budget=budget,
             engine=engine,
-            make_task=lambda info: load_task(
+            make_task=lambda info, manifest: load_task(
                 info.task,
                 (f"{data}," if data else "") + dealt + (",public=0.1" if info.method == "fedmd" else ""),
                 device=name,

@@ -157,7 +157,9 @@ def open_with(coordinator, name, budget, classes):
         federation="f",
         name=name,
         budget=budget,
-        make_task=lambda info: classification("digits", build_seeded(DigitsNet, 0), part, part, None, batch_size=16),
+        make_task=lambda info, manifest: classification(
+            "digits", build_seeded(DigitsNet, 0), part, part, None, batch_size=16
+        ),
     )
 
 

@@ -16,9 +16,10 @@ from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values, own_initial_values
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.publishing.coupling import describe
+from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.digits import load_images
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, BadOption
+from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import load_method

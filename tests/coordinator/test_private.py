@@ -135,7 +135,7 @@ def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(coordinator
         if name in SHARED[method]:
             assert late.personal[name].tobytes() == coordinator.model().tensors[name].tobytes()
     source = Source(late.manifest, coordinator.federations.graph("f", "skeleton"), late.personal)
-    exported = export_personal(tmp_path / "c.onnx", source, late.engine, late.task.validation)
+    exported = export_personal(tmp_path / "c.onnx", source, late.engine, late.task)
     graph = onnx.load(str(exported.path))
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
     assert filled["out.weight"].tobytes() == late.personal["out.weight"].tobytes()

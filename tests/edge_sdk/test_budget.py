@@ -400,7 +400,7 @@ def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settin
                 stack.enter_context(closing(StateFolder(tmp_path / f"device-{index}"))),
                 federation="f",
                 name=f"device-{index}",
-                make_task=lambda info, index=index: task_of(index),
+                make_task=lambda info, manifest, index=index: task_of(index),
                 prepare=prepare if index == 0 else None,
                 progress=grow_slow,
                 engine=engine,

@@ -10,8 +10,8 @@ import pandas
 import pytest
 from PIL import Image
 
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks.datasets import read_dataset
-from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.public import CIFAR10, HAR, MNIST, SHAKESPEARE
 
 RANDOM = np.random.default_rng(0)
@@ -418,13 +418,13 @@ def test_a_table_with_people_and_names_of_classes(folder):
 
 def test_tables_that_cannot_be_used_are_explained(folder):
     (folder / "train.csv").write_text("a,b\n1,2\n")
-    refused(folder, MNIST, "has the columns a, b.* but none called label or y")
+    refused(folder, MNIST, "no column is called label or y.* it has the columns a, b")
     (folder / "train.csv").write_text("label,b\n1,2\n")
     refused(folder / "train.csv", MNIST, r"samples have shape \(1,\), mnist wants \(1, 28, 28\) or 784 values")
     (folder / "x.csv").write_text("")
-    refused(folder / "x.csv", MNIST, "cannot be read as a table")
+    refused(folder / "x.csv", MNIST, "the file is empty")
     (folder / "x.parquet").write_text("no parquet")
-    refused(folder / "x.parquet", MNIST, "cannot be read as a table")
+    refused(folder / "x.parquet", MNIST, "cannot be read as a parquet file")
 
 
 # --- nothing to read

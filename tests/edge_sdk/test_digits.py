@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import passes
 from edge_sdk.tasks.digits import load
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, DataError
+from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.tasks.models import DigitsNet
 
 

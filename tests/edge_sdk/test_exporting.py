@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -30,7 +32,7 @@ def engine(model):
 
 def export(path, model, tensors=None):
     source = Source(DIGITS.manifest, DIGITS.skeleton, tensors or initial_values(DIGITS.manifest, 3))
-    return export_personal(path, source, engine(model), task(model).validation)
+    return export_personal(path, source, engine(model), task(model))
 
 
 def sparse():
@@ -78,10 +80,10 @@ def test_where_a_pass_does_not_work_the_dense_model_is_written(tmp_path, monkeyp
 def test_a_comparison_ends_after_some_samples_or_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "SAMPLES", 5)
     assert export(tmp_path / "model.onnx", DigitsNet()).samples == 5
-    batches = task(DigitsNet()).validation * 3
+    longer = replace(task(DigitsNet()), validation=task(DigitsNet()).validation * 3)
     monkeypatch.setattr(exporting, "SAMPLES", 1000)
     monkeypatch.setattr(exporting, "SECONDS", 0.0)
-    assert len(exporting.reference_of(engine(DigitsNet()), batches).inputs) == 7
+    assert len(exporting.reference_of(engine(DigitsNet()), longer).inputs) == 7
 
 
 class Shifted(DigitsNet):

@@ -18,10 +18,10 @@ from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.messages import Kind
 from edge_sdk.publish import publish
+from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.host import Host, OnnxTrainer, Plan, TorchTrainer
 from edge_sdk.tasks import load_task
-from edge_sdk.tasks.loading import DataError
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
@@ -130,7 +130,7 @@ def host_of(client, plan, folder, engine="onnx"):
     """A host of these devices, as a fleet makes it."""
     transport = Transport(client)
     known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
-    task_of = cache(lambda index: plan.task(index, known.info))
+    task_of = cache(lambda index: plan.task(index, known))
     if engine == "torch":
         trainer = TorchTrainer(task_of(0), known, plan.compute, {})
     else:
@@ -191,7 +191,7 @@ def test_devices_that_share_a_model_end_as_those_that_have_one_each(tmp_path, en
                         stack.enter_context(closing(StateFolder(folder / plan.name(index)))),
                         federation="personal",
                         name=plan.name(index),
-                        make_task=lambda info, index=index: digits(index),
+                        make_task=lambda info, manifest, index=index: digits(index),
                         engine=engine,
                     )
                     for index in range(2)

@@ -315,7 +315,7 @@ def session(spoiling, tmp_path):
             folder,
             federation="f",
             name="pi",
-            make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
+            make_task=lambda info, manifest: load("index=0,of=20", device="pi", seed=0, batch_size=16),
             engine="torch",
         )
 

@@ -190,9 +190,7 @@ def test_a_loss_that_is_not_finite_fails_the_round():
     task = task_of(line())
     with torch.no_grad():
         task.model.bias.fill_(torch.nan)
-    with pytest.raises(
-        TrainingDiverged, match=r"loss is nan at step 1 of 2; lower the learning rate of 0\.1 or set a clip"
-    ):
+    with pytest.raises(TrainingDiverged, match=r"loss is nan at step 1 of 2; .*learning rate of 0\.1"):
         train(task, local_epochs=1)
     with pytest.raises(TrainingDiverged, match="held-out"):
         evaluate(task.model, task, task.validation)

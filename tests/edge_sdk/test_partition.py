@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks.partition import classes, dirichlet, grouped, iid, person, quantity, shards, shifted, split
 
 LABELS = np.repeat(np.arange(10), 60)

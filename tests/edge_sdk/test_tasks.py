@@ -11,9 +11,10 @@ import torch
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import UnknownTask, load_task, public
 from edge_sdk.tasks.formats import SampleFormat
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, DataError, Scale
+from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Scale
 from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 from edge_sdk.training.freezing import Freezing
 

@@ -423,7 +423,8 @@ def test_samples_that_are_no_numbers_are_named_and_not_predicted(fails, model, t
     samples[3, 0, 1, 2], samples[5, 0, 0, 0] = np.nan, np.inf
     np.save(tmp_path / "samples.npy", samples)
     line = fails(Exit.FAILED, "predict", *model)
-    assert "no finite numbers in 2 of 8 samples (3, 5, counted from 0)" in line
+    for part in ("samples.npy", "2 samples", "3, 5", "missing=drop"):
+        assert part in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

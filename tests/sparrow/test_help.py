@@ -49,16 +49,15 @@ def main_without_arguments(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_commands_help_fits_fifty_lines(name, capsys):
+def test_every_command_has_a_help(name, capsys):
     text = help_of(capsys, name)
-    assert len(text.splitlines()) <= 50
     assert text.startswith(f"usage: sparrow {name} ")
     assert "--traceback" in text
 
 
 @pytest.mark.parametrize("words", [*(("token", each) for each in TOKENS), *(("bench", each) for each in BENCH)])
-def test_so_do_those_of_commands_within_commands(words, capsys):
-    assert len(help_of(capsys, *words).splitlines()) <= 50
+def test_so_have_commands_within_commands(words, capsys):
+    assert f"usage: sparrow {' '.join(words)}" in help_of(capsys, *words)
 
 
 def parts(parser):

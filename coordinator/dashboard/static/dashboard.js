@@ -227,6 +227,7 @@ function showFleet() {
   const newest = rounds.findLast((point) => point.slowest);
   answer("fleet", federation.devices ? (ended ? many(federation.devices, "device") : `${(federation.devices - gone).toLocaleString("en")} of ${many(federation.devices, "device")}`) : "No device yet", [
     gone > 0 && button(`${many(gone, "device")} gone`, () => devices.list({ doing: doing.offline ? "offline" : "away", search: "" })),
+    doing.untrained > 0 && button(`${many(doing.untrained, "device")} trained nothing`, () => devices.list({ doing: "untrained", search: "" })),
     kept > 0 && `${many(kept, "device")} paused, resting or too small`,
     federation.devices_stopped > 0 && `${many(federation.devices_stopped, "device")} stopped early`,
     newest && button(`slowest: ${newest.slowest}, ${seconds(newest.device_seconds_slowest)}`, () => devices.list({ by: "-seconds", search: "", doing: "" })),

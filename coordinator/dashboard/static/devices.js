@@ -116,6 +116,7 @@ function rowOf(device) {
     cell("Doing", [
       whatOf(device, overview()?.smallest_budget),
       ...(device.failure ? [element("p", { className: "failure", textContent: whyOf(device.failure) })] : []),
+      ...device.profile.data_warnings.map((text) => element("p", { className: "failure", textContent: `data: ${text}` })),
     ]),
     cell("Last seen", [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
   ];
@@ -172,6 +173,7 @@ async function history(id) {
     Doing: whatOf(device, overview()?.smallest_budget),
     Board: [device.profile.board, device.profile.system].filter(Boolean).join(", ") || "unknown",
     Hardware: [many(device.profile.cores, "core"), device.profile.memory_bytes && bytes(device.profile.memory_bytes)].filter(Boolean).join(", "),
+    ...(device.profile.data_warnings.length ? { Data: device.profile.data_warnings.join("; ") } : {}),
     Budget: `${plain(device.budget)}${device.limited_by ? `, limited by ${device.limited_by}` : ""}`,
     "In all": `${bytes(device.everything.bytes_up)} up, ${bytes(device.everything.bytes_down)} down`,
     "Last seen": ago(device.seen_at),

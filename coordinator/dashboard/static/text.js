@@ -3,7 +3,8 @@
 export const DOING = {
   training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
   paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
-  stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended", offline: "offline",
+  stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended",
+  untrained: "trained nothing: it handed its work back", offline: "offline",
 };
 const PAUSED = {
   charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",

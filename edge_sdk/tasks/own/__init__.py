@@ -1,0 +1,126 @@
+"""A user's own files: ``--data FILE``, a table or an npz file, of one device or of all (see ``edge_sdk.reading``).
+
+    kitchen.csv,label=activity         this device's own file
+    all.csv,index=2,of=5               part 2 (from 0) of a file with the samples of all devices (see ``dealing``)
+    all.csv,person=alice               the samples of one person in such a file
+
+Whoever publishes decides what all devices share: columns, names of classes, and the preparation, whose constants come
+from its training samples (of a file of all devices: from those of all). A device that joins reads its own file by the
+manifest: columns by name, classes by name. Samples without a split of their own are split into 0.595, 0.105 and 0.3 for
+training, validation and test; validation arrays without test arrays serve for both.
+
+Bytes of images are divided by 255. All other numbers are standardised. Labels that are floats make a regression, whose
+loss is the squared error in units of the variance of the publisher's targets. The model follows from the
+prepared shape and the number of outputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.reading import Raw, class_order, read_file, read_options
+from edge_sdk.reading.errors import BadOption
+from edge_sdk.tasks import Task
+from edge_sdk.tasks.loading import Arrays
+from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_as_taken, labels_of, some
+from edge_sdk.tasks.own.making import build_preparation, describe, make_task
+from edge_sdk.tasks.own.whole import load_part
+from edge_sdk.tasks.partition import split
+
+__all__ = ["Publishing", "classes_of", "load"]
+
+
+def load(
+    data: str | None,
+    *,
+    device: str,
+    seed: int,
+    batch_size: int,
+    manifest: Manifest | None = None,
+    publishing: Publishing = PLAIN,
+) -> Task:
+    """Return the task over raw samples of the file ``data``, or of this device's part of it.
+
+    manifest: the federation's, whose columns, classes and type of samples a device has; None to publish. Raises
+    DataError.
+    """
+    if not data:
+        raise BadOption("this task needs samples: add --data FILE, a table or an npz file, or FILE,index=0,of=5")
+    path, options, dealt = read_options(data)
+    known = Known.of(manifest)
+    if dealt:
+        return load_part(path, options, dealt, known, publishing, device=device, seed=seed, batch_size=batch_size)
+    parts = read_file(path, options, preparation=known.preparation, targets=known.targets, shape=known.as_taken)
+    for part in parts.values():
+        check_as_taken(part, known)
+    uses = _split_own(parts, seed)
+    training = parts.get("train", parts.get("", None))
+    assert training is not None, "a file has all samples, or training samples"
+    read = Labelled.of(path, list(parts.values()), known, publishing)
+    numbered = {use: Arrays(each.inputs, read.targets_of(each)) for use, each in uses.items()}
+    preparation = None
+    if known.outputs is None:
+        preparation = build_preparation(training, uses["train"].inputs, read.kind, publishing)
+    raw_test = uses.get("test")
+    counts = {"train": len(uses["train"].inputs), "check": len(uses["validation"].inputs)}
+    counts["test"] = len(uses["validation" if raw_test is None else "test"].inputs)
+    steps = () if preparation is None else preparation.description.steps
+    said = describe(
+        path, training, read, counts, [each.labels for each in uses.values()], steps or known.steps, _people(training)
+    )
+    return make_task(numbered, preparation, read, known, said, batch_size=batch_size)
+
+
+def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
+    """Return a device's samples by use: given parts, and parts split off; no test part beside validation only."""
+    given = {"validation": parts.get("val"), "test": parts.get("test"), "public": parts.get("public")}
+    uses = {use: each for use, each in given.items() if each is not None}
+    every = parts.get("train", parts.get(""))
+    assert every is not None, "a file has all samples, or training samples"
+    if "validation" in uses:
+        return {"train": every, **uses}
+    found = split(len(every.inputs), seed, runs=every.runs)
+    if "test" in uses:
+        # The samples that the split would have held out are trained on.
+        found = replace(found, train=np.union1d(found.train, found.test))
+        own = {"train": _take(every, found.train), "validation": _take(every, found.validation)}
+    else:
+        own = {use: _take(every, getattr(found, use)) for use in ("train", "validation", "test")}
+    return {**own, **uses}
+
+
+def _people(raw: Raw) -> list[str]:
+    """Return a remark on a file of several people that is taken as one device's."""
+    names = [] if raw.people is None else sorted(map(str, np.unique(raw.people)))
+    if len(names) < 2:
+        return []
+    return [f"it is of {len(names)} people, all taken as this device's; person=NAME takes one of {some(names)}"]
+
+
+def _take(raw: Raw, chosen: Array) -> Raw:
+    return replace(
+        raw,
+        inputs=raw.inputs[chosen],
+        labels=labels_of(raw)[chosen],
+        people=None if raw.people is None else raw.people[chosen],
+        runs=None if raw.runs is None else raw.runs[chosen],
+    )
+
+
+def classes_of(files: Sequence[str]) -> tuple[str, ...]:
+    """Return the classes that occur in any of these files, or that they declare; empty for a regression.
+
+    files: as ``--data`` has them. Raises DataError.
+    """
+    found: list[str] = []
+    for data in files:
+        path, options, _ = read_options(data)
+        for raw in read_file(path, options).values():
+            if raw.kind == "numbers":
+                return ()
+            found += raw.classes or [str(name) for name in np.unique(labels_of(raw))]
+    return class_order(found)

@@ -1,0 +1,188 @@
+"""Labels of a user's own files as targets: by the names that the federation has published, or that are published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.preparation import Preparation, Targets
+from edge_sdk.reading import Raw, class_order
+from edge_sdk.reading.errors import DataError
+from sparrow.command_line.nearest import nearest
+
+NAMED = 12
+"""Classes, columns and people that a message names."""
+
+
+@dataclass(frozen=True)
+class Publishing:
+    """The additions of a federation's publisher to its file.
+
+    classes: their names in the order of the outputs; empty: those of the file. spare: outputs for names that only some
+    devices know. own: each device standardises by its own statistics.
+    """
+
+    classes: tuple[str, ...] = ()
+    spare: int = 0
+    own: bool = False
+
+
+PLAIN = Publishing()
+"""The publishing of a file as it is."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The facts of a federation that a device knows before it reads its file; all None to publish."""
+
+    task: str | None = None
+    shape: tuple[int, ...] | None = None
+    outputs: tuple[int, ...] | None = None
+    preparation: Preparation | None = None
+    targets: Targets | None = None
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps of the preparation in words."""
+        return () if self.preparation is None else self.preparation.steps
+
+    @property
+    def as_taken(self) -> tuple[int, ...] | None:
+        """The shape of samples that no preparation changes; None if there is one, and to publish."""
+        return self.shape if self.preparation is None else None
+
+    @classmethod
+    def of(cls, manifest: Manifest | None) -> Known:
+        """Return the facts of a manifest; of None those to publish with."""
+        if manifest is None:
+            return cls()
+        return cls(manifest.task, manifest.input_shape, manifest.output_shape, manifest.preparation, manifest.targets)
+
+
+def check_as_taken(raw: Raw, known: Known) -> None:
+    """Raise DataError for samples that a federation without a preparation cannot take as they are."""
+    if known.as_taken is None:
+        return
+    named = next((column.name for column in raw.columns if column.categories), None)
+    if named is not None:
+        raise DataError(
+            f"{raw.source}: the column {named} holds names, and the federation has no preparation that makes numbers "
+            "of them; leave it out with drop=, or give numbers"
+        )
+    if raw.inputs.dtype == np.uint8 and raw.inputs.ndim > 2:
+        raise DataError(
+            f"{raw.source}: samples are bytes, and the federation has no preparation that scales them; store them in "
+            "float32 as its model takes them"
+        )
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The labels of a file, as numbers of outputs or as numbers."""
+
+    kind: str
+    targets: Targets
+    class_names: tuple[str, ...]
+    numbers_of: Mapping[str, int]
+
+    @classmethod
+    def of(cls, path: str, parts: Sequence[Raw], known: Known, publishing: Publishing) -> Labelled:
+        """Return how labels become targets. Raises DataError, naming the first label without an output."""
+        first = parts[0]
+        kind = str(first.kind)
+        if any(each.kind != kind for each in parts):
+            raise DataError(f"{path}: labels are classes in one part and numbers in another; give all of one kind")
+        if kind == "numbers":
+            return cls(kind, _number_targets(path, first, parts, known), (), {})
+        found = class_order(str(label) for each in parts for label in np.unique(labels_of(each)))
+        if known.outputs is None:
+            names = publishing.classes or first.classes or found
+            if len(names) + publishing.spare < 2:
+                met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"
+                raise DataError(f"{path}: {met}; at least 2 classes are needed: name all in --classes")
+            targets = _described(path, column=first.label, names=names, spare=publishing.spare)
+            advice = "add it to --classes, or publish with --spare-classes"
+        else:
+            targets = known.targets or Targets()
+            advice = (
+                "correct the label, or ask the federation's operator to publish with it in --classes, or with "
+                "--spare-classes"
+            )
+        if not targets.names:
+            return cls(kind, targets, (), _positions(path, found, known))
+        if set(found).isdisjoint(targets.names) and known.outputs is not None and _are_positions(found, targets):
+            return cls(kind, targets, targets.names + ("",) * targets.spare, {name: int(name) for name in found})
+        try:
+            names = targets.with_own(found)
+        except ValueError as unknown:
+            alike = nearest(str(unknown), targets.names)
+            raise DataError(
+                f"{path}: has the class {str(unknown)!r}{alike}; the federation's are {some(targets.names)}: {advice}"
+            ) from None
+        return cls(kind, targets, names, {name: place for place, name in enumerate(names) if name})
+
+    def targets_of(self, raw: Raw) -> Array:
+        """Return int64 [N] of classes, or float32 [N, 1] of numbers."""
+        labels = labels_of(raw)
+        if self.kind == "numbers":
+            return labels.astype(np.float32)[:, None]
+        names, places = np.unique(labels, return_inverse=True)
+        numbers = np.array([self.numbers_of[str(name)] for name in names], np.int64)
+        return numbers[places.reshape(-1)]
+
+
+def labels_of(raw: Raw) -> Array:
+    """Return the labels of samples that were read with them."""
+    assert raw.labels is not None, "read with labels"
+    return raw.labels
+
+
+def _number_targets(path: str, first: Raw, parts: Sequence[Raw], known: Known) -> Targets:
+    if known.targets is not None:
+        return known.targets
+    if known.outputs is not None:
+        return Targets(kind="numbers", column=first.label)
+    values = np.concatenate([labels_of(each) for each in parts]).astype(np.float64)
+    deviation = float(values.std())
+    scale = deviation if deviation > 0 else 1.0
+    return _described(path, kind="numbers", column=first.label, mean=float(values.mean()), deviation=scale)
+
+
+def _described(path: str, **fields: Any) -> Targets:
+    try:
+        return Targets(**fields)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = " ".join(map(str, fault["loc"]))
+        message = f"{path}: labels cannot be published ({where} {fault['msg']}); correct them, or --classes"
+        raise DataError(message) from None
+
+
+def _are_positions(found: Sequence[str], targets: Targets) -> bool:
+    """Return whether labels are numbers of named classes, whose names are no numbers."""
+    count = len(targets.names) + targets.spare
+    if any(name.isdecimal() for name in targets.names):
+        return False
+    return all(name.isdecimal() and int(name) < count for name in found)
+
+
+def _positions(path: str, found: Sequence[str], known: Known) -> dict[str, int]:
+    """Return the numbers of classes of a federation that names none. Raises DataError for other labels."""
+    count = known.outputs[0] if known.outputs else 0
+    wrong = next((name for name in found if not name.isdecimal() or int(name) >= count), None)
+    if wrong is not None:
+        raise DataError(
+            f"{path}: has the class {wrong!r}; the federation names no classes, its labels are the numbers 0 to "
+            f"{count - 1}"
+        )
+    return {name: int(name) for name in found}
+
+
+def some(names: Sequence[str]) -> str:
+    """Return names for a message; of many the first ``NAMED``, and how many there are."""
+    return ", ".join(names[:NAMED]) + (f", ... ({len(names)} in all)" if len(names) > NAMED else "")

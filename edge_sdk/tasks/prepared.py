@@ -1,0 +1,260 @@
+"""A federation's preparation on this device: raw samples through its graph, once when data are loaded.
+
+Prepared samples stay in memory if they take at most ``SHARE`` of the memory available; otherwise each batch is prepared
+when it is taken. Arrays that many simulated devices share are prepared once in a process. If the preparation
+standardises by each device's own statistics, these are computed from its training samples at the first start, and kept
+in its state folder: the model was trained on them, so later data must not move them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.errors import GraphError
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.tasks import Batches, Prepared, Task, as_arrays
+from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Samples
+from edge_sdk.tasks.preparing import Statistics, own_constants, statistics_of
+from sparrow.devices import memory
+from sparrow.export.errors import ExportError, SkeletonError
+from sparrow.export.preparation import Preparer, check_preparation, complete
+
+SHARE = 0.25
+"""Of the memory that is available, the most that prepared samples may take."""
+
+MOST_KEPT = 8
+"""Arrays whose prepared form a process keeps."""
+
+TRIED = 3
+"""Raw samples on which a preparation is run alone and in a batch, to see that it treats each by itself."""
+
+SPREAD_RATIO = 5.0
+"""Ratio of standard deviations, or distance of means in standard deviations, from which data count as different."""
+
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Raw samples that are prepared when they are taken."""
+
+    samples: Samples
+    preparer: Preparer
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, chosen: Any) -> tuple[Array, Array]:
+        """Return the prepared inputs and the targets of ``chosen``."""
+        raw, targets = self.samples.take(chosen)
+        return self.preparer(raw), targets
+
+    def all_targets(self) -> Array:
+        """Return the targets."""
+        return self.samples.all_targets()
+
+
+@dataclass(frozen=True)
+class PreparedBatches:
+    """A user's own batches of raw samples, each prepared when it comes."""
+
+    raw: Batches
+    preparer: Preparer
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+        return self._prepared(self.raw)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the raw batches' own attribute; ``shuffled``, if they have it, gives prepared ones."""
+        if name.startswith("_") or name in ("raw", "preparer"):
+            # As asked by copy and pickle, before there are fields.
+            raise AttributeError(name)
+        found = getattr(self.raw, name)
+        if name == "shuffled":
+            return lambda generator: self._prepared(found(generator))
+        return found
+
+    def _prepared(self, batches: Any) -> Iterator[tuple[Array, Array]]:
+        for batch in batches:
+            raw, targets = as_arrays(batch)
+            yield self.preparer(fitting(raw, self.preparer)), targets
+
+
+class _Kept:
+    """Prepared arrays, by the raw array and the digest of the preparation; the last ``MOST_KEPT``."""
+
+    def __init__(self) -> None:
+        self._arrays: OrderedDict[tuple[int, str], tuple[Array, Array]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, raw: Array, preparer: Preparer) -> Array:
+        """Return the prepared form of ``raw``, made once."""
+        key = (id(raw), preparer.digest)
+        with self._lock:
+            if key not in self._arrays:
+                # The raw array is kept too, so that no other one gets its id.
+                self._arrays[key] = (raw, preparer(raw))
+                if len(self._arrays) > MOST_KEPT:
+                    self._arrays.popitem(last=False)
+            self._arrays.move_to_end(key)
+            return self._arrays[key][1]
+
+
+_KEPT = _Kept()
+
+
+def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) -> Preparer:
+    """Return what runs a federation's preparation, after all checks.
+
+    own: the device's own statistics, empty unless the preparation uses them. Raises GraphError for a graph that must
+    not be run.
+    """
+    try:
+        check_preparation(graph, manifest)
+        return Preparer(complete(graph, own) if own else graph)
+    except (SkeletonError, ExportError) as error:
+        raise GraphError(f"the preparation's graph is refused: {error}") from None
+
+
+@lru_cache(maxsize=4)
+def _hosted(text: str, graph: bytes) -> Preparer:
+    """Kept, because a process hosts many devices of one federation. text: of the manifest."""
+    return load_preparer(Manifest.model_validate_json(text), graph, {})
+
+
+def prepared_hosted(task: Task, manifest: Manifest, graph: bytes) -> Task:
+    """Return the task of one of many devices of this process, its samples prepared. Raises as ``prepared``."""
+    assert manifest.preparation is not None, "there is a graph"
+    if manifest.preparation.own:
+        return prepared(task, load_preparer(manifest, graph, compute_own(task.train, manifest.preparation)))
+    return prepared(task, _hosted(manifest.text, graph))
+
+
+def raw_statistics(batches: Batches, description: Preparation) -> Statistics:
+    """Return the statistics of a device's raw samples, by column or channel; of grey images [N, H, W] over all."""
+    raw = (as_arrays(batch)[0] for batch in batches)
+    if description.axes == "HW":
+        return statistics_of((each[..., None] for each in raw), 2)
+    return statistics_of(raw, description.channel, description.columns)
+
+
+def compute_own(batches: Batches, description: Preparation) -> dict[str, NDArray[np.float32]]:
+    """Return a device's own statistics by the names of the preparation's initialisers."""
+    return own_constants(raw_statistics(batches, description), description.columns)
+
+
+def prepared(task: Task, preparer: Preparer, *, memory_limit: int | None = None) -> Task:
+    """Return the task with prepared samples in place of raw ones; the task as it is if that was done before.
+
+    memory_limit: bytes that the process may hold; None: what there is. Raises BadArgument for raw samples of another
+    shape or type, and GraphError for a preparation that does not treat each sample by itself.
+    """
+    if task.prepared is not None:
+        return task
+    room = memory.available()
+    if memory_limit is not None:
+        room = min(room, max(0, memory_limit - memory.resident()))
+    parts: dict[str, Any] = {}
+    for name in ("train", "validation", "test", "public"):
+        batches = getattr(task, name)
+        if batches is not None:
+            parts[name] = _prepared(batches, preparer, int(room * SHARE), name)
+    _check_alone(task.train, preparer)
+    return replace(task, **parts, prepared=Prepared(preparer, task.validation), preparation=None)
+
+
+def _prepared(batches: Batches, preparer: Preparer, room: int, name: str) -> Batches:
+    if not isinstance(batches, ArrayBatches):
+        return PreparedBatches(batches, preparer)
+    samples = batches.arrays
+    try:
+        if isinstance(samples, Arrays | Chosen):
+            samples = replace(samples, inputs=fitting(samples.inputs, preparer))
+        first = preparer(samples.take(slice(0, 1))[0])
+    except BadArgument as error:
+        raise BadArgument(f"the task's {name} data: {error}") from None
+    if isinstance(samples, Arrays | Chosen) and first.nbytes * len(samples.inputs) <= room:
+        return replace(batches, arrays=replace(samples, inputs=_KEPT.get(samples.inputs, preparer)))
+    return replace(batches, arrays=Streamed(samples, preparer))
+
+
+def fitting(raw: Array, preparer: Preparer) -> Array:
+    """Return raw samples in the preparation's type, where that changes no value. Raises BadArgument for others."""
+    if tuple(raw.shape[1:]) != preparer.shape:
+        raise BadArgument(
+            f"raw samples have shape {tuple(raw.shape[1:])}, the federation's preparation takes {preparer.shape}; give "
+            "unscaled samples of that shape"
+        )
+    if raw.dtype == preparer.dtype:
+        return raw
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = raw.astype(preparer.dtype)
+    exact = preparer.dtype.kind == "f" or np.array_equal(converted, raw)
+    if not exact or raw.dtype.kind not in "fiub":
+        raise BadArgument(
+            f"raw samples are of {raw.dtype}, the federation's preparation takes {preparer.dtype}; give unscaled "
+            "samples of that type"
+        )
+    return converted
+
+
+def _check_alone(batches: Batches, preparer: Preparer) -> None:
+    """Raise GraphError unless samples give the same inputs alone as in a batch."""
+    first = next(iter(batches), None)
+    if first is None:
+        return
+    raw = fitting(as_arrays(first)[0][:TRIED], preparer)
+    together = preparer(raw)
+    alone = np.concatenate([preparer(raw[place : place + 1]) for place in range(len(raw))])
+    if not np.allclose(together, alone, rtol=1e-4, atol=1e-5, equal_nan=True):
+        raise GraphError(
+            "the preparation's graph is refused: a sample's inputs depend on the other samples of its batch; publish "
+            "one that treats each sample by itself"
+        )
+
+
+def entry_name(description: Preparation, place: int) -> str:
+    """Return what a statistic is of: a column by name, a feature of a row, or a channel."""
+    if description.columns:
+        return description.columns[place].name
+    return f"{'channel' if description.axes else 'feature'} {place}"
+
+
+def differences(found: Statistics, description: Preparation) -> list[tuple[str, str]]:
+    """Return (for this device's user, for its operator) of each column or channel whose data differ wildly from the
+    publisher's: other units are the usual cause. The operator's text has no statistic of the device's data."""
+    told = []
+    for place, (mean, deviation) in enumerate(zip(description.mean, description.deviation, strict=True)):
+        if description.columns and description.columns[place].categories:
+            continue
+        name = entry_name(description, place)
+        here, there = float(found.deviation[place]), float(deviation)
+        ratio = max(here / there, there / here)
+        if ratio >= SPREAD_RATIO and not found.flat[place]:
+            told.append(
+                (
+                    f"{name}: standard deviation here {here:.3g}, in the federation {there:.3g}; units?",
+                    f"{name}: the standard deviation differs by a factor of 5 or more; units?",
+                )
+            )
+        elif abs(float(found.mean[place]) - mean) >= SPREAD_RATIO * max(here, there):
+            told.append(
+                (
+                    f"{name}: mean here {found.mean[place]:.3g}, in the federation {mean:.3g}; units?",
+                    f"{name}: the mean differs by 5 standard deviations or more; units?",
+                )
+            )
+    return told[:MOST_NAMED]
