@@ -93,6 +93,8 @@ def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manife
         return f"{settings.method} runs on devices with the SDK alone; {can}"
     if "step" not in manifest.graphs:
         return "the model was published without a training step, which pages train with"
-    if len(manifest.output_shape) != 1:
+    if manifest.preparation is not None and manifest.preparation.own:
+        return "each device standardises by its own statistics, for which it needs the SDK"
+    if len(manifest.output_shape) != 1 or (manifest.targets is not None and manifest.targets.kind == "numbers"):
         return "pages judge classifications of whole samples, and this model answers something else"
     return None

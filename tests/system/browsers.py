@@ -98,6 +98,7 @@ DRIVEN = """([federation, token]) => {
   window.state = null;
   window.device = new Worker("/web/worker.js", { type: "module" });
   device.onmessage = ({ data }) => {
+    if (data.say === "read") return;
     if (data.say !== "state") return said.push(data);
     window.state = data.state;
     if (window.ends?.(state)) device.terminate();
@@ -106,12 +107,9 @@ DRIVEN = """([federation, token]) => {
   device.postMessage({ do: "open", federation, token });
 }"""
 
-GIVEN = """async ([archive, seed]) => {
-  const { readArchive } = await import("/web/archive.js"), { fromArchive } = await import("/web/samples.js");
-  const bytes = Uint8Array.from(atob(archive), (character) => character.charCodeAt(0));
-  const { task, inputShape, outputShape } = state.federation;
-  const wanted = { task, inputShape, classes: outputShape[0], seed: BigInt(seed) };
-  device.postMessage({ do: "files", ...fromArchive(await readArchive(bytes), wanted) });
+GIVEN = """([content, name, seed]) => {
+  const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+  device.postMessage({ do: "file", file: new File([bytes], name), seed, id: 1 });
 }"""
 
 
@@ -132,9 +130,9 @@ class PageDevice:
         self.page.evaluate("(message) => device.postMessage(message)", message)
 
     def take_part(self, file: Path, name: str, *, budget: float = 1.0, seed: int = 0) -> None:
-        """Give it the samples of an npz file, and have it join. seed: the federation's, by which samples are split."""
+        """Give it the samples of a file, and have it join. seed: the federation's, by which samples are split."""
         self.wait_for("state.federation")
-        self.page.evaluate(GIVEN, [base64.b64encode(file.read_bytes()).decode(), str(seed)])
+        self.page.evaluate(GIVEN, [base64.b64encode(file.read_bytes()).decode(), file.name, str(seed)])
         self.send(do="join", name=name, budget=budget)
 
     @property

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sparrow.coordinator.web import runtime
+
 STATIC = Path(__file__).resolve().parents[2] / "coordinator" / "web" / "static"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CALM = (
@@ -23,7 +25,7 @@ POLICY = "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; connect-src 
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Serves an empty page at / and the page's files under /web/, under the coordinator's content security policy."""
+    """Serves an empty page at / and, under /web/, the page's files and runtime, under the coordinator's policy."""
 
     def do_GET(self) -> None:
         if self.path == "/":
@@ -31,11 +33,20 @@ class Files(SimpleHTTPRequestHandler):
             self.send_header("Content-Type", "text/html")
             self.end_headers()
             self.wfile.write(b"<!doctype html><title>tests</title><link rel=icon href=data:,>")
+        elif self.path.startswith("/web/runtime/"):
+            self.give_runtime(*self.path.split("/")[-2:])
         elif self.path.startswith("/web/"):
             self.path = self.path.removeprefix("/web")
             super().do_GET()
         else:
             self.send_error(404)
+
+    def give_runtime(self, version: str, name: str) -> None:
+        file = runtime.load(version, name)
+        self.send_response(200)
+        self.send_header("Content-Type", file.media_type)
+        self.end_headers()
+        self.wfile.write(file.plain)
 
     def guess_type(self, path: Any) -> str:
         return "text/javascript" if str(path).endswith((".js", ".mjs")) else super().guess_type(path)

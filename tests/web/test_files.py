@@ -11,9 +11,11 @@ import zlib
 import numpy as np
 import pytest
 
-from edge_sdk.tasks import npz
-from edge_sdk.tasks.formats import number_classes, read_table
-from edge_sdk.tasks.loading import DataError, Scale
+from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from edge_sdk.protocol.preparation import Column, Preparation, Targets
+from edge_sdk.reading.errors import DataError
+from edge_sdk.tasks import own
+from edge_sdk.tasks.loading import Scale
 from edge_sdk.tasks.partition import split
 from edge_sdk.tasks.public import MODELS
 
@@ -30,26 +32,15 @@ ARRAYS = """async ({ readArchive }, content) => {
   }
 }"""
 
-SAMPLES = """async ({ fromArchive, fromTable }, [content, { seed, ...wanted }]) => {
-  const { readArchive } = await import("/web/archive.js");
-  const { readTable } = await import("/web/table.js");
+SAMPLES = """async ({ readSamples }, [content, name, manifest, seed]) => {
+  const { Manifest } = await import("/web/manifest.js");
   const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
-  const full = { ...wanted, seed: BigInt(seed) };
+  const listed = (part) => part && [
+    part.inputs.constructor.name, Array.from(part.inputs, Number), [...part.targets], part.count,
+  ];
   try {
-    const table = () => fromTable(readTable(new TextDecoder().decode(bytes)), full);
-    const parts = bytes[0] === 80 && bytes[1] === 75 ? fromArchive(await readArchive(bytes), full) : table();
-    return Object.fromEntries(Object.entries(parts).map(([use, part]) => (
-      [use, part && [[...part.inputs], [...part.targets], part.count]]
-    )));
-  } catch ({ name, message }) {
-    return [name, message];
-  }
-}"""
-
-TABLE = """({ readTable }, text) => {
-  try {
-    const { inputs, ...rest } = readTable(text);
-    return { inputs: Array.from(inputs, String), ...rest };
+    const { names, said, ...parts } = await readSamples(new File([bytes], name), new Manifest(manifest), BigInt(seed));
+    return { names, said, ...Object.fromEntries(Object.entries(parts).map(([use, part]) => [use, listed(part)])) };
   } catch ({ name, message }) {
     return [name, message];
   }
@@ -101,7 +92,7 @@ ALL = {f"{end}{kind}{order}": numbers(f"{end}{kind}", order) for end in "<>" for
     "names": np.array(["walking", "böc", "\U0001f600d", ""]),
     "foreign names": np.array(["b", "aß"], ">U5"),
     "dates": np.array(["2026-01-01"], "M8[D]"),
-    "bytes": np.array([b"ab"]),
+    "bytes": np.array([b"ab", "böc".encode(), b""]),
     "complex": np.zeros(2, complex),
     "record": np.zeros(2, [("a", "f4"), ("b", "i2")]),
 }
@@ -110,8 +101,12 @@ ALL = {f"{end}{kind}{order}": numbers(f"{end}{kind}", order) for end in "<>" for
 def listed(array):
     array = np.asarray(array)
     kind = "V0" if array.dtype.names else array.dtype.str[1:].split("[")[0]
-    if array.dtype.kind == "U":
-        return [list(array.shape), kind, array.ravel().tolist()]
+    if array.dtype.kind in "US":
+        return [
+            list(array.shape),
+            kind,
+            np.strings.decode(array).ravel().tolist() if kind[0] == "S" else array.ravel().tolist(),
+        ]
     if array.dtype.kind not in "fiub":
         return [list(array.shape), kind, None]
     return [list(array.shape), kind, [float(value) for value in array.ravel().tolist()]]
@@ -125,7 +120,7 @@ def read_numbers(found):
             return value
 
     return {
-        name: [shape, kind, values if values is None or kind[0] == "U" else list(map(one, values))]
+        name: [shape, kind, values if values is None or kind[0] in "US" else list(map(one, values))]
         for name, (shape, kind, values) in found.items()
     }
 
@@ -237,6 +232,7 @@ HOSTILE = {
     "a longer name than there is": (changed(PLAIN, "directory", 28, "<H", 60_000), "directory ends too early"),
     "a directory elsewhere": (changed(PLAIN, "end", 16, "<I", 2**31), "directory is not where it says"),
     "pickled objects": (saved({"x": np.array([{}, None], object)}), "x holds pickled objects"),
+    "bytes that are no text": (saved({"x": np.array([b"\xff"])}), "x holds bytes that are not UTF-8"),
     "beyond 2^53": (saved({"x": np.array([2**53 + 1])}), "9007199254740993, which is beyond 2^53"),
     "below -2^53": (saved({"x": np.array([-(2**60)])}), "beyond 2^53"),
     "no array inside": (zipped({"x.npy": b"x" * 200}), "x is no array"),
@@ -269,11 +265,275 @@ def test_two_entries_of_one_name(modules):
     assert "two entries xa.npy" in modules(ARRAYS, module="archive.js", argument=in_base64(content))[1]
 
 
-# --- fromArchive -------------------------------------------------------------------------------------------------
+# --- files of a federation ---------------------------------------------------------------------------------------
+
+USES = ("train", "validation", "test")
+
+
+def federation(preparation=None, targets=None, shape=(4,), outputs=3, task="own"):
+    """A manifest of one tensor, with this description of its data."""
+    return Manifest(
+        task=task,
+        input_shape=shape,
+        output_shape=(outputs,),
+        tensors=(TensorSpec(name="w", shape=(1,)),),
+        preparation=preparation,
+        preparation_sha256=preparation and "ab" * 32,
+        targets=targets,
+    )
+
+
+def on_the_page(modules, path, manifest, seed=0):
+    argument = [in_base64(path.read_bytes()), path.name, manifest.text, str(seed)]
+    return modules(SAMPLES, module="files.js", argument=argument)
+
+
+def of_the_sdk(path, manifest, seed=0):
+    """What the page must read of a file, by the SDK."""
+    task = own.load(str(path), device="d", seed=seed, batch_size=8, manifest=manifest)
+    found = {"names": list(task.class_names) or None, "said": task.said[0].replace(str(path), path.name)}
+    for use in USES:
+        batches = getattr(task, use)
+        if batches is None:
+            found[use] = None
+            continue
+        inputs, targets = batches.arrays.take(slice(None))
+        kind = {"float32": "Float32Array", "int64": "BigInt64Array"}.get(
+            inputs.dtype.name, f"{inputs.dtype.name.capitalize()}Array"
+        )
+        found[use] = [kind, inputs.ravel().tolist(), targets.tolist(), len(targets)]
+    return found
+
+
+def check_alike(modules, path, manifest, seed=0):
+    """Return what page and SDK read of a file, which must be the same."""
+    found, wanted = on_the_page(modules, path, manifest, seed), of_the_sdk(path, manifest, seed)
+    assert isinstance(found, dict), found
+    advice = "; for another encoding add encoding=NAME"
+    wanted["said"] = wanted["said"].replace(advice, "; save the file as UTF-8 if its letters are others")
+    wanted["said"] = wanted["said"].replace("; categories=person makes it one", "")
+    assert found == wanted
+    return found
+
+
+def written(folder, content, name="mine.csv"):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+KITCHEN = Preparation(
+    shape=(3,), columns=(Column(name="Heat"), Column(name="fuel", categories=("gas", "wood")), Column(name="load"))
+)
+ROOMS = Targets(column="room", names=("kitchen", "hall", "attic"))
+PLAIN_ROWS = (
+    "Heat,fuel,load,room\n1.5,gas,2,hall\n-4e-3,wood,.5,kitchen\n5,gas,7.,hall\n+6,wood,8,attic\n9,gas,1e1,hall\n"
+)
+
+
+def rows(*lines, header="Heat,fuel,load,room"):
+    return "\n".join([header, *lines]) + "\n"
+
+
+GOOD_ROWS = ["1.5,gas,2,hall", "2,wood,3,hall", "3,gas,4,kitchen", "4,gas,5,kitchen"]
+
+TABLES = {
+    "plain": PLAIN_ROWS,
+    "CRLF and no last line end": PLAIN_ROWS.replace("\n", "\r\n")[:-2],
+    "CR": PLAIN_ROWS.replace("\n", "\r"),
+    "a byte order mark": "\ufeff" + PLAIN_ROWS,
+    "UTF-16": PLAIN_ROWS.encode("utf-16"),
+    "UTF-16 from the other end": b"\xfe\xff" + PLAIN_ROWS.encode("utf-16-be"),
+    "tabs": PLAIN_ROWS.replace(",", "\t"),
+    "bars": PLAIN_ROWS.replace(",", "|"),
+    "semicolons": PLAIN_ROWS.replace(",", ";"),
+    "Excel's line": "sep=;\n" + PLAIN_ROWS.replace(",", ";"),
+    "decimal commas": PLAIN_ROWS.replace(",", ";").replace(".", ","),
+    "decimal commas and tabs": PLAIN_ROWS.replace(",", "\t").replace(".", ","),
+    "quotation marks": rows('"1.5",gas,"2","hall"', *GOOD_ROWS, header='"Heat","fuel","load",room'),
+    "line ends in a cell": rows('1,"ga\ns",2,hall', *GOOD_ROWS),
+    "blanks and empty lines": rows(" 1 , gas , 2 , hall ", "", *GOOD_ROWS, ""),
+    "another order and case": rows(*(f"hall,gas,{n},{n}" for n in range(5)), header=" ROOM ,FUEL,heat,Load"),
+    "further columns": rows(*(f"{line},x,7" for line in GOOD_ROWS), header="Heat,fuel,load,room,note,"),
+    "people": rows(*(f"{line},anna" for line in GOOD_ROWS), header="Heat,fuel,load,room,person"),
+    "unknown and missing categories": rows("1,oil,2,hall", "1,oil,2,hall", "1,,2,hall", "1,GAS,2,hall", *GOOD_ROWS),
+    "recordings": rows(
+        *(f"{line},{run}" for line, run in zip(GOOD_ROWS * 2, [3, 3, 1, 1, 2, 5, 9, 5], strict=True)),
+        header="Heat,fuel,load,room,run",
+    ),
+    "runs that are no numbers": rows(*(f"{line},a" for line in GOOD_ROWS), header="Heat,fuel,load,room,run"),
+    "numbers of classes": rows(*(f"{n},gas,1,{n % 3}" for n in range(7))),
+    "numbers of classes as floats": rows(*(f"{n},gas,1,{n % 3}.0" for n in range(7))),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 2**62 + 3])
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_are_read_as_by_the_sdk(modules, tmp_path, case, seed):
+    path = written(tmp_path, TABLES[case])
+    check_alike(modules, path, federation(KITCHEN, ROOMS), seed)
+
+
+def test_the_line_about_a_table(modules, tmp_path):
+    path = written(tmp_path, TABLES["further columns"])
+    assert on_the_page(modules, path, federation(KITCHEN, ROOMS))["said"] == (
+        "mine.csv: 4 rows (1 train, 1 check, 2 test); room: hall 2, kitchen 2; columns Heat, fuel, load; the "
+        "federation does not use 2 columns, left out: note, (without a name)"
+    )
+
+
+def test_a_table_in_an_old_encoding(modules, tmp_path):
+    preparation = Preparation(shape=(1,), columns=(Column(name="größe"),))
+    path = written(tmp_path, "größe;art\n1,5;Bär\n2,5;Bär\n3;Öl\n4;Öl\n".encode("cp1252"))
+    found = check_alike(modules, path, federation(preparation, Targets(column="art", names=("Bär", "Öl", "x"))))
+    assert "read as cp1252" in found["said"]
+
+
+def test_truths_are_categories_in_any_case(modules, tmp_path):
+    preparation = Preparation(shape=(1,), columns=(Column(name="on", categories=("false", "true")),))
+    path = written(tmp_path, "on,label\nTrue,0\nFALSE,1\ntrue,2\nno,0\n")
+    found = check_alike(modules, path, federation(preparation))
+    assert sorted(value for use in USES for value in found[use][1]) == [-1, 0, 1, 1]
+
+
+COLUMNS_ONLY = {
+    "no names of columns": (Preparation(shape=(2,)), "a,b,label\n1,2,0\n3,4,1\n5,6,2\n7,8,0\n"),
+    "an index": (Preparation(shape=(1,)), ",a,label\n0,2,0\n1,4,1\n2,6,2\n"),
+    "another index": (Preparation(shape=(1,)), "Unnamed: 0,a,label\n1,2,0\n2,4,1\n3,6,2\n"),
+    "a run among the features": (Preparation(shape=(2,)), "a,run,label\n1,0.5,0\n2,1.5,1\n3,2,2\n"),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS_ONLY)
+def test_tables_of_a_federation_without_names_of_columns(modules, tmp_path, case):
+    preparation, text = COLUMNS_ONLY[case]
+    path, manifest = written(tmp_path, text), federation(preparation)
+    found, wanted = on_the_page(modules, path, manifest), of_the_sdk(path, manifest)
+    assert {use: found[use] for use in USES} == {use: wanted[use] for use in USES}
+
+
+WRONG_TABLES = {
+    "empty": ("", "the file is empty"),
+    "only a header": ("Heat,fuel,load,room\n", "has a header and no rows; give a row for each sample"),
+    "numbers for a header": ("1,2,3\n4,5,6\n", "the first line holds numbers (1, 2, 3)"),
+    "a spreadsheet": (b"PK\3\4 or so", "is a zip archive or spreadsheet"),
+    "a binary": (b"a,b\n\0\0\0\0", "is binary, not a text"),
+    "no column": (
+        "Heat,load,room\n1,2,hall\n",
+        "has no column fuel, which the federation uses; it has the columns Heat",
+    ),
+    "no label": ("Heat,fuel,load,label\n1,gas,2,hall\n", "the federation's labels are called room, but it has the"),
+    "two columns": ("Heat,fuel,load,room,load\n1,gas,2,hall,3\n", "two columns are called load"),
+    "a short row": (rows(*GOOD_ROWS, "1,gas,2"), "line 6 has 3 cells, the header has 4; correct the line"),
+    "a long row": (rows('1,"g\ns",2,hall', "1,gas,2,hall,5"), "line 4 has 5 cells, the header has 4"),
+    "an open quote": (rows('1,"gas,2,hall'), "line 2 cannot be split into cells (unexpected end of data)"),
+    "text behind a quote": (rows('1,"gas"x,2,hall'), "line 2 cannot be split into cells"),
+    "text": (rows(*GOOD_ROWS, "high,gas,2,hall"), "line 6, column Heat: 'high' is not a number; the federation takes"),
+    "hexadecimal numbers": (rows("0x10,gas,2,hall"), "line 2, column Heat: '0x10' is not a number"),
+    "underscores": (rows("1_000,gas,2,hall"), "line 2, column Heat: '1_000' is not a number"),
+    "a decimal comma in quotes": (
+        rows('"1,5",gas,2,hall'),
+        "column Heat: '1,5' is not a number; it has a decimal comma",
+    ),
+    "separated thousands": (rows("1 000,gas,2,hall"), "'1 000' is not a number; it has a thousands separator"),
+    "another decimal sign": (
+        rows(*GOOD_ROWS, '"2,5",gas,2,hall').replace(",", ";").replace('"2;5"', "2,5"),
+        "line 6, column Heat: '2,5' has another decimal sign than '1.5' in line 2, column Heat",
+    ),
+    "commas of thousands": (
+        "Heat;fuel;load;room\n1,500;gas;2;hall\n",
+        "'1,500' has a decimal comma or a thousands sep",
+    ),
+    "a missing value": (rows(*GOOD_ROWS, ",gas,2,hall"), "line 6, column Heat: the value is missing (''; 1 in this"),
+    "a missing number": (rows("1,gas,N/A,hall"), "line 2, column load: the value is missing ('N/A'; 1 in this"),
+    "an infinite number": (rows("1,gas,-inf,hall"), "line 2, column load: '-inf' is infinite or beyond float32"),
+    "too large a number": (rows("1e39,gas,1,hall"), "line 2, column Heat: '1e39' is infinite or beyond float32"),
+    "a missing label": (rows(*GOOD_ROWS, "1,gas,2,"), "line 6, column room: the label is missing (1 in all)"),
+    "another class": (rows(*GOOD_ROWS, "1,gas,2,cellar"), "has the class 'cellar'; the federation's are kitchen, hall"),
+    "fractions": (
+        rows("1,gas,2,0.5", "1,gas,2,1"),
+        "column room: the label 0.5 is a fraction, no class",
+    ),
+    "a person missing": (
+        rows("1,gas,2,hall,", header="Heat,fuel,load,room,person"),
+        "it is not said who made the sample",
+    ),
+    "two people": (
+        rows("1,gas,2,hall,a,b", header="Heat,fuel,load,room,person,device"),
+        "both person and device say who",
+    ),
+    "too few": (rows(*GOOD_ROWS[:2]), "2 samples cannot be split into training, validation and test; give at least 3"),
+    "too few recordings": (
+        rows(*(f"{line},1" for line in GOOD_ROWS), header="Heat,fuel,load,room,run"),
+        "1 unbroken recordings (run) cannot be split into",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TABLES)
+def test_wrong_tables_are_refused_by_both(modules, tmp_path, case):
+    content, said = WRONG_TABLES[case]
+    path, manifest = written(tmp_path, content), federation(KITCHEN, ROOMS)
+    with pytest.raises(DataError):
+        of_the_sdk(path, manifest)
+    name, message = on_the_page(modules, path, manifest)
+    assert name == "DataError"
+    assert said in message
+    assert "=" not in message.replace("index=False", ""), "a page has no options"
+
+
+def test_a_message_about_a_missing_value_says_what_to_do(modules, tmp_path):
+    path = written(tmp_path, rows("1,gas,?,hall"))
+    _, message = on_the_page(modules, path, federation(KITCHEN, ROOMS))
+    assert message == (
+        "mine.csv: line 2, column load: the value is missing ('?'; 1 in this column); leave such rows out of the file, "
+        "or fill in the values"
+    )
+
+
+# --- names of classes --------------------------------------------------------------------------------------------
+
+UNKNOWN_NAMES = ["cellar", "Bär", "\U0001f600", "\uff5e", "loft"]
+
+
+@pytest.mark.parametrize("spare", [5, 7, 300])
+def test_unknown_classes_take_the_spare_outputs_of_the_sdk(modules, tmp_path, spare):
+    targets = Targets(column="room", names=("kitchen", "hall"), spare=spare)
+    lines = [f"{place},gas,1,{name}" for place, name in enumerate([*UNKNOWN_NAMES, "hall", *UNKNOWN_NAMES])]
+    found = check_alike(modules, written(tmp_path, rows(*lines)), federation(KITCHEN, targets, outputs=2 + spare))
+    assert found["names"] == list(targets.with_own(UNKNOWN_NAMES))
+    fewer = Targets(column="room", names=("kitchen", "hall"), spare=4)
+    name, message = on_the_page(modules, tmp_path / "mine.csv", federation(KITCHEN, fewer, outputs=6))
+    assert (name, "has the class 'Bär'; the federation's are kitchen, hall" in message) == ("DataError", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["0", "1", "2", "1"], None),
+        (["3", "1", "0"], "has the class '3'; the federation names no classes, its labels are the numbers 0 to 2"),
+        (["-1", "1", "0"], "has the class '-1'"),
+        (["up", "down", "off"], "has the class 'down'"),
+    ],
+)
+def test_a_federation_without_names_takes_numbers(modules, tmp_path, given, said):
+    path = written(tmp_path, "\n".join(["a,label", *(f"{n},{label}" for n, label in enumerate(given))]))
+    for manifest in (federation(Preparation(shape=(1,))), federation(shape=(1,))):
+        found = on_the_page(modules, path, manifest)
+        if said is None:
+            assert sorted(target for use in USES for target in found[use][2]) == [0, 1, 1, 2]
+        else:
+            assert found[0] == "DataError"
+            assert said in found[1]
+
+
+# --- npz ---------------------------------------------------------------------------------------------------------
 
 
 def samples(count, *shape, kind=np.float32):
-    values = random.integers(0, 256, (count, *shape)) if kind == np.uint8 else random.normal(size=(count, *shape))
+    values = (
+        random.integers(0, 100, (count, *shape)) if np.dtype(kind).kind in "iu" else random.normal(size=(count, *shape))
+    )
     return values.astype(kind)
 
 
@@ -285,307 +545,208 @@ def named(use, count):
     return {f"x_{use}": samples(count, 4), f"y_{use}": labels(count)}
 
 
+FLOATS = Preparation(shape=(4,))
+NAMES = np.array(["attic", "hall", "kitchen"])
+
 FILES = {
-    "features": named("train", 20),
-    "double precision": {"x_train": samples(20, 4, kind=np.float64), "y_train": labels(20).astype(np.uint8)},
-    "half precision": {"x_train": samples(20, 4, kind=np.float16), "y_train": labels(20).astype("i2")},
-    "whole numbers": {"x_train": np.arange(80).reshape(20, 4), "y_train": labels(20)},
-    "true and false": {"x_train": samples(20, 4) > 0, "y_train": labels(20)},
-    "grey images": {"x_train": samples(20, 8, 8, kind=np.uint8), "y_train": labels(20)},
-    "images with their channels": {"x_train": samples(20, 2, 8, 8, kind=np.uint8), "y_train": labels(20)},
-    "images of floats": {"x_train": samples(20, 8, 8), "y_train": labels(20)},
-    "its own test": named("train", 20) | named("test", 5),
-    "its own validation": named("train", 20) | named("val", 5),
-    "all three": named("train", 20) | named("val", 5) | named("test", 2),
-    "a number of classes": named("train", 20) | {"classes": 3},
-    "names of classes": named("train", 20) | {"classes": np.array(["a", "b", "c"])},
-    "Fortran's order": {"x_train": np.asfortranarray(samples(20, 8, 8)), "y_train": labels(20)},
-    "the fewest": named("train", 3),
+    "features": (named("train", 20), FLOATS),
+    "x and y": ({"x": samples(20, 4), "y": labels(20)}, FLOATS),
+    "double precision": ({"x": samples(20, 4, kind=np.float64), "y": labels(20).astype(np.uint8)}, FLOATS),
+    "half precision": ({"x": samples(20, 4, kind=np.float16), "y": labels(20).astype("i2")}, FLOATS),
+    "whole numbers as floats": ({"x": samples(20, 4, kind=np.int64), "y": labels(20)}, FLOATS),
+    "bytes": (
+        {"x": samples(20, 8, 8, kind=np.uint8), "y": labels(20)},
+        Preparation(dtype="uint8", shape=(8, 8), axes="HW"),
+    ),
+    "channels last": (
+        {"x": samples(20, 4, 5, 3, kind=np.uint8), "y": labels(20)},
+        Preparation(dtype="uint8", shape=(4, 5, 3), axes="HWC"),
+    ),
+    "wider whole numbers": (
+        {"x": samples(20, 4, kind=np.int64), "y": labels(20)},
+        Preparation(dtype="uint8", shape=(4,)),
+    ),
+    "true and false": ({"x": samples(20, 4) > 0, "y": labels(20)}, Preparation(dtype="uint8", shape=(4,))),
+    "64 bits": ({"x": samples(20, 4, kind=">i8"), "y": labels(20)}, Preparation(dtype="int64", shape=(4,))),
+    "16 bits": ({"x": samples(20, 4, kind=np.int16), "y": labels(20)}, Preparation(dtype="int16", shape=(4,))),
+    "Fortran's order": (
+        {"x": np.asfortranarray(samples(20, 6, 64)), "y": labels(20)},
+        Preparation(shape=(6, 64), axes="CT"),
+    ),
+    "its own test": (named("train", 20) | named("test", 5), FLOATS),
+    "its own validation": (named("train", 20) | named("val", 5), FLOATS),
+    "all three": (named("train", 20) | named("val", 5) | named("test", 2), FLOATS),
+    "names": ({"x": samples(20, 4), "y": NAMES[labels(20)]}, FLOATS),
+    "names in bytes": ({"x": samples(20, 4), "y": NAMES[labels(20)].astype("S")}, FLOATS),
+    "one-hot rows": ({"x": samples(20, 4), "y": np.eye(3, dtype=np.float32)[labels(20)]}, FLOATS),
+    "a column of labels": ({"x": samples(20, 4), "y": labels(20)[:, None]}, FLOATS),
+    "labels as floats": ({"x": samples(20, 4), "y": labels(20).astype(np.float64)}, FLOATS),
+    "its own order of classes": ({"x": samples(20, 4), "y": labels(20), "classes": NAMES[::-1]}, FLOATS),
+    "a number of classes": ({"x": samples(20, 4), "y": labels(20), "classes": 3}, FLOATS),
+    "recordings": ({"x": samples(20, 4), "y": labels(20), "run": np.arange(20) // 4 * 7 % 5}, FLOATS),
+    "people": ({"x": samples(20, 4), "y": labels(20), "person": labels(20)}, FLOATS),
+    "the fewest": (named("train", 3), FLOATS),
 }
-
-
-def plain(batches):
-    if batches is None:
-        return None
-    inputs, targets = batches.arrays.take(slice(None))
-    return [inputs.ravel().tolist(), targets.tolist(), len(targets)]
-
-
-def read_samples(modules, content, **wanted):
-    wanted = {"seed": "0", **wanted}
-    return modules(SAMPLES, module="samples.js", argument=[in_base64(content), wanted])
 
 
 @pytest.mark.parametrize("seed", [0, 2**62 + 3])
 @pytest.mark.parametrize("case", FILES)
-def test_samples_are_those_of_the_sdk(modules, tmp_path, case, seed):
-    path = tmp_path / "mine.npz"
-    path.write_bytes(saved(FILES[case]))
-    task = npz.load(str(path), device="d", seed=seed, batch_size=8)
-    found = read_samples(
-        modules, path.read_bytes(), inputShape=list(task.train.arrays.inputs.shape[1:]), classes=3, seed=str(seed)
-    )
-    assert found == {use: plain(getattr(task, use)) for use in ("train", "validation", "test")}
-
-
-def test_x_and_y_are_taken_as_training_samples(modules):
-    inputs, targets = samples(9, 4), labels(9)
-    wanted = {"inputShape": [4], "classes": 3}
-    named = read_samples(modules, saved({"x_train": inputs, "y_train": targets}), **wanted)
-    assert read_samples(modules, saved({"x": inputs, "y": targets, "person": targets}), **wanted) == named
-
-
-def test_samples_of_the_models_own_shape_get_no_channel(modules):
-    inputs = samples(9, 6, 64)
-    found = read_samples(modules, saved({"x": inputs, "y": labels(9)}), inputShape=[6, 64], classes=3)
-    assert found["train"][0] == inputs[split(9, 0).train].ravel().tolist()
-
-
-def test_sensors_values_are_put_on_the_scale_of_their_task(modules):
-    inputs, choice = samples(5, 6, 64), MODELS["har"]["small"]
-    found = read_samples(modules, saved({"x": inputs, "y": labels(5)}), inputShape=[6, 64], classes=5, task="har")
-    scaled = Scale(choice.mean, choice.deviation)(inputs)
-    assert found["train"][0] == scaled[split(5, 0).train].ravel().tolist()
-
-
-@pytest.mark.parametrize("kind", [np.uint8, np.float64, np.int64])
-def test_grey_levels_for_a_task_of_ours_are_put_on_its_scale(modules, kind):
-    inputs, choice = samples(5, 28, 28, kind=np.uint8), MODELS["mnist"]["small"]
-    wanted = {"inputShape": [1, 28, 28], "classes": 10, "task": "mnist:leaf"}
-    found = read_samples(modules, saved({"x": inputs.astype(kind), "y": labels(5)}), **wanted)
-    scaled = Scale(choice.mean, choice.deviation)(inputs[:, None])
-    assert found["train"][0] == scaled[split(5, 0).train].ravel().tolist()
-
-
-def test_images_on_another_scale_are_taken_as_they_are(modules):
-    inputs = samples(5, 28, 28)
-    wanted = {"inputShape": [1, 28, 28], "classes": 10, "task": "mnist"}
-    found = read_samples(modules, saved({"x": inputs, "y": labels(5)}), **wanted)
-    assert found["train"][0] == inputs[split(5, 0).train].ravel().tolist()
+def test_arrays_are_read_as_by_the_sdk(modules, tmp_path, case, seed):
+    arrays, preparation = FILES[case]
+    path = written(tmp_path, saved(arrays), "mine.npz")
+    check_alike(modules, path, federation(preparation, Targets(names=tuple(NAMES.tolist()))), seed)
 
 
 GOOD = named("train", 6)
-PAIR = named("val", 2)
 
-REFUSED_BY_BOTH = {
-    "no labels": ({"x_train": GOOD["x_train"]}, "the file holds x_train, but no y_train; add it"),
-    "nothing": ({}, "the file holds nothing, but no x_train; add it"),
-    "half a pair": (GOOD | {"x_val": samples(2, 4)}, "no y_val; add it"),
-    "one-hot rows": (GOOD | {"y_train": np.eye(6, dtype=int)}, "y_train: has shape (6, 6) beside x_train of (6, 4)"),
-    "labels of others": (GOOD | {"y_train": labels(5)}, "y_train: has shape (5,) beside x_train of (6, 4)"),
-    "no samples": ({"x_train": np.zeros((0, 4)), "y_train": labels(0)}, "and at least one sample"),
-    "labels of floats": (GOOD | {"y_train": np.zeros(6, np.float32)}, "y_train: is of float32; number the classes"),
-    "labels of texts": (GOOD | {"y_train": np.array(list("abcdef"))}, "y_train: is of "),
-    "truths for labels": (GOOD | {"y_train": np.zeros(6, bool)}, "y_train: is of bool; number the classes"),
-    "negative labels": (GOOD | {"y_train": np.array([0, -1, -2, 1, 0, -1])}, "y_train: has labels -2, -1; number"),
-    "texts": (GOOD | {"x_train": np.full((6, 4), "a")}, "x_train: is of "),
-    "complex numbers": (GOOD | {"x_train": np.zeros((6, 4), complex)}, "x_train: is of complex128; store numbers"),
-    "one axis": (GOOD | {"x_train": np.zeros(6)}, "x_train: has shape (6,); give features [N,F] or images"),
-    "five axes": (GOOD | {"x_train": np.zeros((6, 1, 1, 1, 1))}, "has shape (6, 1, 1, 1, 1); give features"),
-    "samples of nothing": (GOOD | {"x_train": np.zeros((6, 0))}, "x_train: has shape (6, 0); give features"),
-    "channels last": (GOOD | {"x_train": np.zeros((6, 8, 8, 3))}, "store x_train.transpose(0, 3, 1, 2)"),
-    "a value missing": (GOOD | {"x_train": np.full((6, 4), np.nan)}, "x_train: a value is missing or not finite"),
-    "too large a value": (GOOD | {"x_train": np.full((6, 4), 1e300)}, "not finite in float32"),
-    "other samples": (GOOD | PAIR | {"x_val": samples(2, 5)}, "x_val: samples have shape (5,), those of x_train (4,)"),
+WRONG_FILES = {
+    "no labels": ({"x_train": GOOD["x_train"]}, "holds x_train, but no y_train; add it"),
+    "nothing": ({}, "holds nothing, but no x and y or x_train"),
+    "half a pair": (GOOD | {"x_val": samples(2, 4)}, "but no y_val; add it"),
+    "only validation": (named("val", 6), "but no x_train; add it"),
+    "rows of numbers": (GOOD | {"y_train": np.ones((6, 2))}, "has shape (6, 2), and its rows are not one-hot"),
+    "labels of others": (GOOD | {"y_train": labels(5)}, "y_train has shape (5,) beside 6 samples"),
+    "no samples": ({"x_train": np.zeros((0, 4)), "y_train": labels(0)}, "give at least one sample"),
+    "fractions": (GOOD | {"y_train": np.full(6, 0.5)}, "y_train[0]: the label 0.5 is a fraction, no class"),
+    "truths for labels": (GOOD | {"y_train": np.zeros(6, bool)}, "has the class 'False'"),
+    "another class": (GOOD | {"y_train": np.array(list("abcdef"))}, "has the class 'a'; the federation's are attic"),
+    "numbers beyond": (GOOD | {"y_train": labels(6) + 1}, "has the class '1'; the federation's are attic"),
+    "negative labels": (GOOD | {"y_train": np.array([0, -1, -2, 1, 0, -1])}, "has the class '-1'"),
+    "a missing label": (GOOD | {"y_train": np.array([*"aaaaa", ""])}, "y_train[5]: the label is missing (1 in all)"),
+    "texts": (GOOD | {"x_train": np.full((6, 4), "a")}, "x_train is of text; store numbers"),
+    "complex numbers": (GOOD | {"x_train": np.zeros((6, 4), complex)}, "x_train is of complex128; store numbers"),
+    "another shape": (GOOD | {"x_train": samples(6, 5)}, "samples of shape (5,), the federation's have (4,)"),
+    "a value missing": (GOOD | {"x_train": np.full((6, 4), np.nan)}, "a missing value (NaN) in sample 0; leave such"),
+    "too large a value": (GOOD | {"x_train": np.full((6, 4), 1e300)}, "an infinite value in sample 0"),
     "too few": (named("train", 2), "2 samples cannot be split into"),
-    "one class": (GOOD | {"classes": 1}, "classes: there are 1, at least 2 are needed"),
-    "odd classes": (GOOD | {"classes": np.zeros((2, 2))}, "classes: has shape (2, 2) of float64; give their number"),
-    "labels beyond its own classes": (
-        GOOD | {"classes": 2},
-        "y_train: has label 2, but there are 2 classes, 0 to 1; every device's file must agree",
+    "one class": (GOOD | {"classes": 1}, "classes says that there are 1; give their number, 2 to 10,000"),
+    "odd classes": (GOOD | {"classes": np.zeros((2, 2))}, "classes has shape (2, 2) of float64; give the number"),
+    "a class twice": (GOOD | {"classes": np.array(["a", "a", "b"])}, "classes names one twice"),
+    "labels beyond its own classes": (GOOD | {"classes": 2}, "y_train[2] is 2, but classes declares 2, 0 to 1 (0, 1)"),
+    "a name beyond its own classes": (
+        GOOD | {"y_train": NAMES[labels(6)], "classes": NAMES[:2]},
+        "y_train[2] is 'kitchen', which the entry classes does not name",
     ),
+    "odd runs": (GOOD | {"run_train": np.zeros(6)}, "run_train has shape (6,) of float64; give an integer for each"),
     "pickled classes": (GOOD | {"classes": np.array([None], object)}, "holds pickled objects"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED_BY_BOTH)
-def test_wrong_archives(modules, tmp_path, case):
-    arrays, said = REFUSED_BY_BOTH[case]
-    path = tmp_path / "wrong.npz"
-    path.write_bytes(saved(arrays))
-    with pytest.raises(DataError) as refused:
-        npz.load(str(path), device="d", seed=0, batch_size=8)
-    assert said in str(refused.value)
-    name, message = read_samples(modules, path.read_bytes(), inputShape=[4], classes=3)
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_wrong_arrays_are_refused_by_both(modules, tmp_path, case):
+    arrays, said = WRONG_FILES[case]
+    path, manifest = (
+        written(tmp_path, saved(arrays), "wrong.npz"),
+        federation(FLOATS, Targets(names=tuple(NAMES.tolist()))),
+    )
+    with pytest.raises(DataError):
+        of_the_sdk(path, manifest)
+    name, message = on_the_page(modules, path, manifest)
     assert name == "DataError"
     assert said in message
 
 
-UNFIT = {
-    "another shape": (GOOD, [1, 2, 2], 3, "x_train: samples have shape (4,), the federation's model takes (1, 2, 2)"),
-    "other images": (
+WRONG_TYPES = {
+    "scaled images": (
         {"x": samples(6, 8, 8), "y": labels(6)},
-        [1, 28, 28],
-        3,
-        "x: samples have shape (1, 8, 8), the federation's model takes (1, 28, 28)",
+        (8, 8),
+        "HW",
+        "give them as they were recorded, not scaled",
     ),
+    "beyond bytes": ({"x": samples(6, 4, kind=np.int64) + 200, "y": labels(6)}, (4,), "", "beyond uint8; correct it"),
+    "other axes": (
+        {"x": samples(6, 3, 4, 5, kind=np.uint8), "y": labels(6)},
+        (4, 5, 3),
+        "HWC",
+        "with axes=NHWC; its axes seem to be in another order, transpose it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_arrays_of_another_type_than_the_federations(modules, tmp_path, case):
+    arrays, shape, axes, said = WRONG_TYPES[case]
+    path, manifest = (
+        written(tmp_path, saved(arrays), "wrong.npz"),
+        federation(Preparation(dtype="uint8", shape=shape, axes=axes)),
+    )
+    with pytest.raises(DataError, match=said.split(";")[0]):
+        of_the_sdk(path, manifest)
+    name, message = on_the_page(modules, path, manifest)
+    assert (name, said in message) == ("DataError", True), message
+
+
+# --- tasks of ours, whose samples are not described --------------------------------------------------------------
+
+
+def trained_on(modules, folder, arrays, **how):
+    found = on_the_page(modules, written(folder, saved(arrays), "mine.npz"), federation(**how))
+    assert isinstance(found, dict), found
+    return found["train"][1]
+
+
+def test_pictures_of_an_undescribed_model_get_their_channel_and_go_from_0_to_1(modules, tmp_path):
+    inputs = samples(9, 8, 8, kind=np.uint8)
+    found = trained_on(modules, tmp_path, {"x": inputs, "y": labels(9)}, shape=(1, 8, 8))
+    assert found == (inputs[split(9, 0).train] / np.float32(255)).ravel().tolist()
+
+
+def test_sensors_values_are_put_on_the_scale_of_their_task(modules, tmp_path):
+    inputs, choice = samples(5, 6, 64), MODELS["har"]["small"]
+    found = trained_on(modules, tmp_path, {"x": inputs, "y": labels(5)}, shape=(6, 64), outputs=5, task="har")
+    assert found == Scale(choice.mean, choice.deviation)(inputs)[split(5, 0).train].ravel().tolist()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float64, np.int64])
+def test_grey_levels_for_a_task_of_ours_are_put_on_its_scale(modules, tmp_path, kind):
+    inputs, choice = samples(5, 28, 28, kind=np.uint8), MODELS["mnist"]["small"]
+    arrays = {"x": inputs.astype(kind), "y": labels(5)}
+    found = trained_on(modules, tmp_path, arrays, shape=(1, 28, 28), outputs=10, task="mnist:leaf")
+    assert found == Scale(choice.mean, choice.deviation)(inputs[:, None])[split(5, 0).train].ravel().tolist()
+
+
+def test_images_on_another_scale_are_taken_as_they_are(modules, tmp_path):
+    inputs = samples(5, 28, 28)
+    arrays = {"x": inputs, "y": labels(5)}
+    found = trained_on(modules, tmp_path, arrays, shape=(1, 28, 28), outputs=10, task="mnist")
+    assert found == inputs[split(5, 0).train].ravel().tolist()
+
+
+UNFIT = {
+    "another shape": (GOOD, (1, 2, 2), 3, "samples have shape (4,), the federation's model takes (1, 2, 2)"),
     "labels beyond": (
         GOOD,
-        [4],
+        (4,),
         2,
-        "y_train: has label 2 in 2 of 6 samples, but the federation's model has 2 classes, 0 to 1; correct them",
+        "has the class '2'; the federation names no classes, its labels are the numbers 0 to 1",
     ),
-    "many labels beyond": (
-        GOOD | {"y_train": np.arange(6) + 5},
-        [4],
-        5,
-        "y_train: has labels 5, 6, 7, 8, 9, ... in 6 of 6 samples",
-    ),
-    "huge labels": (GOOD | {"y_train": np.full(6, 2**40)}, [4], 5, "has label 1099511627776 in 6 of 6"),
-    "labels beyond in the validation": (
-        GOOD | PAIR | {"y_val": np.array([0, 9])},
-        [4],
-        3,
-        "y_val: has label 9 in 1 of",
-    ),
-    "other classes": (GOOD | {"classes": 4}, [4], 3, "classes: the file has 4, the federation's model 3; every device"),
+    "other classes": (GOOD | {"classes": 4}, (4,), 3, "classes: the file has 4, the federation's model 3"),
 }
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_archives_that_do_not_fit_the_model(modules, case):
-    arrays, shape, classes, said = UNFIT[case]
-    name, message = read_samples(modules, saved(arrays), inputShape=shape, classes=classes)
-    assert name == "DataError"
-    assert said in message
+def test_arrays_that_do_not_fit_an_undescribed_model(modules, tmp_path, case):
+    arrays, shape, outputs, said = UNFIT[case]
+    path = written(tmp_path, saved(arrays), "mine.npz")
+    name, message = on_the_page(modules, path, federation(shape=shape, outputs=outputs))
+    assert (name, said in message) == ("DataError", True), message
 
 
-# --- table.js and fromTable --------------------------------------------------------------------------------------
-
-TABLES = {
-    "plain": "a,b,label\n1,2.5,0\n3,-4e-3,1\n5,.5,2\n",
-    "CRLF and no last line end": "a,b,y\r\n1,2,0\r\n3,4,1\r\n5,6,1",
-    "the label first": "target,a,b\n0,1,2\n1,3,4\n1,+5,1e3\n",
-    "a person": "a,subject,b,label\n1,anna,2,0\n3,otto,4,1\n5,anna,6,1\n",
-    "quotes": '"a","b, and ""more""",label\n"1","2",0\n3,"4",1\n5,6,"1"\n',
-    "empty lines": "a,b,label\n\n1,2,0\n3,4,1\n\n5,6,1\n\n",
-    "missing values": "a,b,label\n1,,0\nNaN,4,1\n5,NA,1\n",
-    "an empty last cell": "a,label,b\n1,0,2\n3,1,4\n5,1,",
-    "names of classes": "a,label\n1,walking\n3,sitting\n5,walking\n",
-    "classes of floats": "a,label\n1,0.0\n3,1.0\n5,2.0\n",
-    "two that could be labels": "y,label\n1,0\n3,1\n5,2\n",
-    "truths": "a,label\nTrue,0\nFalse,1\nTrue,2\n",
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_tables(modules, tmp_path, case):
-    pytest.importorskip("pandas")
-    path = tmp_path / "samples.csv"
-    path.write_text(TABLES[case], newline="")
-    wanted = read_table(path)
-    found = modules(TABLE, module="table.js", argument=TABLES[case])
-    inputs = np.array(list(map(float, found["inputs"])), np.float32).reshape(-1, found["features"])
-    np.testing.assert_array_equal(inputs, wanted.inputs.astype(np.float32))
-    assert found["people"] == (None if wanted.people is None else wanted.people.tolist())
-    if wanted.labels.dtype.kind in "iuf":
-        assert list(map(float, found["labels"])) == wanted.labels.tolist()
-    else:
-        assert found["labels"] == wanted.labels.tolist()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\ufeffa,b,label\n1.5,2,0\n3,4,1\n5,6,1\n",
-        "a;b;label\r\n1,5;2;0\r\n3;4;1\r\n5;6;1\r\n",
-        '\ufeff"a";"b";label\n1.5;2;0\n3;4;1\n5;6;1\n',
-        " a , b , label \n 1.5 , 2 , 0 \n3,4,1\n5,6,1",
-    ],
-)
-def test_tables_of_spreadsheets(modules, text):
-    found = modules(TABLE, module="table.js", argument=text)
-    assert found == {
-        "columns": ["a", "b", "label"],
-        "inputs": ["1.5", "2", "3", "4", "5", "6"],
-        "features": 2,
-        "labels": ["0", "1", "1"],
-        "people": None,
-    }
-
-
-WRONG_TABLES = {
-    "empty": ("", "the table is empty"),
-    "no label": ("a,b,c,d,e\n1,2,3,4,5\n", "has the columns a, b, c, d, ..., but none called label or y or target"),
-    "an index": (
-        ",a,label\n0,1,0\n",
-        "its column 1 has no name, as an index has none; write it with to_csv(index=False)",
-    ),
-    "texts": ("a,b,label\n1,high,0\n", "the column b holds no numbers (high); replace its values by numbers"),
-    "hexadecimal numbers": ("a,b,label\n1,0x10,0\n", "the column b holds no numbers (0x10)"),
-    "a label missing": ("a,label\n1,0\n2,\n", "the column label lacks a value; remove such rows"),
-    "a person missing": ("a,person,label\n1,,0\n", "the column person lacks a value"),
-    "two people": ("a,person,device,label\n1,2,3,0\n", "both person and device say who made a sample"),
-    "two labels": ("a,label,label\n1,2,3\n", "two columns are called label"),
-    "a short row": ("a,b,label\n1,2,0\n1,2\n", "row 2 below the names has 2 cells, there are 3 columns"),
-    "a long row": ("a,b,label\n1,2,0,5\n", "row 1 below the names has 4 cells"),
-    "an open quote": ('a,b,label\n1,"2,0\n', "opened and never closed"),
-    "text behind a quote": ('a,b,label\n1,"2"3,0\n', "text follows a closing quotation mark"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_TABLES)
-def test_wrong_tables(modules, case):
-    text, said = WRONG_TABLES[case]
-    name, message = modules(TABLE, module="table.js", argument=text)
-    assert name == "DataError"
-    assert said in message
-
-
-NAMED = ["b", "a", "\U0001f600", "\uff5e", "ab", "b", "a", "a"]
-
-
-@pytest.mark.parametrize(
-    ("given", "classes"), [(["0", "2", "1", "1.0", "01"], 3), (["3", "2"] * 3, 4), (["1e0", "+1", "0"], 2), (NAMED, 5)]
-)
-def test_rows_are_split_as_the_sdk_splits(modules, given, classes):
-    values = np.arange(4 * len(given), dtype=np.float32).reshape(-1, 4) / 3
-    rows = [",".join(map(repr, row.tolist())) + f",{label}" for row, label in zip(values, given, strict=True)]
-    table = "\n".join(["a,b,c,d,label", *rows])
-    found = read_samples(modules, table.encode(), inputShape=[1, 2, 2], classes=classes, seed="5")
-    targets, _ = number_classes("", np.array([float(label) for label in given]) if given != NAMED else np.array(given))
-    parts = split(len(given), 5)
-    for use in ("train", "validation", "test"):
-        index = getattr(parts, use)
-        assert found[use] == [values[index].ravel().tolist(), targets[index].tolist(), len(index)]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a,label\n", "the table has no rows; give at least one sample"),
-        ("a,b,label\n1,2,0\n3,4,1\n5,6,1\n", "samples have shape (2,), the federation's model takes (1,)"),
-        ("a,label\n1,0\n,1\n5,1\n", "a value is missing or not finite in float32; replace or remove such samples"),
-        ("a,label\n1,0\n1e60,1\n5,1\n", "a value is missing or not finite in float32"),
-        ("a,label\n1,0\n2,1.5\n5,1\n", "a label is no whole number; number the classes from 0"),
-        ("a,label\n1,0\n2,-1\n5,1\n", "has label -1; number the classes from 0"),
-        ("a,label\n1,0\n2,3\n5,1\n", "has label 3 in 1 of 3 samples, but the federation's model has 3 classes, 0 to 2"),
-        ("a,label\n1,up\n2,down\n5,up\n", "has 2 names of classes, the federation's model has 3 classes; number them"),
-        ("a,label\n1,0\n2,1\n", "2 samples cannot be split"),
-    ],
-)
-def test_tables_that_do_not_fit_the_model(modules, text, said):
-    name, message = read_samples(modules, text.encode(), inputShape=[1], classes=3)
-    assert name == "DataError"
-    assert said in message
-
-
-def test_a_large_archive_is_read_in_a_moment(modules):
+def test_a_large_archive_is_read_in_a_moment(modules, tmp_path):
     """As large as MNIST: sixty thousand images."""
     content = saved(
         {"x_train": np.zeros((60_000, 28, 28), np.uint8), "y_train": np.zeros(60_000, int)}, compressed=True
     )
     found = modules(
-        """async ({ fromArchive }, content) => {
-          const { readArchive } = await import("/web/archive.js");
+        """async ({ readSamples }, [content, text]) => {
+          const { Manifest } = await import("/web/manifest.js");
           const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
           const start = performance.now();
-          const wanted = { inputShape: [1, 28, 28], classes: 10, seed: 1, task: "mnist" };
-          const { train } = fromArchive(await readArchive(bytes), wanted);
+          const { train } = await readSamples(new File([bytes], "mine.npz"), new Manifest(text), 1n);
           return [train.count, performance.now() - start];
         }""",
-        module="samples.js",
-        argument=in_base64(content),
+        module="files.js",
+        argument=[in_base64(content), federation(shape=(1, 28, 28), outputs=10, task="mnist").text],
     )
     assert found[0] == len(split(60_000, 1).train)
     assert found[1] < 30_000

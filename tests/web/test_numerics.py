@@ -11,7 +11,6 @@ import pytest
 
 from edge_sdk.tasks import passes
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, Scale
-from edge_sdk.tasks.partition import split
 from edge_sdk.tasks.public import MODELS, full_name
 
 from . import vectors
@@ -142,23 +141,16 @@ def test_splits(modules):
 @pytest.mark.integration
 def test_a_split_that_cannot_be_had(modules):
     found = modules(
-        """({ split, splitAdded }) => [[split, 2, 0], [splitAdded, 1, 0], [split, 5, -1], [split, 5, 2n ** 63n]].map(
-          ([cut, count, seed]) => { try { cut(count, seed); } catch ({ name, message }) { return [name, message]; } }
+        """({ split }) => [[2, 0], [5, -1], [5, 2n ** 63n]].map(
+          ([count, seed]) => { try { split(count, seed); } catch ({ name, message }) { return [name, message]; } }
         )""",
         module="samples.js",
     )
     assert found == [
         ["DataError", "2 samples cannot be split into training, validation and test; give at least 3"],
-        ["DataError", "there are 1 samples here; add at least 2 more to take part"],
         ["RangeError", "the seed is -1; it must lie in 0..2^63-1"],
         ["RangeError", f"the seed is {2**63}; it must lie in 0..2^63-1"],
     ]
-
-
-@pytest.mark.integration
-def test_added_samples_are_split_alike(modules):
-    found = modules("({ splitAdded }) => [...splitAdded(40, 9).test]", module="samples.js")
-    assert found == split(40, 9).test.tolist()
 
 
 @pytest.mark.integration

@@ -1,6 +1,6 @@
 /** Reads numpy's npz files, as numpy.load(file, allow_pickle=False) does: a zip file with an npy file of each array. */
 
-import { DataError } from "./samples.js";
+import { DataError } from "./errors.js";
 
 const MOST_BYTES = 2 ** 30; // of all arrays of a file
 const MOST_HEADER = 10_000; // characters, numpy's own limit
@@ -20,7 +20,7 @@ const DEFLATED = 8;
 /**
  * The arrays of an npz file, a Blob or Uint8Array: Map of name -> { shape, type, data }.
  *
- * type: numpy's letter and bytes per value, as "f4", "i8", "u1", "b1" (true and false) or "U7" (texts). data: the
+ * type: numpy's letter and bytes per value, as "f4", "i8", "u1", "b1" (true and false) "U7" or "S7" (texts). data: the
  * values in C order: the typed array of that type, Float64Array for i8 and u8, Float32Array for f2, string[] for texts;
  * null for types that are neither numbers nor texts. Throws DataError.
  */
@@ -194,17 +194,18 @@ function parseArray(name, bytes) {
     throw new Refused(`${name} holds pickled objects; write plain arrays of numbers with numpy.savez`);
   }
   const type = known ? known[2] + known[3] : "V0";
-  const text = type[0] === "U";
+  const text = type[0] === "U" || type[0] === "S";
   if (!text && !(type in NUMBERS)) return { shape, type, data: null };
   const count = shape.reduce((product, length) => product * length, 1);
   if (text && count > MOST_TEXTS) throw new Refused(`${name} has ${count} texts; number the classes from 0`);
-  const each = Number(known[3]) * (text ? 4 : 1);
+  const each = Number(known[3]) * (type[0] === "U" ? 4 : 1);
   if (bytes.length - start !== count * each) {
     throw damaged(`${name} has ${bytes.length - start} bytes of values, and announces ${count} of ${each}`);
   }
-  const unit = text ? 4 : each;
+  const unit = type[0] === "U" ? 4 : type[0] === "S" ? 1 : each;
   const little = known[1] === ">" ? swapped(bytes.slice(start), unit) : aligned(bytes, start, unit);
-  const values = text ? texts(little, count, each / 4) : numbersOf(name, little, NUMBERS[type]);
+  const values = !text ? numbersOf(name, little, NUMBERS[type])
+    : type[0] === "U" ? texts(little, count, each / 4) : bytesAsTexts(name, little, count, each);
   return { shape, type, data: order === "True" ? fromFortran(values, shape) : values };
 }
 
@@ -284,6 +285,18 @@ function texts(bytes, count, length) {
     if (own.some((code) => code > 0x10ffff)) throw damaged("a text holds what is no character");
     return String.fromCodePoint(...own).replace(/\0+$/, "");
   });
+}
+
+/** Texts of `length` bytes each in UTF-8, filled up with zeros. */
+function bytesAsTexts(name, bytes, count, length) {
+  const decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
+  try {
+    return Array.from({ length: count }, (_, i) => {
+      return decoder.decode(bytes.subarray(i * length, (i + 1) * length)).replace(/\0+$/, "");
+    });
+  } catch {
+    throw new Refused(`${name} holds bytes that are not UTF-8; store text`);
+  }
 }
 
 /** Values in C order, of those in Fortran's, whose first index runs fastest. */

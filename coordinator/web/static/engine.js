@@ -11,6 +11,7 @@ import { passes } from "./samples.js";
 
 const RUNTIME = new URL("./runtime/1.30.0/", import.meta.url).href; // the version that runtime.py pins
 const MOST_THREADS = 4;
+const PREPARED_SAMPLES = 256, PREPARED_VALUES = 2 ** 22; // at once
 const { fround } = Math;
 
 /** Threads that one step uses: more than one only where the page is isolated from other origins. */
@@ -31,8 +32,8 @@ async function runtime() {
 /** A model of the federation, and what trains and judges it. */
 export class Engine {
   /**
-   * graphs: { step(ratio), evaluation() }, functions that give ONNX files, Uint8Array. frozen: tensors that nobody
-   * trains. own: first values of those that stay on the device.
+   * graphs: { step(ratio), evaluation(), preparation() }, functions that give ONNX files, Uint8Array. frozen: tensors that
+   * nobody trains. own: first values of those that stay on the device.
    */
   constructor(manifest, graphs, frozen, own) {
     this.manifest = manifest;
@@ -111,6 +112,31 @@ export class Engine {
     return { num_examples: seen, loss: fround(lossSum / seen), accuracy: correct / seen };
   }
 
+  /**
+   * Return the model's inputs for raw samples, a typed array of the preparation's output. raw: { inputs: typed array of the
+   * described type, count }. Throws ProtocolError for a graph that is not the described one.
+   */
+  async prepare({ inputs, count }) {
+    const session = await this.session("preparation", () => this.graphs.preparation());
+    checkPreparation(session, this.manifest);
+    const { dtype, shape } = this.manifest.preparation, width = product(shape), made = product(this.manifest.inputShape);
+    const atOnce = Math.max(1, Math.min(PREPARED_SAMPLES, Math.floor(PREPARED_VALUES / Math.max(width, made))));
+    let whole = null;
+    for (let begin = 0; begin < count; begin += atOnce) {
+      const end = Math.min(count, begin + atOnce);
+      const part = tensorOf(dtype, inputs.subarray(begin * width, end * width), [end - begin, ...shape]);
+      const { output } = await this.inTurn(() => session.run({ input: part }, ["output"])).catch((error) => {
+        throw new ProtocolError(`the preparation fails on samples of this device: ${String(error.message).slice(0, 300)}`);
+      });
+      if (output.data.length !== (end - begin) * made) {
+        throw new ProtocolError("the preparation gives another shape than the model takes");
+      }
+      whole ??= new output.data.constructor(count * made);
+      whole.set(output.data, begin * made);
+    }
+    return whole;
+  }
+
   /** Return the answer of a model of these tensors to one sample, Float32Array of the model's output shape. */
   async predict(input, tensors) {
     const { output } = await this.answer({ inputs: input, targets: new Int32Array(1), count: 1 }, tensors);
@@ -125,7 +151,7 @@ export class Engine {
   /** Return the session of a graph, made when it is first asked for; of training steps the last one is kept. */
   async session(key, graph) {
     if (!this.sessions.has(key)) {
-      if (key !== "evaluation") await this.forget((other) => other !== "evaluation");
+      if (key.startsWith("step")) await this.forget((other) => other.startsWith("step"));
       const options = { executionProviders: ["wasm"], enableMemPattern: false };
       const { InferenceSession } = await runtime();
       const made = InferenceSession.create(await graph(), options);
@@ -147,7 +173,11 @@ export class Engine {
 
   /** Run a graph when the runs before it have ended. */
   run(session, batch, more, wanted, tensors = this.tensors) {
-    const turn = this.turn.then(() => session.run(this.feeds(session, batch, more, tensors), wanted));
+    return this.inTurn(() => session.run(this.feeds(session, batch, more, tensors), wanted));
+  }
+
+  inTurn(run) {
+    const turn = this.turn.then(run);
     this.turn = turn.catch(() => {});
     return turn;
   }
@@ -186,6 +216,16 @@ export class Engine {
     }
     return leaves;
   }
+}
+
+/** Throw ProtocolError unless a session has one input and one output of the described types and shapes. */
+function checkPreparation({ inputMetadata, outputMetadata }, { preparation, inputShape }) {
+  const fits = (values, name, types, shape) => values.length === 1 && values[0].isTensor && values[0].name === name
+    && types.includes(values[0].type) && values[0].shape.length === shape.length + 1
+    && typeof values[0].shape[0] !== "number" && shape.every((length, axis) => values[0].shape[axis + 1] === length);
+  const sound = fits(inputMetadata, "input", [preparation.dtype], preparation.shape)
+    && fits(outputMetadata, "output", ["float32", "int64", "int32"], inputShape);
+  if (!sound) throw new ProtocolError("the preparation's graph is not the one that the manifest describes");
 }
 
 /** What of a parameter is trained: all, or its values at some places, on which alone an optimiser works. */
@@ -254,7 +294,7 @@ function best(scores) {
 }
 
 function diverged(batch, loss, step, total, rate) {
-  if (!batch.inputs.every(Number.isFinite)) {
+  if (!batch.inputs.every((value) => Number.isFinite(Number(value)))) {
     return new TrainingDiverged(`the inputs of training step ${step} are not finite; leave out such samples`);
   }
   return new TrainingDiverged(`the loss is ${loss} at step ${step} of ${total}; lower the learning rate of ${rate} or set a clip`);

@@ -40,3 +40,8 @@ export class Refused extends Error {
 
 /** The caller has stopped this. */
 export class Stopped extends Error {}
+
+/** Data of the user that cannot be used; the text says what was met, what was wanted and what to do. */
+export class DataError extends Error {
+  name = "DataError";
+}

@@ -1,19 +1,27 @@
 // "Your data": samples drawn, photographed, recorded or read from a file, each with its class.
 
 import { Drawing, showImage } from "./drawing.js";
-import { readSamples } from "./files.js";
 import { Camera, readerOf } from "./pictures.js";
 import { MotionPanel } from "./recording.js";
-import { DataError, scaled } from "./samples.js";
+import { DataError } from "./errors.js";
+import { givenShape, rawSample } from "./raw.js";
+import { listed } from "./labels.js";
+import { scaled } from "./samples.js";
 import { $, classNames, element, many, put, show } from "./words.js";
 
 const WAYS = { draw: "Draw", pictures: "Pictures", motion: "Motion", file: "File" };
 
-/** The ways to give samples of a shape, the best one first: of "draw", "pictures", "motion" and "file". */
-export function waysOf(shape) {
+/** The ways to give samples of a federation, the best one first: of "draw", "pictures", "motion" and "file". */
+export function waysOf(federation) {
+  const shape = givenShape(federation) ?? [];
   if (shape.length === 3 && shape[0] === 1) return ["draw", "pictures", "file"];
   if (shape.length === 3 && shape[0] === 3) return ["pictures", "file"];
   return shape.join() === "6,64" ? ["motion", "file"] : ["file"];
+}
+
+/** A drawing or picture in grey levels, or a record, as the federation's samples are: raw, or on its task's scale. */
+export function sampleOf({ raw, task, inputShape }, values) {
+  return raw ? rawSample(values, raw) : scaled(task, values, inputShape);
 }
 
 /** The section in which a person gives samples. */
@@ -21,10 +29,12 @@ export class Giving {
   /**
    * @param {object} told
    * @param {(message: object, transfer?: Transferable[]) => void} told.send to the worker
+   * @param {(message: object) => Promise<object>} told.request asks the worker, see page.js
    * @param {(question: object) => Promise<boolean>} told.ask a question with two answers
    */
-  constructor({ send, ask }) {
+  constructor({ send, request, ask }) {
     this.send = send;
+    this.request = request;
     this.ask = ask;
     this.federation = null;
     this.chips = {}; // way -> the buttons of its classes
@@ -68,13 +78,14 @@ export class Giving {
     for (const chips of Object.values(this.chips)) {
       chips.forEach((chip, label) => put(chip.querySelector("span.count"), String(counts[label] ?? 0)));
     }
-    put($("file-classes"), this.names.map((name, label) => `${name}: ${counts[label] ?? 0}`).join(", "));
+    const names = counts.map((count, label) => [samples.names?.[label] || this.names[label], count]).filter(([name]) => name);
+    put($("file-classes"), names.map(([name, count]) => `${name}: ${count}`).join(", "));
     const { train, validation, test } = samples;
     put($("samples"), train + validation + test === 0
       ? "No samples yet"
       : `${many(train + validation + test, "sample")}: ${train} to train, ${validation} to check, ${test} to test`);
     put($("lacks"), samples.enough ? "That is enough to take part; more make the model better." : samples.lacks);
-    show($("source"), samples.source === "files" ? "They come from your file." : "");
+    show($("source"), samples.source === "files" ? samples.said : "");
     $("samples-clear").hidden = samples.source === "none" || train + validation + test === 0;
     put($("picture-hint"), secure ? "The middle square of each picture is used." :
       "The middle square of each picture is used. A live camera in this page needs HTTPS.");
@@ -102,9 +113,10 @@ export class Giving {
 
   #begin(federation) {
     this.federation = federation;
-    this.shape = federation.inputShape;
-    this.names = classNames(federation.task, federation.outputShape.at(-1));
-    this.#tabs(waysOf(this.shape));
+    this.shape = givenShape(federation) ?? federation.inputShape;
+    const { names, task, outputShape } = federation;
+    this.names = classNames(task, names.length || outputShape.at(-1), names);
+    this.#tabs(waysOf(federation));
     this.drawing.setShape(this.shape);
     this.chips = {
       draw: this.#classes($("draw-classes"), (label) => this.#attempt(() => this.#keep(label))),
@@ -114,8 +126,7 @@ export class Giving {
     this.#choose("pictures", 0);
     this.#choose("motion", 0);
     [$("picture-live").hidden, $("picture-take").hidden] = [!Camera.isThere, Camera.isThere];
-    put($("file-hint"), "A .npz file with x and y, or x_train, y_train, x_test and y_test; or a .csv file with a " +
-      `column "label". One sample is ${this.shape.join(" x ")} numbers. A file replaces the samples that are here.`);
+    put($("file-hint"), hintOf(federation));
   }
 
   #tabs(ways) {
@@ -171,8 +182,7 @@ export class Giving {
 
   /** Add a sample. group: that of one recording, whose samples are alike: all are trained on, or none. */
   #add(values, label, group) {
-    const inputs = scaled(this.federation.task, values, this.shape);
-    this.send({ do: "add", inputs, targets: Int32Array.of(label), group });
+    this.send({ do: "add", inputs: sampleOf(this.federation, values), targets: Int32Array.of(label), group });
   }
 
   #keep(label) {
@@ -230,12 +240,11 @@ export class Giving {
     if (!file) return;
     this.say(`Reading ${file.name}.`);
     try {
-      const { train, validation, test } = await readSamples(file, this.federation);
-      this.send({ do: "files", train, validation, test });
-      this.say(`${file.name} is read.`);
+      const { said } = await this.request({ do: "file", file });
+      this.say(`${said}.`);
     } catch (error) {
       this.say("");
-      throw error;
+      throw new DataError(error.message);
     }
   }
 
@@ -247,4 +256,16 @@ export class Giving {
     });
     if (sure) this.send({ do: "clear" });
   }
+}
+
+/** What a file for a federation holds. */
+function hintOf({ raw, columns, column, inputShape }) {
+  const classes = `"${column ?? "label"}"`, last = "A file replaces the samples that are here.";
+  if (columns.length) {
+    return `A table (CSV) with the columns ${listed(columns.map(({ name }) => name))}, and ${classes} with the classes. ${last}`;
+  }
+  const { dtype, shape } = raw ?? { dtype: null, shape: inputShape };
+  const one = `One sample is ${shape.join(" x ")} numbers${dtype ? ` (${dtype}), as they were recorded` : ""}.`;
+  const arrays = "A .npz file with x and y, or x_train, y_train, x_test and y_test";
+  return `${arrays}; or a table (CSV) with a column ${classes}. ${one} ${last}`;
 }

@@ -7,7 +7,8 @@ import { hex, sha256, utf8 } from "./sha256.js";
 export const MAX_MANIFEST = 16 * 1024 * 1024;
 export const MAX_GRAPH = 16 * 1024 * 1024;
 const MAX_TENSOR_VALUES = 2 ** 33, MAX_SIZE = 2 ** 31;
-const FILES = ["skeleton", "step", "evaluation", "frozen", "first"];
+const MOST_COLUMNS = 10_000, MOST_CATEGORIES = 1_000, MOST_CLASSES = 10_000, MOST_SPARE = 1_000, LONGEST_NAME = 200;
+const FILES = ["skeleton", "step", "evaluation", "preparation", "frozen", "first"];
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, int32: Int32Array, uint8: Uint8Array, bool: Uint8Array };
 const POLICIES = ["shared", "personal", "dropped", "frozen"];
 const MULTIPLYING = new Set(["linear", "conv1d", "conv2d", "conv3d"]);
@@ -19,7 +20,8 @@ export const COUNTED = new Set([
 
 /**
  * A checked manifest. `tensors` are specs {name, shape, size, dtype, policy, trainable, axes, init}; `groups` a Map of
- * neuron groups to their sizes. Throws ProtocolError for a text that is none.
+ * neuron groups to their sizes; `preparation` { dtype, shape, axes, columns, own } of raw samples and `targets` { kind,
+ * column, names, spare } of outputs, null for a model without. Throws ProtocolError for a text that is none.
  */
 export class Manifest {
   constructor(text) {
@@ -32,6 +34,8 @@ export class Manifest {
     this.layers = said.layers;
     this.tensors = said.tensors.map((tensor) => ({ ...tensor, size: product(tensor.shape) }));
     this.frozenPrecision = said.frozen_precision;
+    this.preparation = said.preparation ? described(said.preparation) : null;
+    this.targets = said.targets ? meaning(said.targets) : null;
     this.files = new Map();
     for (const name of FILES) if (said[`${name}_sha256`] != null) this.files.set(name, said[`${name}_sha256`]);
     this.shared = this.of("shared");
@@ -40,6 +44,12 @@ export class Manifest {
     this.first = this.of("personal").filter((spec) => spec.init.kind === "data");
     this.sharedValues = sum(this.shared.map((spec) => spec.size));
     this.valuesDigest = valuesDigest(said);
+  }
+
+  /** SHA-256 of what a sample here is, raw or prepared, and of its classes; null if nothing describes them. */
+  get samplesDigest() {
+    const { preparation, targets } = this;
+    return preparation || targets ? hex(sha256(utf8(JSON.stringify([preparation, targets])))) : null;
   }
 
   /** The last layer's bias, one value for each output, if it is trained and crosses the wire; else undefined. */
@@ -141,7 +151,7 @@ function checked(text) {
     && isText(said.task) && isShape(said.input_shape) && isShape(said.output_shape)
     && ["float32", "float16"].includes(said.frozen_precision)
     && FILES.map((name) => said[`${name}_sha256`]).every((each) => each == null || (isText(each) && /^[0-9a-f]{64}$/.test(each)));
-  if (!sound) throw unreadable();
+  if (!sound || !isDescribed(said)) throw unreadable();
   const names = new Set();
   for (const spec of records(said.tensors)) {
     if (names.has(spec.name) || !isUsable(spec, groups)) {
@@ -155,6 +165,13 @@ function checked(text) {
     if (!known) throw unreadable();
   }
   return said;
+}
+
+/** Return whether the graph of a preparation is described, and outputs have as many names as there are. */
+function isDescribed({ preparation, preparation_sha256: digest, targets, output_shape: [outputs] }) {
+  if ([preparation, targets].some((each) => each != null && (typeof each !== "object" || Array.isArray(each)))) return false;
+  return (preparation == null) === (digest == null)
+    && (!targets?.names?.length || targets.names.length + (targets.spare ?? 0) === outputs);
 }
 
 const unreadable = () =>
@@ -183,6 +200,31 @@ function isRecipe(init, dtype) {
   return init?.kind === "data" || (init?.kind === "constant" && number && (dtype !== "int64" || Number.isInteger(given)));
 }
 
+const DTYPES = ["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"];
+
+/** Return the page's part of a preparation's description (`edge_sdk/protocol/preparation.py`). Throws ProtocolError. */
+function described({ dtype = "float32", shape, axes = "", columns = [], own = false }) {
+  const sound = DTYPES.includes(dtype) && isShape(shape) && shape.length <= 7 && product(shape) <= MAX_TENSOR_VALUES
+    && isText(axes) && /^[A-Z]{0,7}$/.test(axes) && typeof own === "boolean"
+    && records(columns).length <= MOST_COLUMNS && areNames(columns.map(({ name }) => name), MOST_COLUMNS)
+    && columns.every(({ categories = [] }) => areNames(categories, MOST_CATEGORIES))
+    && (!columns.length || (dtype === "float32" && shape.length === 1 && shape[0] === columns.length));
+  if (!sound) throw new ProtocolError("the manifest's preparation cannot be used; reload this page");
+  return { dtype, shape, axes, own, columns: columns.map(({ name, categories = [] }) => ({ name, categories })) };
+}
+
+/** Return the page's part of what outputs mean. Throws ProtocolError. */
+function meaning({ kind = "classes", column = null, names = [], spare = 0 }) {
+  const sound = ["classes", "numbers"].includes(kind) && (column === null || isName(column)) && areNames(names, MOST_CLASSES)
+    && Number.isInteger(spare) && spare >= 0 && spare <= MOST_SPARE && (kind === "classes" || !(names.length || spare));
+  if (!sound) throw new ProtocolError("the manifest's targets cannot be used; reload this page");
+  return { kind, column, names, spare };
+}
+
+const isName = (text) => isText(text) && text !== "" && !text.includes("\0") && [...text].length <= LONGEST_NAME;
+const areNames = (list, most) =>
+  Array.isArray(list) && list.length <= most && list.every(isName) && new Set(list).size === list.length;
+
 /** Return whether each axis that belongs to neurons is as long as they say. */
 function areAxes(axes, shape, groups) {
   if (!Array.isArray(axes) || (axes.length && axes.length !== shape.length)) return false;
@@ -195,7 +237,8 @@ function areAxes(axes, shape, groups) {
 
 /** SHA-256 of what gives the values their names, shapes and neurons, as Python's json.dumps(sort_keys=True) writes it. */
 function valuesDigest(said) {
-  const { layers, skeleton_sha256, step_sha256, evaluation_sha256, first_sha256, metrics, ...model } = said;
+  const { layers, skeleton_sha256, step_sha256, evaluation_sha256, first_sha256, metrics, preparation, targets, ...model } =
+    said;
   const tensors = model.tensors.map(({ init, ...spec }) => spec);
   return hex(sha256(utf8(pythonJson({ frozen_sha256: null, ...model, tensors }))));
 }

@@ -8,7 +8,7 @@
 // rotationRate's alpha, beta, gamma are about x, y, z in all three engines and in the specification since 2017
 // (w3c/deviceorientation#43), although pages about it still say z, x, y: they mean the angles of deviceorientation.
 
-import { DataError } from "./samples.js";
+import { DataError } from "./errors.js";
 
 /** Samples a second in a window. */
 export const RATE = 50;

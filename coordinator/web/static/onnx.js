@@ -1,8 +1,15 @@
-/** Fills a federation's ONNX skeleton with a model's weights: a skeleton's initializers have types and shapes alone. */
+/**
+ * Fills a federation's ONNX skeleton with a model's weights, and puts its preparation in front (`export/preparation.py`). A
+ * skeleton's initializers have only types and shapes.
+ */
 import { ProtocolError } from "./errors.js";
+import { utf8 } from "./sha256.js";
 
 // Fields of the messages in onnx.proto
-const MODEL_GRAPH = 7, GRAPH_INITIALIZER = 5, TENSOR_NAME = 8, TENSOR_RAW = 9;
+const MODEL_GRAPH = 7, MODEL_OPSET = 8, MODEL_METADATA = 14, MODEL_FUNCTIONS = 25;
+const GRAPH_NODE = 1, GRAPH_INITIALIZER = 5, GRAPH_INPUT = 11, GRAPH_OUTPUT = 12, GRAPH_VALUE = 13;
+const NODE_INPUT = 1, NODE_OUTPUT = 2, NODE_NAME = 3, NODE_ATTRIBUTE = 5, ATTRIBUTE_GRAPH = 6, ATTRIBUTE_GRAPHS = 11;
+const VALUE_NAME = 1, TENSOR_NAME = 8, TENSOR_RAW = 9, ENTRY_KEY = 1, ENTRY_VALUE = 2;
 const BYTES = 2; // the wire type of text, bytes and messages
 
 /**
@@ -10,11 +17,12 @@ const BYTES = 2; // the wire type of text, bytes and messages
  * or names a tensor that is not there.
  */
 export function fillSkeleton(skeleton, tensors) {
-  return mapped(skeleton, MODEL_GRAPH, (graph) => mapped(graph, GRAPH_INITIALIZER, (tensor) => filled(tensor, tensors)));
+  const graph = (message) => mapped(message, { [GRAPH_INITIALIZER]: (tensor) => filled(tensor, tensors) });
+  return mapped(skeleton, { [MODEL_GRAPH]: graph });
 }
 
 function filled(tensor, tensors) {
-  const fields = [...fieldsOf(tensor)];
+  const fields = fieldsIn(tensor);
   const name = fields.find(({ number, body }) => number === TENSOR_NAME && body);
   const has = fields.some(({ number }) => number !== TENSOR_NAME && number > 2); // values of its own: a constant
   const values = name && tensors.get(new TextDecoder().decode(name.body));
@@ -26,18 +34,78 @@ function filled(tensor, tensors) {
   return joined([tensor, ...lengthDelimited(TENSOR_RAW, raw)]);
 }
 
-/** Return a message in which each field `wanted` is what `change` makes of it. */
-function mapped(message, wanted, change) {
+const PREFIX = "prepare/", INPUT = "input", OUTPUT = "output";
+
+/**
+ * Return a model, Uint8Array, with `properties` (name -> text) and, behind `preparation`, an ONNX file or null: its input is
+ * the raw one, and everything else that the preparation brings is called `prepare/...`. Throws ProtocolError where the two
+ * cannot be one model.
+ */
+export function compose(model, preparation, properties) {
+  const said = Object.entries(properties).flatMap(([key, value]) => {
+    const entry = [...lengthDelimited(ENTRY_KEY, utf8(key)), ...lengthDelimited(ENTRY_VALUE, utf8(value))];
+    return lengthDelimited(MODEL_METADATA, joined(entry));
+  });
+  if (!preparation) return joined([model, ...said]);
+  const [behind, front] = [model, preparation].map(opsetsOf);
+  if (String(behind) !== String(front)) throw new ProtocolError("preparation and model use other versions of operators");
+  const graph = graphOf(preparation);
+  const together = mapped(model, { [MODEL_GRAPH]: (own) => composed(own, graph) });
+  return joined([together, ...said]);
+}
+
+/** Return the model's graph with the preparation's in front; nodes stay in an order in which they can be run. */
+function composed(model, preparation) {
+  const prefixed = renamed((name) => (name === "" || name === INPUT ? name : PREFIX + name));
+  const behind = renamed((name) => (name === INPUT ? PREFIX + OUTPUT : name));
+  const kept = [GRAPH_NODE, GRAPH_INITIALIZER, GRAPH_INPUT, GRAPH_VALUE];
+  const front = fieldsIn(prefixed(preparation)).filter(({ number }) => kept.includes(number));
+  const own = fieldsIn(behind(model)).filter(({ number }) => number !== GRAPH_INPUT);
+  return joined([...front, ...own].map(({ whole }) => whole));
+}
+
+/** Return a function that gives every value and node of a graph, and of those in it, another name. */
+function renamed(rename) {
+  const text = (bytes) => utf8(rename(new TextDecoder().decode(bytes)));
+  const node = (message) => mapped(message, {
+    [NODE_INPUT]: text, [NODE_OUTPUT]: text, [NODE_NAME]: text,
+    [NODE_ATTRIBUTE]: (attribute) => mapped(attribute, { [ATTRIBUTE_GRAPH]: graph, [ATTRIBUTE_GRAPHS]: graph }),
+  });
+  const value = (message) => mapped(message, { [VALUE_NAME]: text });
+  function graph(message) {
+    return mapped(message, {
+      [GRAPH_NODE]: node, [GRAPH_INITIALIZER]: (tensor) => mapped(tensor, { [TENSOR_NAME]: text }),
+      [GRAPH_INPUT]: value, [GRAPH_OUTPUT]: value, [GRAPH_VALUE]: value,
+    });
+  }
+  return graph;
+}
+
+/** Return the operator sets that a model names, as texts in order. */
+function opsetsOf(model) {
+  return fieldsIn(model).filter(({ number }) => number === MODEL_OPSET).map(({ body }) => String(body)).sort();
+}
+
+function graphOf(model) {
+  const fields = fieldsIn(model), graphs = fields.filter(({ number }) => number === MODEL_GRAPH);
+  if (graphs.length !== 1 || !graphs[0].body || fields.some(({ number }) => number === MODEL_FUNCTIONS)) throw unreadable();
+  return graphs[0].body;
+}
+
+/** Return a message in which each field is what its change makes of it. changes: number of a field -> function. */
+function mapped(message, changes) {
   const parts = [];
   for (const { number, whole, body } of fieldsOf(message)) {
-    if (number !== wanted) parts.push(whole);
-    else if (body) parts.push(...lengthDelimited(number, change(body)));
+    if (!changes[number]) parts.push(whole);
+    else if (body) parts.push(...lengthDelimited(number, changes[number](body)));
     else throw unreadable();
   }
   return joined(parts);
 }
 
-const unreadable = () => new ProtocolError("the skeleton cannot be read");
+const unreadable = () => new ProtocolError("the model's ONNX file cannot be read");
+
+const fieldsIn = (message) => [...fieldsOf(message)];
 
 /** Yield the fields of a message: { number, whole, body }. */
 function* fieldsOf(message) {

@@ -46,7 +46,7 @@ function ask({ question, consequence, no, yes }) {
   });
 }
 
-const giving = new Giving({ send, ask });
+const giving = new Giving({ send, request, ask });
 const taking = new Taking({ send, ask });
 const trial = new Trial({ request });
 

@@ -1,7 +1,7 @@
 // Pictures from files, the gallery or a camera, as the grey levels that a model gets.
 
 import { areaAverage, greyLevels, placeInk } from "./drawing.js";
-import { DataError } from "./samples.js";
+import { DataError } from "./errors.js";
 import { isHandwriting } from "./words.js";
 
 const LARGEST_BYTES = 50_000_000;

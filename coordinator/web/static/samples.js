@@ -1,19 +1,14 @@
 /** A device's samples: checked, split, put on the scale that the task's network takes, and dealt out in batches. */
 
+import { readArrays } from "./arrays.js";
+import { readRows } from "./columns.js";
+import { DataError } from "./errors.js";
+import { classOrder, classesIn, listed, outputsOf } from "./labels.js";
 import { RandomState } from "./mt19937.js";
 import { Generator } from "./pcg64.js";
 
-/** Data of the user that cannot be used; the text says what was met, what was wanted and what to do. */
-export class DataError extends Error {
-  name = "DataError";
-}
-
 /** Samples per batch where no gradient is kept. */
 export const EVALUATION_BATCH = 32;
-
-const SAME_CLASSES =
-  "every device's file must agree on the number of classes: add the entry 'classes' to it, their number or their " +
-  "names in order, as in numpy.savez(path, x_train=x, y_train=y, classes=10)";
 
 // --- splitting ---------------------------------------------------------------------------------------------------
 
@@ -23,30 +18,33 @@ const VALIDATION = 0.15; // share of the rest
 /**
  * Split `count` samples at random, as every Sparrow device does: 0.595 to train, 0.105 to validate, 0.3 to test.
  *
- * seed: a whole number 0 .. 2^63 - 1, a BigInt where it may exceed 2^53. Returns { train, validation, test }, sorted
- * indices (Int32Array), at least one each. Throws DataError for fewer than three samples.
+ * seed: a whole number 0 .. 2^63 - 1, a BigInt where it may exceed 2^53. runs: the unbroken recording that each sample is
+ * of, which is in one part as a whole, or null. Returns { train, validation, test }, sorted indices (Int32Array), at least
+ * one each. Throws DataError for fewer than three samples, or recordings.
  */
-export function split(count, seed) {
+export function split(count, seed, runs = null) {
   const number = BigInt(seed);
   if (number < 0n || number >= 2n ** 63n) throw new RangeError(`the seed is ${seed}; it must lie in 0..2^63-1`);
-  if (count < 3) {
-    throw new DataError(`${count} samples cannot be split into training, validation and test; give at least 3`);
+  const groups = new Map();
+  for (let i = 0; i < count; i++) {
+    const run = runs ? runs[i] : i;
+    if (!groups.has(run)) groups.set(run, []);
+    groups.get(run).push(i);
   }
-  const order = RandomState.of([Number(number & 0xffffffffn), Number(number >> 32n)]).permutation(count);
+  const members = [...groups].sort(([one], [other]) => one - other).map(([, places]) => places);
+  if (members.length < 3) {
+    const what = runs ? "unbroken recordings (run)" : "samples";
+    throw new DataError(`${members.length} ${what} cannot be split into training, validation and test; give at least 3`);
+  }
+  const order = RandomState.of([Number(number & 0xffffffffn), Number(number >> 32n)]).permutation(members.length);
+  const ends = [];
+  for (const group of order) ends.push((ends.at(-1) ?? 0) + members[group].length);
   // The 1e-9 removes accidents of binary floats: (1 - 0.3) * 10 is 7, not 6.999...
-  const local = Math.min(Math.max(Math.floor((1 - HELD_OUT) * count + 1e-9), 2), count - 1);
-  const kept = Math.min(Math.max(Math.floor(VALIDATION * local + 1e-9), 1), local - 1);
-  return {
-    train: order.slice(kept, local).sort(),
-    validation: order.slice(0, kept).sort(),
-    test: order.slice(local).sort(),
-  };
-}
-
-/** `split` of samples that were drawn, photographed or recorded here. */
-export function splitAdded(count, seed) {
-  if (count < 3) throw new DataError(`there are ${count} samples here; add at least ${3 - count} more to take part`);
-  return split(count, seed);
+  const within = (samples) => ends.filter((end) => end <= samples + 1e-9).length;
+  const local = Math.min(Math.max(within((1 - HELD_OUT) * count), 2), order.length - 1);
+  const kept = Math.min(Math.max(within(VALIDATION * ends[local - 1]), 1), local - 1);
+  const places = (from, to) => Int32Array.from(Array.from(order.slice(from, to), (group) => members[group]).flat()).sort();
+  return { train: places(kept, local), validation: places(0, kept), test: places(local, order.length) };
 }
 
 // --- scales ------------------------------------------------------------------------------------------------------
@@ -130,65 +128,60 @@ function brought(task, parts, inputShape) {
 // --- files -------------------------------------------------------------------------------------------------------
 
 /**
- * The samples of a device's own file.
+ * The samples of a table as `readTable` returns it, split by `seed`.
  *
- * arrays: Map as `readArchive` returns: x_train [N, ...] and y_train [N], perhaps x_val and y_val, x_test and y_test,
- * perhaps classes; or x and y. Without validation and test the training samples are split by `seed`; with test alone,
- * validation is split off; with validation alone it serves for reports too, and test is null. Pictures [N, H, W] get
- * their channel; bytes go to [0, 1], or to the scale of a `task` that `SCALES` knows.
- *
- * inputShape: of one sample. classes: how many there are. Returns { train, validation, test }, each { inputs:
- * Float32Array [count * size], targets: Int32Array [count], count }. Throws DataError.
+ * source: the file's name. preparation, targets: the manifest's, or null; without preparation a sample has the model's
+ * `inputShape`, and values are taken as they are, except for those of a `task` that `SCALES` knows. outputs: how many there
+ * are. Returns { train, validation, test, names, said }, each part { inputs, targets: Int32Array [count], count } or null;
+ * names: of all outputs, null if the federation has none; said: what was read, in one line. Throws DataError.
  */
-export function fromArchive(arrays, { inputShape, classes, seed, task = "" }) {
-  const bare = !["x_train", "y_train"].some((key) => arrays.has(key)) && ["x", "y"].some((key) => arrays.has(key));
-  const main = bare ? "" : "_train";
-  const uses = [main, ...["_val", "_test"].filter((use) => arrays.has(`x${use}`) || arrays.has(`y${use}`))];
-  const pairs = new Map(uses.map((use) => [use, pair(arrays, use)]));
-  for (const [use, { shape }] of pairs) {
-    const first = pairs.get(main).shape;
-    if (!same(shape, first)) {
-      throw new DataError(
-        `x${use}: samples have shape ${tuple(shape)}, those of x${main} ${tuple(first)}; they must be alike`,
-      );
-    }
-  }
-  checkClasses(arrays, pairs, classes);
-  for (const [use, { shape, stored, labels }] of pairs) {
-    if (!same(shape, inputShape) && !same(stored, inputShape)) throw otherShape(`x${use}`, shape, inputShape);
-    checkBelow(`y${use}`, labels, classes);
-  }
-  const inputs = brought(task, [...pairs.values()], inputShape);
-  const [train, validation, test] = [main, "_val", "_test"].map((use) => {
-    const at = uses.indexOf(use);
-    if (at < 0) return null;
-    const targets = Int32Array.from(pairs.get(use).labels);
-    return { inputs: inputs[at], targets, count: targets.length };
-  });
-  return validation ? { train, validation, test } : parted(train, test, seed);
+export function fromTable(table, source, { preparation, targets, inputShape, outputs, seed, task = "" }) {
+  const rows = readRows(table, source, { preparation, targets, inputShape });
+  const labels = classesIn(rows.labels, { known: targets?.names, at: rows.at, decimal: table.decimal, said: rows.said });
+  const { numbers, names } = outputsOf(labels, { source, targets, outputs });
+  const inputs = preparation ? rows.inputs : brought(task, [{ values: rows.inputs, bytes: false }], inputShape)[0];
+  const parts = parted({ inputs, targets: numbers, count: numbers.length }, null, seed, rows.runs);
+  const read = { things: "rows", label: rows.label, labels, each: `columns ${listed(rows.columns)}`, said: rows.said };
+  return { ...parts, names, said: lineOf(source, parts, read) };
 }
 
 /**
- * The samples of a table's rows, split by `seed`; a row's values are those of a sample in order.
+ * The samples of an npz file's arrays, as `readArchive` returns them: x_train [N, ...] and y_train [N], perhaps x_val and
+ * y_val, x_test and y_test; or x and y. classes: their number, or their names in order. run: see `split`.
  *
- * table: as `readTable` returns. The rest as for `fromArchive`; values are taken as they are, but for those of a `task`
- * that `SCALES` knows.
+ * Without validation and test the training samples are split by `seed`; with test only, validation is split off; with
+ * validation only it serves for reports too, and test is null. Without preparation, pictures [N, H, W] get their channel and
+ * bytes go to [0, 1], or to the scale of a `task` that `SCALES` knows. The rest as for `fromTable`.
  */
-export function fromTable(table, { inputShape, classes, seed, task = "" }) {
-  const { inputs, features, labels } = table;
-  if (labels.length === 0) throw new DataError("the table has no rows; give at least one sample");
-  if (features !== size(inputShape)) throw otherShape("the table", [features], inputShape);
-  checkFinite("the table", inputs);
-  const numbers = numberClasses(labels, classes);
-  checkFrom0("the table", numbers);
-  checkBelow("the table", numbers, classes);
-  const [values] = brought(task, [{ values: inputs, bytes: false }], inputShape);
-  return parted({ inputs: values, targets: Int32Array.from(numbers), count: labels.length }, null, seed);
+export function fromArchive(arrays, source, { preparation, targets, inputShape, outputs, seed, task = "" }) {
+  const { uses, each, said } = readArrays(arrays, source, { preparation, targets, inputShape, outputs });
+  const all = [...uses.values()].flatMap(({ labels }) => labels);
+  const { numbers, names } = outputsOf(all, { source, targets, outputs });
+  const values = [...uses.values()].map(({ inputs }) => inputs);
+  const inputs = preparation ? values : brought(task, values, inputShape);
+  const found = {};
+  let begin = 0;
+  [...uses].forEach(([use, { labels }], at) => {
+    found[use] = { inputs: inputs[at], targets: numbers.slice(begin, begin + labels.length), count: labels.length };
+    begin += labels.length;
+  });
+  const [, main] = [...uses][0], train = found.train ?? found[""], { val: validation = null, test = null } = found;
+  const parts = validation ? { train, validation, test } : parted(train, test, seed, main.runs);
+  return { ...parts, names, said: lineOf(source, parts, { things: "samples", label: "y", labels: all, each, said }) };
+}
+
+/** One line about a file: samples, split, classes with counts, columns or shape, and what was left out. */
+function lineOf(source, { train, validation, test }, { things, label, labels, each, said }) {
+  const count = (number) => number.toLocaleString("en"), counts = new Map();
+  for (const name of labels) counts.set(name, (counts.get(name) ?? 0) + 1);
+  const split = `${count(train.count)} train, ${count(validation.count)} check, ${count((test ?? validation).count)} test`;
+  const classes = listed(classOrder(labels).map((name) => `${name} ${count(counts.get(name))}`));
+  return [`${source}: ${count(labels.length)} ${things} (${split})`, `${label}: ${classes}`, each, ...said].join("; ");
 }
 
 /** `train` in three parts; or in two beside its `test` part: what would have been held out is trained on then. */
-function parted(train, test, seed) {
-  const parts = split(train.count, seed);
+function parted(train, test, seed, runs = null) {
+  const parts = split(train.count, seed, runs);
   const index = test ? Int32Array.from([...parts.train, ...parts.test]).sort() : parts.train;
   return {
     train: choose(train, index),
@@ -207,167 +200,11 @@ function choose({ inputs, targets, count }, index) {
 }
 
 /** Rows of `width` values at `index`, one after another, in an array of the same type. */
-function gathered(values, width, index) {
+export function gathered(values, width, index) {
   const found = new values.constructor(index.length * width);
   index.forEach((row, i) => found.set(values.subarray(row * width, (row + 1) * width), i * width));
   return found;
 }
-
-/** The samples and labels of one use, checked: { values, bytes, shape (with a channel), stored (without), labels }. */
-function pair(arrays, use) {
-  const inputs = wanted(arrays, `x${use}`);
-  const labels = wanted(arrays, `y${use}`);
-  if (!same(labels.shape, inputs.shape.slice(0, 1)) || labels.shape[0] === 0) {
-    throw new DataError(
-      `y${use}: has shape ${tuple(labels.shape)} beside x${use} of ${tuple(inputs.shape)}; give one whole number per ` +
-        "sample (for one-hot rows: y.argmax(axis=1)), and at least one sample",
-    );
-  }
-  if (!"iu".includes(labels.type[0])) {
-    throw new DataError(
-      `y${use}: is of ${typeName(labels.type)}; number the classes from 0 and store them as int64`,
-    );
-  }
-  checkFrom0(`y${use}`, labels.data);
-  const values = asFloats(inputs, `x${use}`);
-  const stored = inputs.shape.slice(1);
-  const shape = stored.length === 2 ? [1, ...stored] : stored;
-  return { values, bytes: inputs.type === "u1", shape, stored, labels: labels.data };
-}
-
-function wanted(arrays, key) {
-  if (arrays.has(key)) return arrays.get(key);
-  const met = [...arrays.keys()].sort().join(", ") || "nothing";
-  throw new DataError(`the file holds ${met}, but no ${key}; add it`);
-}
-
-/** An array's values in float32. */
-function asFloats({ shape, type, data }, key) {
-  if (!"fiub".includes(type[0])) {
-    throw new DataError(`${key}: is of ${typeName(type)}; store numbers, best float32 or, for images, uint8`);
-  }
-  if (shape.length < 2 || shape.length > 4 || shape.includes(0)) {
-    throw new DataError(
-      `${key}: has shape ${tuple(shape)}; give features [N,F] or images [N,H,W] or [N,C,H,W]`,
-    );
-  }
-  if (shape.length === 4 && [1, 3].includes(shape[3]) && Math.min(shape[1], shape[2]) >= 8) {
-    throw new DataError(
-      `${key}: has shape ${tuple(shape)}, it seems with the channels last; store ${key}.transpose(0, 3, 1, 2)`,
-    );
-  }
-  const values = data instanceof Float32Array ? data : new Float32Array(data);
-  checkFinite(key, values);
-  return values;
-}
-
-/** A decimal number that is written in `text`, NaN where there is none. */
-export function asNumber(text) {
-  return /^\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*$/i.test(text) ? Number(text) : NaN;
-}
-
-/** Classes that stand in a table as text: numbers as they are, names by their order, all of which must be there. */
-function numberClasses(labels, classes) {
-  const values = labels.map(asNumber);
-  if (!values.some(Number.isNaN)) {
-    if (values.every(Number.isInteger)) return values;
-    throw new DataError("the table: a label is no whole number; number the classes from 0");
-  }
-  const names = [...new Set(labels)].sort(byCodePoints);
-  if (names.length !== classes) {
-    throw new DataError(
-      `the table: has ${names.length} names of classes, the federation's model has ${classes} classes; ` +
-        "number them from 0",
-    );
-  }
-  const number = new Map(names.map((name, i) => [name, i]));
-  return labels.map((label) => number.get(label));
-}
-
-/** Python's order of texts. JavaScript's own is that of 16-bit units, which differs for rare characters. */
-function byCodePoints(one, other) {
-  const [a, b] = [[...one], [...other]];
-  const at = a.findIndex((character, i) => character !== b[i]);
-  if (at < 0) return a.length - b.length;
-  return at < b.length ? a[at].codePointAt(0) - b[at].codePointAt(0) : 1;
-}
-
-// --- checks ------------------------------------------------------------------------------------------------------
-
-const size = (shape) => shape.reduce((product, length) => product * length, 1);
-
-const same = (one, other) => one.length === other.length && one.every((length, i) => length === other[i]);
-
-/** A shape as numpy writes it. */
-const tuple = (shape) => (shape.length === 1 ? `(${shape[0]},)` : `(${shape.join(", ")})`);
-
-const KINDS = { f: "float", i: "int", u: "uint", c: "complex" };
-
-/** An array's type as numpy calls it, as far as that is worth it. */
-function typeName(type) {
-  if (type === "b1") return "bool";
-  if (type[0] === "U" || type[0] === "S") return "text";
-  return type[0] in KINDS ? `${KINDS[type[0]]}${8 * Number(type.slice(1))}` : `numpy's type ${type}`;
-}
-
-/** Labels for a message, each once: `label 7` or `labels 7, 9`; of many the first five. */
-function labelNames(labels) {
-  const found = [...new Set(labels)].sort((a, b) => a - b);
-  const names = found.slice(0, 5).join(", ") + (found.length > 5 ? ", ..." : "");
-  return `label${found.length > 1 ? "s" : ""} ${names}`;
-}
-
-function checkFinite(source, values) {
-  if (values.every(Number.isFinite)) return;
-  throw new DataError(
-    `${source}: a value is missing or not finite in float32; replace or remove such samples`,
-  );
-}
-
-function checkFrom0(source, labels) {
-  const below = labels.filter((label) => label < 0);
-  if (below.length) throw new DataError(`${source}: has ${labelNames(below)}; number the classes from 0`);
-}
-
-function checkBelow(source, labels, classes) {
-  const beyond = labels.filter((label) => label >= classes);
-  if (beyond.length === 0) return;
-  throw new DataError(
-    `${source}: has ${labelNames(beyond)} in ${beyond.length} of ${labels.length} samples, but the federation's ` +
-      `model has ${classes} classes, 0 to ${classes - 1}; correct them or leave these samples out`,
-  );
-}
-
-/** Refuse a file that says of itself how many classes there are, and is not of this federation. */
-function checkClasses(arrays, pairs, classes) {
-  if (!arrays.has("classes")) return;
-  const { shape, type, data } = arrays.get("classes");
-  const number = shape.length === 0 && "iu".includes(type[0]);
-  if (!number && shape.length !== 1) {
-    throw new DataError(
-      `classes: has shape ${tuple(shape)} of ${typeName(type)}; give their number, or a list of their names`,
-    );
-  }
-  const said = number ? data[0] : shape[0];
-  if (said < 2) throw new DataError(`classes: there are ${said}, at least 2 are needed; ${SAME_CLASSES}`);
-  for (const [use, { labels }] of pairs) {
-    const beyond = labels.filter((label) => label >= said);
-    if (beyond.length) {
-      throw new DataError(
-        `y${use}: has ${labelNames(beyond)}, but there are ${said} classes, 0 to ${said - 1}; ${SAME_CLASSES}`,
-      );
-    }
-  }
-  if (said !== classes) {
-    throw new DataError(`classes: the file has ${said}, the federation's model ${classes}; ${SAME_CLASSES}`);
-  }
-}
-
-const otherShape = (source, met, wanted) =>
-  new DataError(
-    `${source}: samples have shape ${tuple(met)}, the federation's model takes ${tuple(wanted)}; give samples of ` +
-      "that shape",
-  );
 
 // --- batches -----------------------------------------------------------------------------------------------------
 
@@ -439,3 +276,5 @@ export function* passes(batches, seed) {
   const generator = Generator.of(seed);
   for (;;) yield* batches.shuffled(generator);
 }
+
+const size = (shape) => shape.reduce((product, length) => product * length, 1);

@@ -32,9 +32,9 @@ const AT_FIRST = {
 };
 
 /**
- * One device in one federation. transport: its calls. store: what it keeps. data(): { train, validation, test } as Batches,
- * the device's own. tell(changes): called with what the screen is to show. checkpoint(left): awaited between batches with
- * the seconds left of the round's deadline; it may wait, or throw Paused.
+ * One device in one federation. transport: its calls. store: what it keeps. data(): a promise of { train, validation, test }
+ * as Batches, the device's own, prepared. tell(changes): called with what the screen is to show. checkpoint(left): awaited
+ * between batches with the seconds left of the round's deadline; it may wait, or throw Paused.
  */
 export class Session {
   constructor(federation, { transport, store, data, tell, checkpoint }) {
@@ -96,10 +96,14 @@ export class Session {
     const own = ownInitialValues(manifest, this.info.settings.seed, first);
     const graph = (name) => this.cached(`${name}.onnx`, manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
     await this.engine?.forget();
-    const graphs = { step: (ratio) => this.trainingStep(ratio), evaluation: () => graph("evaluation") };
+    if (manifest.preparation) await graph("preparation");
+    const graphs = {
+      step: (ratio) => this.trainingStep(ratio), evaluation: () => graph("evaluation"), preparation: () => graph("preparation"),
+    };
     this.manifest = manifest;
     this.engine = new Engine(manifest, graphs, frozen, own);
     this.skeleton = () => graph("skeleton");
+    this.preparation = manifest.preparation ? () => graph("preparation") : null;
     this.method = METHODS[this.info.method];
   }
 
@@ -156,7 +160,8 @@ export class Session {
   /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
   async join(name, budget) {
     this.budget = budget;
-    await this.prior(this.info.settings)?.check(this.engine, this.data().train);
+    const { train } = await this.data();
+    await this.prior(this.info.settings, train)?.check(this.engine, train);
     if (!this.identity?.token && this.identity?.name !== name) { // another name where the first was taken
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
       this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
@@ -165,21 +170,22 @@ export class Session {
     if (!this.identity.token) return this.enrol();
     this.transport.token = this.identity.token;
     await this.orEnrolAgain(() => this.say({
-      budget, conditions: { available: true }, num_examples: this.data().train.count, holds_model: this.personal !== null,
+      budget, conditions: { available: true }, num_examples: train.count, holds_model: this.personal !== null,
     }));
     await this.keepIdentity({ budget });
   }
 
   /** Return this device's class frequencies, where the federation adds them to outputs; else null. */
-  prior(settings) {
-    return LabelPrior.of(this.manifest, settings, this.data().train.targets);
+  prior(settings, train) {
+    return LabelPrior.of(this.manifest, settings, train.targets);
   }
 
   async enrol() {
     this.transport.token = this.enrolmentToken;
+    const { train } = await this.data();
     const enrolled = await this.transport.enrol(this.federation, {
       name: this.identity.name, enrolment_key: this.identity.key, budget: this.budget,
-      num_examples: this.data().train.count, profile: profile(),
+      num_examples: train.count, profile: profile(),
     });
     await this.keepIdentity({ device: enrolled.device_id, token: enrolled.token, budget: this.budget });
     this.transport.token = enrolled.token;
@@ -351,8 +357,9 @@ export class Session {
     const { kind, round, payload, settings } = assignment;
     const deadline = Date.now() + 1000 * assignment.deadline_seconds;
     this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloads the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
+    const data = await this.data();
     const download = this.phase();
-    const prior = this.prior(settings);
+    const prior = this.prior(settings, data.train);
     let received = null;
     if (payload) {
       if (payload.bytes > largestPayload(this.manifest)) throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`);
@@ -363,7 +370,7 @@ export class Session {
     const waits = kind !== "adapt";
     let paused = 0;
     return {
-      assignment, settings, received, prior, budget: this.budget, download: download.end(), manifest: this.manifest, engine: this.engine, data: this.data(),
+      assignment, settings, received, prior, budget: this.budget, download: download.end(), manifest: this.manifest, engine: this.engine, data,
       state: { personal: this.personal, memory: this.progress.memory },
       seed: (purpose) => deriveSeed(`${this.federation}:${settings.seed}`, this.identity.name, round, purpose),
       progress: async (step, steps, loss) => {
@@ -563,10 +570,14 @@ export class Session {
     return tensors;
   }
 
-  /** Return the answer of that model to one sample, Float32Array, also while another trains. Throws Error without one. */
-  async predict(input) {
+  /**
+   * Return the answer of that model, Float32Array, to one sample, which is raw if the federation has a preparation; also while
+   * another model trains. Throws Error without a model.
+   */
+  async predict(sample) {
     const tensors = this.bestTensors();
     if (!tensors) throw new Error("there is no model yet: take part in a round first");
+    const input = this.manifest.preparation ? await this.engine.prepare({ inputs: sample, count: 1 }) : sample;
     return this.engine.predict(input, tensors);
   }
 

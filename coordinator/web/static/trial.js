@@ -3,8 +3,8 @@
 import { Drawing } from "./drawing.js";
 import { Recorder } from "./motion.js";
 import { readerOf } from "./pictures.js";
-import { scaled } from "./samples.js";
-import { waysOf } from "./give.js";
+import { givenShape } from "./raw.js";
+import { sampleOf, waysOf } from "./give.js";
 import { $, classNames, element, percent, put, show } from "./words.js";
 
 const SHOWN = 5; // classes in the list of scores
@@ -12,6 +12,7 @@ const HINTS = {
   draw: "Draw something: the model answers when you lift the pen.",
   pictures: "Choose or take a picture: the model says what it is.",
   motion: "Move: the model says what you are doing.",
+  row: "Fill in a row: the model says its class.",
   file: "",
 };
 const NOTHING = "There is nothing to try yet: the model comes with the first round in which this device takes part.";
@@ -32,6 +33,7 @@ export class Trial {
   constructor({ request }) {
     this.request = request;
     this.federation = null;
+    this.names = []; // of the outputs
     this.newest = 0; // the last question: older answers are dropped
     const drawn = () => this.#attempt(() => this.#drawn());
     this.drawing = new Drawing($("trial-canvas"), { drawn, say: (text) => put($("trial-said"), text) });
@@ -45,20 +47,29 @@ export class Trial {
     press("trial-take", () => $("trial-camera").click());
     press("trial-record", () => this.#watch());
     press("export", () => this.#export());
+    $("trial-row").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#attempt(() => this.#row());
+    });
     for (const id of ["trial-file", "trial-camera"]) {
       $(id).addEventListener("change", () => this.#attempt(() => this.#picture($(id))));
     }
   }
 
   /** Draw a state of the worker. */
-  draw({ federation, canPredict, phase }) {
+  draw({ federation, samples, canPredict, phase }) {
     $("trial").hidden = federation === null || phase === "opening";
     if (federation === null) return;
+    if (this.federation?.name !== federation.name) this.#fields(federation.columns);
     this.federation = federation;
-    const [way] = waysOf(federation.inputShape);
-    this.drawing.setShape(federation.inputShape);
+    this.shape = givenShape(federation) ?? federation.inputShape;
+    const { task, outputShape } = federation;
+    this.names = classNames(task, outputShape.at(-1), samples.names ?? federation.names);
+    const [first, ...others] = waysOf(federation), way = federation.columns.length ? "row" : first;
+    this.drawing.setShape(this.shape);
     $("trial-draw").hidden = !canPredict || way !== "draw";
-    $("trial-pictures").hidden = !canPredict || federation.inputShape.length !== 3;
+    $("trial-row").hidden = !canPredict || way !== "row";
+    $("trial-pictures").hidden = !canPredict || ![first, ...others].includes("pictures");
     $("trial-motion").hidden = !canPredict || way !== "motion";
     $("export").hidden = !canPredict;
     show($("trial-hint"), canPredict ? HINTS[way] : NOTHING);
@@ -76,13 +87,13 @@ export class Trial {
 
   async #drawn() {
     if (this.drawing.isEmpty) $("answer").hidden = true;
-    else await this.#predict(this.drawing.image(this.federation.inputShape));
+    else await this.#predict(this.drawing.image(this.shape));
   }
 
   async #picture(input) {
     const [file] = input.files;
     input.value = "";
-    if (file) await this.#predict(await readerOf(this.federation.task).file(file, this.federation.inputShape));
+    if (file) await this.#predict(await readerOf(this.federation.task).file(file, this.shape));
   }
 
   async #watch() {
@@ -98,11 +109,30 @@ export class Trial {
     show($("trial-problem"), error?.message);
   }
 
-  async #predict(levels) {
-    const { task, inputShape, outputShape } = this.federation;
+  #predict(values) {
+    return this.#ask(sampleOf(this.federation, values));
+  }
+
+  /** Ask for the model's answer to a sample, and show it. */
+  async #ask(input) {
     const question = (this.newest += 1);
-    const { scores } = await this.request({ do: "predict", input: scaled(task, levels, inputShape) });
-    if (question === this.newest) this.#show(shares(scores), classNames(task, outputShape.at(-1)));
+    const { scores } = await this.request({ do: "predict", input });
+    if (question === this.newest) this.#show(shares(scores), this.names);
+  }
+
+  /** Build a field for each column of a table. */
+  #fields(columns) {
+    $("trial-fields").replaceChildren(...columns.map(({ name, categories }, place) => {
+      const id = `trial-${place}`, choices = ["", ...categories].map((each, index) => (
+        element("option", { value: index - 1 }, each || "(another)")));
+      const number = { id, type: "number", step: "any", required: true, inputmode: "decimal" };
+      const field = categories.length ? element("select", { id }, ...choices) : element("input", number);
+      return element("div", {}, element("label", { for: id }, name), field);
+    }));
+  }
+
+  #row() {
+    return this.#ask(Float32Array.from(this.federation.columns, (_, place) => Number($(`trial-${place}`).value)));
   }
 
   #show(parts, names) {

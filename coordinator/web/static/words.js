@@ -35,6 +35,12 @@ export function show(target, text) {
 /** "1 picture", "1,200 pictures". */
 export const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
 
+/** Return names for a message, separated by commas; of many the first `most`. */
+export const some = (names, most = 8) => {
+  const short = names.slice(0, most).map((name) => name.trim().replace(/\s+/g, " "));
+  return short.join(", ") + (names.length > most ? ", ..." : "");
+};
+
 /** 0.613 -> "61.3 %". */
 export const percent = (share) => `${(100 * share).toFixed(1)}${SPACE}%`;
 
@@ -70,9 +76,11 @@ export const isHandwriting = (task) => ["digits", "mnist"].includes(familyOf(tas
  * The names of a task's classes.
  * @param {string} task
  * @param {number} count
+ * @param {string[]} names the federation's own, if it has any
  * @returns {string[]} of `count` names; "class 0" and so on where they are not known
  */
-export function classNames(task, count) {
+export function classNames(task, count, names = []) {
+  if (names.length) return Array.from({ length: count }, (_, label) => names[label] || `unnamed ${label}`);
   const known = isHandwriting(task) ? [..."0123456789"] : NAMES[familyOf(task)];
   return Array.from({ length: count }, (_, label) => known?.[label] ?? `class ${label}`);
 }

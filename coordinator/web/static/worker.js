@@ -4,8 +4,10 @@
  */
 import { threads } from "./engine.js";
 import { Paused, Stopped } from "./errors.js";
-import { fillSkeleton } from "./onnx.js";
-import { Batches, EVALUATION_BATCH } from "./samples.js";
+import { readSamples } from "./files.js";
+import { compose, fillSkeleton } from "./onnx.js";
+import { RAW } from "./raw.js";
+import { Batches, EVALUATION_BATCH, gathered } from "./samples.js";
 import { Session } from "./session.js";
 import { Store } from "./store.js";
 import { Transport } from "./transport.js";
@@ -13,10 +15,12 @@ import { Transport } from "./transport.js";
 const REPORT_MILLISECONDS = 100, YIELD_MILLISECONDS = 40, LOOK_SECONDS = 0.25;
 const GOODBYE_SECONDS = 5;
 const LEAST_SAMPLES = 10;
+const MOST_FIELDS = 100, MOST_CHOICES = 1000; // of a table whose rows are typed in
 /** Use of the samples, or groups of them, of one class, in turn; each class begins three places later. */
 const TURNS = ["train", "test", "train", "validation", "train", "train", "test", "train", "train", "test"];
 
 let store, transport, session, samples = null;
+let prepared = null; // { samples, digest, parts }: the samples as inputs of the preparation of this digest
 let pausedFor = null; // why the page wants no work now
 let leaving = false;
 let running = null; // the loop of rounds
@@ -26,7 +30,7 @@ const stepTimes = [];
 
 const state = {
   phase: "opening", detail: "looks at the federation", federation: null, device: null,
-  samples: { train: 0, validation: 0, test: 0, perClass: [], source: "none", enough: false, lacks: "" },
+  samples: { train: 0, validation: 0, test: 0, perClass: [], source: "none", said: "", names: null, enough: false, lacks: "" },
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
   secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
@@ -34,7 +38,7 @@ const state = {
 const NO_SAMPLES = { ...state.samples };
 
 const COMMANDS = {
-  open, add, files, clear, join, leave, forget,
+  open, add, file, clear, join, leave, forget,
   pause: ({ reason }) => pause(reason), resume, predict, export: exportModel,
 };
 let turn = Promise.resolve();
@@ -43,7 +47,7 @@ self.onmessage = ({ data }) => {
   // What changes the samples or who this is comes one after the other; the rest at once.
   const acted = ["pause", "resume", "predict", "export"].includes(data.do) ? act() : (turn = turn.then(act));
   Promise.resolve(acted).catch((error) => {
-    if (data.id !== undefined || data.do === "add" || data.do === "files") say("refused", { id: data.id, detail: error.message });
+    if (data.id !== undefined || data.do === "add") say("refused", { id: data.id, detail: error.message });
     else failed(error);
   });
   turn = turn.catch(() => {});
@@ -109,11 +113,13 @@ async function open({ federation, token }) {
   await opening.open();
   session = opening;
   const { info, manifest } = session;
+  const others = samples !== null && !fits(samples);
+  if (others) await keep(null);
   report({
-    phase: "ready", detail: "",
+    phase: "ready", detail: others ? OTHER_SAMPLES : "",
     federation: {
       name: info.name, task: info.task, method: info.method, status: info.status, round: info.round, rounds: info.rounds,
-      inputShape: manifest.inputShape, outputShape: manifest.outputShape, parameters: info.parameters,
+      inputShape: manifest.inputShape, outputShape: manifest.outputShape, ...inWordsOf(manifest), parameters: info.parameters,
       global: info.global_model_usable,
     },
     samples: counted(),
@@ -121,6 +127,21 @@ async function open({ federation, token }) {
   const { identity } = session;
   if (identity?.token && !identity.left && state.samples.enough) await join(identity);
 }
+
+/** Return what the screen needs of a preparation and of the targets. columns: empty where they are too many to type in. */
+function inWordsOf({ preparation, targets }) {
+  const { dtype, shape, axes, columns } = preparation ?? { columns: [] };
+  const few = columns.length <= MOST_FIELDS && columns.flatMap(({ categories }) => categories).length <= MOST_CHOICES;
+  return {
+    raw: preparation && { dtype, shape, axes }, columns: few ? columns : [],
+    names: targets?.names ?? [], column: targets?.column ?? null,
+  };
+}
+
+const OTHER_SAMPLES = "the federation takes other samples than those that were here: give them anew";
+
+/** Return whether samples are of the form, and of the classes, that the federation has now. */
+const fits = ({ of = null }) => of === session.manifest.samplesDigest;
 
 /** Hold this federation for this tab alone. Throws Error where another tab has it. */
 let held = null;
@@ -165,9 +186,10 @@ function ask(name) {
 /** Add samples. group: those that overlap, such as a recording's windows, have one, and all get the same use. */
 async function add({ inputs, targets, group }) {
   const size = inputs.length / targets.length;
-  const nothing = { inputs: new Float32Array(), targets: new Int32Array(), groups: [] };
-  const before = samples?.source === "added" ? samples : nothing;
-  const all = { source: "added", inputs: new Float32Array(before.inputs.length + inputs.length), size };
+  const { preparation, samplesDigest: of } = session.manifest, kind = RAW[preparation?.dtype ?? "float32"];
+  const nothing = { inputs: new kind(), targets: new Int32Array(), groups: [] };
+  const before = samples?.source === "added" && fits(samples) ? samples : nothing;
+  const all = { source: "added", inputs: new kind(before.inputs.length + inputs.length), size, of };
   all.inputs.set(before.inputs);
   all.inputs.set(inputs, before.inputs.length);
   all.targets = Int32Array.from([...before.targets, ...targets]);
@@ -175,8 +197,12 @@ async function add({ inputs, targets, group }) {
   await keep(all);
 }
 
-function files({ train, validation, test }) {
-  return keep({ source: "files", parts: { train, validation, test } });
+/** Take the samples of a file, split by `seed`. */
+async function file({ id, file, seed = crypto.getRandomValues(new Uint32Array(1))[0] }) {
+  const { manifest } = session;
+  const { names, said, train, validation, test } = await readSamples(file, manifest, BigInt(seed));
+  await keep({ source: "files", parts: { train, validation, test }, names, said, of: manifest.samplesDigest });
+  say("read", { id, said });
 }
 
 function clear() {
@@ -202,7 +228,7 @@ function parts() {
     chosen[uses.get(groups[place])].push(place);
   });
   return Object.fromEntries(Object.entries(chosen).map(([use, places]) => [use, places.length ? {
-    inputs: Float32Array.from(places.flatMap((place) => [...inputs.subarray(place * size, (place + 1) * size)])),
+    inputs: gathered(inputs, size, places),
     targets: Int32Array.from(places, (place) => targets[place]), count: places.length,
   } : null]));
 }
@@ -213,16 +239,27 @@ function counted() {
   for (const part of [train, validation, test]) for (const label of part?.targets ?? []) perClass[label] += 1;
   const [one, two, three] = [train, validation, test].map((part) => part?.count ?? 0);
   const all = one + two + three, added = samples?.source !== "files";
+  const { said = "", names = null } = samples ?? {};
   const enough = one > 0 && two > 0 && (!added || (three > 0 && all >= LEAST_SAMPLES));
   const missing = Math.max(1, LEAST_SAMPLES - all);
   const lacks = enough ? "" : `${missing} more ${missing > 1 ? "samples are" : "sample is"} needed to take part`;
-  return { train: one, validation: two, test: three, perClass, source: samples?.source ?? "none", enough, lacks };
+  return { train: one, validation: two, test: three, perClass, source: samples?.source ?? "none", said, names, enough, lacks };
 }
 
-function data() {
-  const { train, validation, test } = parts();
+/** Return the samples in batches, as inputs of the model; prepared once, and anew by another preparation. */
+async function data() {
+  const { engine, info, manifest } = session, digest = manifest.files.get("preparation") ?? null;
+  if (samples && !fits(samples)) throw new Error(OTHER_SAMPLES);
+  if (prepared?.samples !== samples || prepared?.digest !== digest) {
+    const of = samples, made = {};
+    for (const [use, part] of Object.entries(parts())) {
+      made[use] = part && digest ? { ...part, inputs: await engine.prepare(part) } : part;
+    }
+    prepared = { samples: of, digest, parts: made };
+  }
+  const { train, validation, test } = prepared.parts;
   return {
-    train: new Batches(train, session.info.settings.batch_size),
+    train: new Batches(train, info.settings.batch_size),
     validation: new Batches(validation, EVALUATION_BATCH),
     test: test && new Batches(test, EVALUATION_BATCH),
   };
@@ -350,7 +387,7 @@ async function forget() {
   if (session?.identity?.token && !session.identity.left) await leave();
   const { federation } = store;
   await store.delete();
-  store = session = samples = null;
+  store = session = samples = prepared = null;
   report({
     phase: "opening", detail: "has forgotten everything", work: null, samples: NO_SAMPLES, device: null, kept: false,
     canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [],
@@ -365,9 +402,25 @@ async function predict({ id, input }) {
   say("predicted", { id, scores });
 }
 
+/** Give the model as ONNX, with the federation's preparation in front. */
 async function exportModel({ id }) {
-  const tensors = session.bestTensors();
+  const { engine, info, manifest, preparation } = session, tensors = session.bestTensors();
   if (!tensors) throw new Error("there is no model yet: take part in a round first");
-  const { buffer } = fillSkeleton(await session.skeleton(), new Map([...tensors, ...session.engine.frozen]));
-  say("exported", { id, name: `${session.info.name}.onnx`, bytes: buffer }, [buffer]);
+  const filled = fillSkeleton(await session.skeleton(), new Map([...tensors, ...engine.frozen]));
+  const names = samples?.names ?? manifest.targets?.names ?? [];
+  const { buffer } = compose(filled, preparation && (await preparation()), propertiesOf(manifest, names));
+  say("exported", { id, name: `${info.name}.onnx`, bytes: buffer }, [buffer]);
+}
+
+/** Return an exported file's properties that say what goes in and comes out (`export/metadata.py`). */
+function propertiesOf({ preparation, targets, outputShape }, names) {
+  const found = {};
+  const all = Array.from({ length: outputShape[0] }, (_, place) => names[place] ?? "");
+  if (names.length) found.class_names = JSON.stringify(all);
+  if (targets) found.targets = JSON.stringify({ kind: targets.kind, ...(targets.column ? { column: targets.column } : {}) });
+  if (preparation) {
+    const { dtype, shape, axes, columns } = preparation;
+    found.preparation = JSON.stringify({ dtype, shape, axes, columns });
+  }
+  return found;
 }
