@@ -19,12 +19,12 @@ import pytest
 from edge_sdk.errors import BadArgument, Refused, StateError
 from edge_sdk.protocol.messages import FederationStatus, Kind
 from edge_sdk.publish import publish
+from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation import fleet
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.fleet import run_fleet
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
-from edge_sdk.tasks.loading import DataError
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS

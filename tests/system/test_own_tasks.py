@@ -221,9 +221,9 @@ def test_devices_join_a_task_that_is_not_installed_with_their_data_alone(coordin
         "nothing": (joins("nothing", None, None), "is not installed here, nor need be: give this device's samples"),
         "shape": (
             joins("shape", x[:, :5], np.arange(120) % 2),
-            r"samples of shape \(5,\), the federation's model takes",
+            r"samples have the shape \(5,\), the federation's model takes",
         ),
-        "label": (joins("label", x, np.arange(120) // 118 * 4 + 1), "a label is 5, the federation's model tells 2"),
+        "label": (joins("label", x, np.arange(120) // 118 * 4 + 1), "label 5 lies outside 0 to 1"),
     }
     for device, said in wrong.values():
         _, errors = device.communicate(timeout=60)

@@ -49,7 +49,7 @@ class Device:
             state,
             federation=NAME,
             name=name,
-            make_task=lambda info: load(f"index={index},of=2,alpha=1", device=name, seed=0, batch_size=16),
+            make_task=lambda info, manifest: load(f"index={index},of=2,alpha=1", device=name, seed=0, batch_size=16),
             progress=lambda assignment, done, total, loss: self.wait(1.0),
             watchdog=self.watch,
         )

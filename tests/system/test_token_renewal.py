@@ -51,7 +51,7 @@ def session(client, folder, token="the-enrolment-token"):
     transport = Transport(client, patience_seconds=60, sleep=lambda seconds: None)
     transport.token = token
 
-    def make_task(info):
+    def make_task(info, manifest):
         return load("index=0,of=2", device="one", seed=0, batch_size=16)
 
     return Session(transport, folder, federation="default", name="one", make_task=make_task)
