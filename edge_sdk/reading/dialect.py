@@ -237,6 +237,11 @@ def _check_header(source: str, records: list[tuple[int, list[str]]], names: tupl
             f"{source}: the first line holds numbers ({', '.join(given[:4])}); write a first line with the columns' "
             "names"
         )
+    if len(names) == 1 and any(len(row) > 1 for _, row in records[1:]):
+        raise DataError(
+            f"{source}: line {records[0][0]} has one cell, {names[0][:60]!r}, and rows below it have more; remove the "
+            "lines above the columns' names"
+        )
     if len(names) == 1 and delimiter != " " and len(names[0].split()) > 1:
         raise DataError(
             f"{source}: the header has one cell, {names[0][:60]!r}; if blanks separate the cells, add delimiter=space, "

@@ -130,7 +130,8 @@ def _count(key: str, text: str) -> int:
 def _one_of(choices: Mapping[str, str]) -> Any:
     def read(key: str, text: str) -> str:
         if text.lower() not in choices:
-            raise BadOption(f"--data: {key}={text}; choose {', '.join(choices)}")
+            named = f"; to name the column with the labels: label={text}" if key == "target" else ""
+            raise BadOption(f"--data: {key}={text}; choose {', '.join(choices)}{named}")
         return choices[text.lower()]
 
     return read

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from edge_sdk.protocol.preparation import MOST_COLUMNS, Preparation, Targets
 from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.numbers import number
 from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.samples import plural, some
 from sparrow.command_line.nearest import nearest
@@ -175,8 +176,14 @@ def _label(
         usual = f"{', '.join(LABELS[:-1])} or {LABELS[-1]}"
         raise DataError(
             f"{source}: no column is called {usual}; {columns_of(names)}. Name the one with the labels: label=NAME"
+            + ("; if its first line is a row, write the columns' names above it" if any(map(_is_value, names)) else "")
         )
     return found[0] if found else None
+
+
+def _is_value(name: str) -> bool:
+    """Return whether a column's name looks like a value of its first row; whole numbers are usual names."""
+    return number(name) is not None and not name.strip().isdecimal()
 
 
 def _person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 METRICS_OF_NUMBERS = ("rmse", "mae", "r2")
 
+FEW = 20
+"""Different whole numbers, up to which labels may have been meant as classes."""
+
 
 def build_preparation(raw: Raw, training: Array, kind: str, publishing: Publishing) -> BuiltPreparation:
     """Return the preparation to publish, from raw training samples."""
@@ -101,7 +104,9 @@ def describe(
     rows = "rows" if raw.columns else "samples"
     text = f"{path}: {len(known):,} {rows} ({', '.join(f'{count:,} {use}' for use, count in counts.items())})"
     if read.kind == "numbers":
-        text += f"; {raw.label or 'y'} from {known.min():g} to {known.max():g}"
+        text += f"; {raw.label or 'y'} from {known.min():g} to {known.max():g}, a regression"
+        if np.unique(known).size <= FEW and (known % 1 == 0).all():
+            text += " (for classes: target=class)"
     else:
         names, found = np.unique(known, return_counts=True)
         each = dict(zip(map(str, names), found.tolist(), strict=True))

@@ -163,6 +163,8 @@ def test_python_numbers_that_are_none(refused):
         (b"\n \n", "empty"),
         (b"a,label\n", "no rows"),
         (b"1,2,0\n3,4,1\n", "the first line holds numbers"),
+        (b"1.5,2,on\n3,4,off\n", "first line is a row"),
+        (b"# of a logger\na,b,label\n1,2,on\n3,4,off\n", "line 1 has one cell"),
         (b"a,a,label\n1,2,0\n", "two columns are called a"),
         (b"a,,label\n1,2,0\n", "column 2 has no name"),
         (b"a,label\n1,0\n\n1,0,3\n", "line 4 has 3 cells"),
