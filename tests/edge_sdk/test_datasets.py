@@ -418,7 +418,7 @@ def test_a_table_with_people_and_names_of_classes(folder):
 
 def test_tables_that_cannot_be_used_are_explained(folder):
     (folder / "train.csv").write_text("a,b\n1,2\n")
-    refused(folder, MNIST, "no column is called label or y.* it has the columns a, b")
+    refused(folder, MNIST, "no column is called label, y.* it has the columns a, b")
     (folder / "train.csv").write_text("label,b\n1,2\n")
     refused(folder / "train.csv", MNIST, r"samples have shape \(1,\), mnist wants \(1, 28, 28\) or 784 values")
     (folder / "x.csv").write_text("")
