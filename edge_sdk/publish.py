@@ -249,7 +249,8 @@ def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
     spare = outputs[0] - len(names) if names and len(outputs) == 1 else found.spare
     if spare < 0:
         raise BadArgument(f"class_names: {len(names)} names, but the model has {outputs[0]} outputs; give one each")
-    said = {"names": names, "spare": spare if names else 0, "ignored": ignored}
+    numbered = found.numbered or bool(names and not found.names)
+    said = {"names": names, "spare": spare if names else 0, "ignored": ignored, "numbered": numbered}
     try:
         found = Targets.model_validate({**found.model_dump(), **said})
     except ValidationError as error:

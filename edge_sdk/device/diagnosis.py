@@ -20,6 +20,8 @@ FIRST_BATCHES = 8
 ORDINARY_DEVIATIONS = (0.1, 10.0)
 ORDINARY_VALUE = 100.0
 
+OTHERS = "another device whose data are in other units: the operator's page names it"
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -72,7 +74,7 @@ def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Bat
     if error.advice is not None:
         return Diagnosis(told if spread is None else f"{told}. The inputs {spread}", told)
     rate = settings.learning_rate if error.learning_rate is None else error.learning_rate
-    steps = f"the learning rate of {rate:g}: lower it; {_clip(settings)}"
+    steps = f"the learning rate of {rate:g}: lower it; {_clip(settings)}; {OTHERS}"
     likely = f"{error.met}; likely causes, in order:"
     told = f"{likely} the scale of the inputs: see the device's own log; {steps}"
     if spread is None:

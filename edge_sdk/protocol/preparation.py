@@ -92,6 +92,7 @@ class Targets(_Record):
     kind: scores of classes, or numbers. column: what the column of labels is called. names: of the classes, in the
     order of the outputs. spare: outputs behind those, for names that only some devices know. mean, deviation: of a
     regression's published training targets, by which its loss is scaled. ignored: the label that a loss leaves out.
+    numbered: labels may also be the numbers of the outputs, as the publisher's were; otherwise they are names.
     """
 
     kind: Literal["classes", "numbers"] = "classes"
@@ -101,6 +102,7 @@ class Targets(_Record):
     mean: float = 0.0
     deviation: float = Field(default=1.0, gt=0)
     ignored: int | None = None
+    numbered: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Targets:

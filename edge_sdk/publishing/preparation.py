@@ -88,7 +88,13 @@ def build_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> B
 
 def _compare(module: nn.Module, graph: bytes, raw: Array) -> None:
     with evaluating(module), torch.no_grad():
-        wanted = module(torch.from_numpy(np.array(raw))).numpy()
+        answer = module(torch.from_numpy(np.array(raw)))
+    if not isinstance(answer, torch.Tensor) or answer.shape[:1] != (len(raw),):
+        given = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else f"a {type(answer).__name__}"
+        raise BadArgument(
+            f"preparation: of {len(raw)} raw samples it makes {given}; return one tensor, samples first"
+        )
+    wanted = answer.numpy()
     try:
         preparer = Preparer(graph)
         together = preparer(raw)

@@ -298,6 +298,8 @@ def explain(text: str, decimal: str, delimiter: str) -> str:
         return "it has a decimal comma; write a point, or add decimal=comma if all numbers have one" + (
             " (and delimiter=semicolon or tab if these separate the cells)" if delimiter == "," else ""
         )
+    if decimal == "," and is_decimal(text, "."):
+        return "it has a decimal point; leave decimal=comma out if all numbers have one"
     if is_grouped(text):
         return "it has a thousands separator; write the number without it" + (
             ", or add decimal=comma if that is a decimal comma" if decimal == "." and "," in text else ""

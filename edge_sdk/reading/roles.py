@@ -80,7 +80,11 @@ def assign(
     kept = [place for place in range(len(names)) if place not in dropped]
     _check_names(source, [names[place] for place in kept])
     wanted = [column.name for column in preparation.columns] if preparation else []
-    chosen = [_wanted(source, name, names, kept, said) for name in wanted]
+    chosen: list[int] = []
+    for name in wanted:
+        # A column serves once: where names differ in their case only, each is wanted as it is written.
+        free = [place for place in kept if place not in chosen and (names[place] == name or names[place] not in wanted)]
+        chosen.append(_wanted(source, name, names, free, said))
     categories = {_named(source, "categories", name, names) for name in options.categories}
     label = _label(source, names, [place for place in kept if place not in chosen], options, targets, labelled)
     free = [place for place in kept if place not in (label, *chosen, *categories)]
@@ -118,7 +122,8 @@ def _check_names(source: str, names: Sequence[str]) -> None:
     double = [name for name, count in Counter(names).items() if name and count > 1]
     if double:
         raise DataError(
-            f"{source}: two columns are called {double[0]}; rename one, or leave both out: drop={double[0]}"
+            f"{source}: two columns are called {double[0]}; rename one"
+            + ("" if double[0].casefold() in LABELS else f", or leave both out: drop={double[0]}")
         )
     wrong = next((name for name in names if len(name) > 200 or "\0" in name), None)
     if wrong is not None:

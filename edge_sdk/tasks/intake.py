@@ -30,6 +30,7 @@ from edge_sdk.tasks import Batches, Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Reshaped, label_names
 
 LOADERS = ("train", "validation", "test", "public")
+MOST_NAMED = 12
 PAIR = "(inputs, targets), two arrays with the batch first"
 CHUNK = 2**22
 """Values that are looked at together."""
@@ -45,6 +46,7 @@ def take_in(task: Task, manifest: Manifest) -> Task:
     A task that has not been prepared gives raw samples if the federation has a preparation. Raises BadArgument, naming
     the loader, for any others.
     """
+    _check_names(task, manifest)
     raw = manifest.preparation if task.prepared is None else None
     if task.classification and task.model is None and not _has_labels(manifest):
         task = replace(task, classification=False)
@@ -56,6 +58,16 @@ def take_in(task: Task, manifest: Manifest) -> Task:
                 loader = _Loader(name, manifest, raw, classifies=task.classification, models=task.model)
                 found[name] = loader.take(batches)
     return replace(task, **found)
+
+
+def _check_names(task: Task, manifest: Manifest) -> None:
+    names = () if manifest.targets is None else manifest.targets.names
+    given = tuple(map(str, task.class_names))
+    if names and given and given[: len(names)] != names:
+        raise BadArgument(
+            f"class_names: the task numbers its classes {', '.join(given[:MOST_NAMED])}; the federation's are "
+            f"{', '.join(names[:MOST_NAMED])}, in this order: number labels by them, or leave class_names out"
+        )
 
 
 @dataclass(frozen=True)

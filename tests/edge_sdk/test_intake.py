@@ -147,6 +147,15 @@ def test_an_empty_validation_is_named():
         take_in(Task("t", None, None, PAIRS, []), manifest())
 
 
+def test_classes_are_numbered_as_the_federation_does():
+    known = manifest((3,), Targets(names=("x", "y", "z")))
+    pairs = converted(lambda x, y: (x, y))
+    for names in (("z", "y", "x"), ("x", "y")):
+        with pytest.raises(BadArgument, match="x, y, z"):
+            taken(pairs, known, class_names=names)
+    assert tuple(taken(pairs, known, class_names=("x", "y", "z")).class_names) == ("x", "y", "z")
+
+
 def test_a_stream_without_an_end_is_not_counted():
     class Stream(IterableDataset):
         def __iter__(self):

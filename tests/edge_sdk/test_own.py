@@ -212,6 +212,7 @@ def test_an_unknown_class_is_refused_with_the_list_or_takes_a_spare_output(tmp_p
     other = load(second, published(task))
     assert other.class_names[:2] == ("idle", "walk")
     assert sorted(other.class_names[2:]) == ["", "fall"]
+    assert "fall" in other.said[0].partition("spare")[2]
     assert np.unique(np.concatenate([targets for _, targets in raw_of(other)])).tolist() == [
         1,
         other.class_names.index("fall"),
@@ -225,6 +226,20 @@ def test_class_names_that_cannot_be_published_are_refused(tmp_path, classes):
         load(data, classes=classes)
 
 
+def test_a_regression_has_no_classes_to_name(tmp_path):
+    rows = [(*row[:3], float(row[0]) / 7) for row in readings(60, ["walk", "idle"])]
+    data = f"{csv(tmp_path / 'a.csv', rows, HEAD)},label=activity"
+    for publishing in ({"classes": ("walk", "idle")}, {"spare": 2}):
+        with pytest.raises(BadOption, match="activity"):
+            load(data, **publishing)
+
+
+def test_parts_that_differ_are_refused_before_publishing(tmp_path):
+    x, few = RANDOM.random((20, 5)), RANDOM.random((20, 4))
+    with pytest.raises(DataError, match=r"mine\.npz.*alike"):
+        load_arrays(tmp_path, x_train=x, y_train=labels(20), x_test=few, y_test=labels(20))
+
+
 def test_devices_with_the_same_unknown_class_agree_on_its_output(tmp_path):
     targets = load(f"{csv(tmp_path / 'a.csv', readings(60, ['walk', 'idle']), HEAD)},label=activity", spare=5).targets
     assert targets.with_own(["walk", "fall"]).index("fall") == targets.with_own(["fall", "idle"]).index("fall")
@@ -232,10 +247,15 @@ def test_devices_with_the_same_unknown_class_agree_on_its_output(tmp_path):
         targets.with_own(list("abcdef"))
 
 
-def test_labels_may_be_numbers_of_named_classes(tmp_path):
+def test_labels_are_numbers_of_named_classes_only_if_the_publisher_s_were(tmp_path):
     task = load(f"{csv(tmp_path / 'a.csv', readings(60, ['walk', 'idle']), HEAD)},label=activity")
     rows = [(*row[:3], int(row[3] == "walk")) for row in readings(60, ["walk", "idle"])]
-    other = load(csv(tmp_path / "b.csv", rows, HEAD), published(task))
+    numbers = csv(tmp_path / "b.csv", rows, HEAD)
+    manifest = published(task)
+    with pytest.raises(DataError, match=r"'0'.*idle, walk"):
+        load(numbers, manifest)
+    numbered = manifest.targets.model_copy(update={"numbered": True})
+    other = load(numbers, manifest.model_copy(update={"targets": numbered}))
     assert [np.array_equal(one[1], two[1]) for one, two in zip(raw_of(task), raw_of(other), strict=True)] == [True] * 3
 
 

@@ -62,7 +62,7 @@ export function outputsOf(labels, { source, targets, outputs }) {
 
 function namesOf(found, source, targets) {
   const count = targets.names.length + targets.spare;
-  if (found.every((name) => !targets.names.includes(name)) && arePositions(found, targets, count)) {
+  if (targets.numbered && found.every((name) => !targets.names.includes(name)) && arePositions(found, targets, count)) {
     const names = [...targets.names, ...Array(targets.spare).fill("")];
     return [names, new Map(found.map((name) => [name, Number(name)]))];
   }
@@ -91,7 +91,7 @@ export function withOwn({ names, spare }, found, refused) {
 
 const isDigits = (name) => /^\d+$/.test(name);
 
-/** Return whether labels are numbers of named classes, whose names are no numbers. */
+/** Return whether labels can be numbers of named classes, whose names are no numbers. */
 const arePositions = (found, { names }, count) =>
   !names.some(isDigits) && found.every((name) => isDigits(name) && Number(name) < count);
 

@@ -214,11 +214,11 @@ function described({ dtype = "float32", shape, axes = "", columns = [], own = fa
 }
 
 /** Return the page's part of what outputs mean. Throws ProtocolError. */
-function meaning({ kind = "classes", column = null, names = [], spare = 0 }) {
+function meaning({ kind = "classes", column = null, names = [], spare = 0, numbered = false }) {
   const sound = ["classes", "numbers"].includes(kind) && (column === null || isName(column)) && areNames(names, MOST_CLASSES)
-    && Number.isInteger(spare) && spare >= 0 && spare <= MOST_SPARE && (kind === "classes" || !(names.length || spare));
+    && typeof numbered === "boolean" && Number.isInteger(spare) && spare >= 0 && spare <= MOST_SPARE && (kind === "classes" || !(names.length || spare));
   if (!sound) throw new ProtocolError("the manifest's targets cannot be used; reload this page");
-  return { kind, column, names, spare };
+  return { kind, column, names, spare, numbered };
 }
 
 const isName = (text) => isText(text) && text !== "" && !text.includes("\0") && [...text].length <= LONGEST_NAME;

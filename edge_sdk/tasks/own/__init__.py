@@ -26,7 +26,7 @@ from edge_sdk.reading import Raw, class_order, read_file, read_options
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays
-from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_as_taken, labels_of, some
+from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
 from edge_sdk.tasks.own.making import build_preparation, describe, make_task
 from edge_sdk.tasks.own.whole import load_part
 from edge_sdk.tasks.partition import split
@@ -55,6 +55,7 @@ def load(
     if dealt:
         return load_part(path, options, dealt, known, publishing, device=device, seed=seed, batch_size=batch_size)
     parts = read_file(path, options, preparation=known.preparation, targets=known.targets, shape=known.as_taken)
+    check_alike(path, list(parts.values()))
     for part in parts.values():
         check_as_taken(part, known)
     uses = _split_own(parts, seed)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading import Raw, class_order
-from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.errors import BadOption, DataError
 from sparrow.command_line.nearest import nearest
 
 NAMED = 12
@@ -81,6 +81,12 @@ def check_as_taken(raw: Raw, known: Known) -> None:
         )
 
 
+def check_alike(path: str, parts: Sequence[Raw]) -> None:
+    """Raise DataError if the samples of a file's parts differ in shape or type."""
+    if len({(each.inputs.shape[1:], each.inputs.dtype, each.kind) for each in parts}) > 1:
+        raise DataError(f"{path}: its parts hold different kinds of samples; they must be alike")
+
+
 @dataclass(frozen=True)
 class Labelled:
     """The labels of a file, as numbers of outputs or as numbers."""
@@ -98,6 +104,11 @@ class Labelled:
         if any(each.kind != kind for each in parts):
             raise DataError(f"{path}: labels are classes in one part and numbers in another; give all of one kind")
         if kind == "numbers":
+            if publishing.classes or publishing.spare:
+                raise BadOption(
+                    f"{path}: {first.label or 'y'} holds numbers, which have no classes; leave --classes and "
+                    "--spare-classes out, or add target=class"
+                )
             return cls(kind, _number_targets(path, first, parts, known), (), {})
         found = class_order(str(label) for each in parts for label in np.unique(labels_of(each)))
         if known.outputs is None:
@@ -115,7 +126,7 @@ class Labelled:
             )
         if not targets.names:
             return cls(kind, targets, (), _positions(path, found, known))
-        if set(found).isdisjoint(targets.names) and known.outputs is not None and _are_positions(found, targets):
+        if targets.numbered and set(found).isdisjoint(targets.names) and _are_positions(found, targets):
             return cls(kind, targets, targets.names + ("",) * targets.spare, {name: int(name) for name in found})
         try:
             names = targets.with_own(found)

@@ -116,5 +116,8 @@ def describe(
         text += f"; columns {some([column.name for column in raw.columns])}"
     else:
         text += f"; each {raw.inputs.dtype} {'x'.join(map(str, raw.inputs.shape[1:]))}"
+    spare = [name for name in read.class_names[len(read.targets.names) :] if name]
+    if spare and read.targets.names:
+        text += f"; spare outputs were taken for {some(spare)}, which the federation does not name"
     prepared = [f"prepared by: {', '.join(steps)}"] if steps else []
     return "; ".join([text, *prepared, *more, *raw.said])

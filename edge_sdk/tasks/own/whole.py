@@ -25,7 +25,7 @@ from edge_sdk.tasks.dealing import (
     read_dealing,
 )
 from edge_sdk.tasks.loading import Chosen
-from edge_sdk.tasks.own.labels import Known, Labelled, Publishing, check_as_taken, labels_of, some
+from edge_sdk.tasks.own.labels import Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
 from edge_sdk.tasks.own.making import build_preparation, describe, make_task
 from edge_sdk.tasks.partition import people_of
 from edge_sdk.tasks.preparing import BuiltPreparation
@@ -75,7 +75,8 @@ def load_part(
     counts = {"train": len(parts.train), "check": len(parts.validation), "test": len(parts.test)}
     labels = [labels_of(whole.raw)[index] for index in (parts.train, parts.validation, parts.test)]
     steps = () if preparation is None else preparation.description.steps
-    said = describe(path, whole.raw, read, counts, labels, steps or known.steps)
+    dealt_by = f"this device's part of {len(dataset.targets):,}, dealt by partition={dealing.partition}"
+    said = describe(path, whole.raw, read, counts, labels, steps or known.steps, [dealt_by])
     return make_task(chosen, preparation, read, known, said, batch_size=batch_size)
 
 
@@ -182,8 +183,7 @@ def _read_whole(
     found = read_file(path, options, preparation=preparation, targets=targets, shape=shape)
     parts = [each for use, each in found.items() if use != "public"]
     first = parts[0]
-    if len({(each.inputs.shape[1:], each.inputs.dtype, each.kind) for each in parts}) > 1:
-        raise DataError(f"{path}: its parts hold different kinds of samples; they must be alike")
+    check_alike(path, parts)
     raw = first
     if len(parts) > 1:
         raw = replace(

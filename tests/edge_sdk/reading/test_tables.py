@@ -397,6 +397,11 @@ def test_columns_are_matched_by_name(read):
     assert all(word in said for word in ("TEMP", "Bonn (1 times)", "id")), said
 
 
+def test_a_column_serves_once(refused):
+    both = Preparation(shape=(2,), columns=(Column(name="p"), Column(name="P")))
+    refused(of({"p": [1, 2], "q": [3, 4], "act": ["sit", "walk"]}), "no column P", preparation=both, targets=TARGETS)
+
+
 def test_what_does_not_fit_the_federation(read, refused):
     whole = {"hum": [1, 2], "city": ["Rome", "Oslo"], "temp": [3, 4], "act": ["sit", "walk"]}
     given = {"preparation": PREPARATION, "targets": TARGETS}
