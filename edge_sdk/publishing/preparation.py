@@ -91,9 +91,7 @@ def _compare(module: nn.Module, graph: bytes, raw: Array) -> None:
         answer = module(torch.from_numpy(np.array(raw)))
     if not isinstance(answer, torch.Tensor) or answer.shape[:1] != (len(raw),):
         given = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else f"a {type(answer).__name__}"
-        raise BadArgument(
-            f"preparation: of {len(raw)} raw samples it makes {given}; return one tensor, samples first"
-        )
+        raise BadArgument(f"preparation: of {len(raw)} raw samples it makes {given}; return one tensor, samples first")
     wanted = answer.numpy()
     try:
         preparer = Preparer(graph)
