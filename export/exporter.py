@@ -14,9 +14,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from onnx import ModelProto
 
 from sparrow.export.bounds import samples_at_once
@@ -27,7 +27,7 @@ from sparrow.export.ort_format import write_ort
 from sparrow.export.preparation import Preparer, compose, draw_raw
 from sparrow.export.report import Figures, Report, measure
 from sparrow.export.running import CHUNK, Parity, accuracy, compare, predict
-from sparrow.export.samples import PARITY_INPUTS, Array, Samples, parity_inputs
+from sparrow.export.samples import Array, Samples, draw_inputs, parity_inputs
 from sparrow.export.source import Source
 
 __all__ = ["Options", "Reference", "export_model"]
@@ -166,11 +166,9 @@ class _Front:
         """Return inputs of the written file to compare by: the samples, and drawn ones."""
         description = self.source.manifest.preparation
         if not self.composes or description is None:
-            return parity_inputs(plain, None if samples is None else self.prepared_samples(samples))
-        if samples is None:
-            return draw_raw(description, PARITY_INPUTS)
-        missing = PARITY_INPUTS - len(samples.inputs)
-        return np.concatenate([samples.inputs, draw_raw(description, missing)]) if missing > 0 else samples.inputs
+            prepared = None if samples is None else self.prepared_samples(samples)
+            return parity_inputs(prepared, partial(draw_inputs, plain))
+        return parity_inputs(samples, partial(draw_raw, description))
 
 
 def _smallest(

@@ -37,10 +37,7 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
     if targets is not None:
         found["targets"] = _json(targets.model_dump(mode="json", include={"kind", "column"}, exclude_none=True))
     if manifest.preparation is not None:
-        said = manifest.preparation.model_dump(
-            mode="json", include={"dtype", "shape", "axes", "columns", "steps", "missing"}
-        )
-        found["preparation"] = _json(said)
+        found["preparation"] = _json(manifest.preparation.model_dump(mode="json", include=SAID))
     return {**found, **{name: str(value) for name, value in known.items() if value is not None}}
 
 

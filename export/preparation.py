@@ -21,7 +21,7 @@ import onnx.shape_inference
 from onnx import ModelProto, TensorProto
 
 from edge_sdk.protocol.manifest import MAX_GRAPH, Array, Manifest
-from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Preparation
 from sparrow.export.bounds import Walk, check_fields, has_data, samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.running import CHUNK, runtime
@@ -29,8 +29,6 @@ from sparrow.export.skeleton import INPUT, OUTPUT, check_node, check_structure, 
 
 PREFIX = "prepare/"
 """In front of the name of everything that a preparation brings into an exported model."""
-
-OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
 
 MOST_NODES = 1_000
 LARGEST_CONSTANT = 4 * 1024 * 1024
@@ -67,7 +65,7 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
         check_node(node)
     _check_constants(model, preparation)
     if preparation.own:
-        model = _completed(model, ones_for(preparation, model))
+        model = _completed(model, _neutral(model))
     _check_interface(model, preparation, manifest)
     for samples in (1, 2, 3):
         walk = Walk(model, samples=samples)
@@ -129,7 +127,7 @@ def _check_interface(model: ModelProto, preparation: Preparation, manifest: Mani
             )
 
 
-def ones_for(preparation: Preparation, model: ModelProto) -> Constants:
+def _neutral(model: ModelProto) -> Constants:
     """Return neutral statistics of the shapes that a preparation with ``own`` ones has: means 0, deviations 1."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     return {

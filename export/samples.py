@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,12 @@ def draw_inputs(model: ModelProto, count: int, seed: int = 0) -> Array:
     return chance.integers(0, min(rows, default=1), (count, *shape)).astype(dtype)
 
 
-def parity_inputs(model: ModelProto, samples: Samples | None) -> Array:
-    """Return the samples, and drawn inputs to make them ``PARITY_INPUTS``."""
+def parity_inputs(samples: Samples | None, draw: Callable[[int], Array]) -> Array:
+    """Return the samples, and drawn inputs to make them ``PARITY_INPUTS``. draw: gives as many as it is asked for."""
     if samples is None:
-        return draw_inputs(model, PARITY_INPUTS)
+        return draw(PARITY_INPUTS)
     missing = PARITY_INPUTS - len(samples.inputs)
-    return np.concatenate([samples.inputs, draw_inputs(model, missing)]) if missing > 0 else samples.inputs
+    return np.concatenate([samples.inputs, draw(missing)]) if missing > 0 else samples.inputs
 
 
 def _fitting(inputs: Array, model: ModelProto, what: str) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 from edge_sdk.engines import Engine
 from edge_sdk.predict import Predictor
 from edge_sdk.tasks import Task, as_arrays
+from edge_sdk.tasks.prepared import fitting
 from sparrow.export.build import dense
 from sparrow.export.exporter import Options, Reference, export_model
 from sparrow.export.source import Source
@@ -71,7 +72,7 @@ def reference_of(engine: Engine, task: Task) -> Reference:
     for batch in task.validation if prepared is None else prepared.validation:
         given, targets = as_arrays(batch)
         if prepared is not None:
-            given = given.astype(prepared.preparer.dtype, copy=False)
+            given = fitting(given, prepared.preparer)
             batch = prepared.preparer(given), targets
         inputs.append(given)
         outputs.append(engine.scores([batch])[0])

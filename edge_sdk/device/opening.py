@@ -23,7 +23,7 @@ from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, own_initial
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
-from edge_sdk.tasks.intake import Taken, suited, take_in
+from edge_sdk.tasks.intake import Taken, long_axes, suited, take_in
 from edge_sdk.tasks.loading import ArrayBatches, Reshaped
 
 if TYPE_CHECKING:
@@ -182,16 +182,12 @@ def as_taken(task: Task, manifest: Manifest) -> Task:
         if not isinstance(batches, ArrayBatches):
             return batches
         shape = batches.arrays.take(slice(0, 1))[0].shape[1:]
-        if shape == manifest.input_shape or _long_axes(shape) != _long_axes(manifest.input_shape):
+        if shape == manifest.input_shape or long_axes(shape) != long_axes(manifest.input_shape):
             return batches
         return replace(batches, arrays=Reshaped(batches.arrays, manifest.input_shape))
 
     parts = {name: fitted(getattr(task, name)) for name in ("train", "validation", "test", "public")}
     return replace(task, **parts)
-
-
-def _long_axes(shape: tuple[int, ...]) -> list[int]:
-    return [length for length in shape if length != 1]
 
 
 def types_of(graphs: Graphs) -> Taken:

@@ -27,6 +27,9 @@ RawType = Literal["float32", "uint8", "int8", "uint16", "int16", "int32", "int64
 
 RAW_TYPES: tuple[str, ...] = get_args(RawType)
 
+OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
+"""Initialisers of a graph that each device fills with its own statistics."""
+
 UNKNOWN = -1
 """Index of a category that the preparation does not name; it becomes zeros."""
 

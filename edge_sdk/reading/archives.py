@@ -365,12 +365,7 @@ def _people(file: _File, samples: int) -> NDArray[np.str_] | None:
         raise DataError(f"{file.source}: both {found[0]} and {found[1]} say who made a sample; keep one of them")
     if not found:
         return None
-    entry = file.entries[found[0]]
-    if entry.shape != (samples,) or entry.dtype.kind not in "iuUSb":
-        raise DataError(
-            f"{file.source}: {found[0]} has shape {entry.shape} of {entry.dtype}; give one name or integer for each of "
-            f"{samples:,} samples"
-        )
+    entry = _one_each(file, found[0], samples, "iuUSb", "one name or integer")
     stem = found[0].removesuffix(f"_{file.use}") if file.use else found[0]
     names = file.entries.get(f"{stem}s")
     if names is not None and entry.dtype.kind in "iu":
@@ -392,10 +387,15 @@ def _runs(file: _File, samples: int) -> NDArray[np.int64] | None:
     found = file.find(RUN)
     if not found:
         return None
-    entry = file.entries[found[0]]
-    if entry.shape != (samples,) or entry.dtype.kind not in "iu":
+    return _one_each(file, found[0], samples, "iu", "an integer").astype(np.int64)
+
+
+def _one_each(file: _File, name: str, samples: int, kinds: str, wanted: str) -> Array:
+    """Return an entry that has one value for each sample, of these kinds of types. Raises DataError for others."""
+    entry = file.entries[name]
+    if entry.shape != (samples,) or entry.dtype.kind not in kinds:
         raise DataError(
-            f"{file.source}: {found[0]} has shape {entry.shape} of {entry.dtype}; give an integer for each of "
+            f"{file.source}: {name} has shape {entry.shape} of {entry.dtype}; give {wanted} for each of "
             f"{samples:,} samples"
         )
-    return entry.astype(np.int64)
+    return entry

@@ -375,7 +375,7 @@ class _Loader:
             raise self.wrong(f"{len(inputs)} inputs have {many} targets; give as many of both, batch first", where)
         if shape == self._shape or not len(inputs):
             return inputs, targets
-        if _long_axes(shape) == _long_axes(self._shape):
+        if long_axes(shape) == long_axes(self._shape):
             return inputs.reshape(len(inputs), *self._shape), targets
         raise self.wrong(
             f"samples have the shape {shape}, the federation's model takes {self._shape}; give the samples that "
@@ -490,7 +490,7 @@ class _Suit:
         wanted, shape = self._taken.shape, tuple(targets.shape[1:])
         if wanted is None or shape == wanted:
             return targets
-        if _long_axes(shape) == _long_axes(wanted):
+        if long_axes(shape) == long_axes(wanted):
             return targets.reshape(len(targets), *wanted)
         raise BadArgument(
             f"the task's {self._name} data{where}: targets have the shape {shape}, the federation's loss takes "
@@ -533,7 +533,8 @@ def _type(values: Any) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def _long_axes(shape: tuple[int, ...]) -> list[int]:
+def long_axes(shape: tuple[int, ...]) -> list[int]:
+    """Return a shape without axes of length 1, by which samples may differ from what the model takes."""
     return [length for length in shape if length != 1]
 
 

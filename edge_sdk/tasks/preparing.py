@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.protocol.preparation import Column, Preparation
+from edge_sdk.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Column, Preparation
 
 OPSET, IR_VERSION = 21, 10
 """Those of skeletons, so that both make one model."""
 
 FLAT = 1e-6
 """Smallest standard deviation, as a share of the mean, that is not rounding: float32 has 24 bits."""
-
-OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
 
 BYTE = 255.0
 
