@@ -241,7 +241,9 @@ def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
     """Return the manifest's description of the targets; None if there is nothing to say. Raises BadArgument."""
     from edge_sdk.publishing.targets import ignored_label
 
-    found = task.targets or Targets(kind="classes" if task.classification else "numbers")
+    # Scores for each pixel or character are of classes, too, though no sample has one label; numbers stay as they are.
+    classes = task.classification or len(outputs) > 1
+    found = task.targets or Targets(kind="classes" if classes else "numbers")
     ignored = ignored_label(task.loss)
     names = found.names or tuple(map(str, task.class_names))
     if names and not task.classification:

@@ -80,9 +80,9 @@ class Names:
         names = list(self.found)
         return table[codes], some(f"{names[number]} ({times:,} times)" for number, times in count.most_common())
 
-    def missing(self) -> int:
-        """Return the number of rows without a name."""
-        codes = [number for text, number in self.found.items() if is_missing(text)]
+    def missing(self, known: tuple[str, ...]) -> int:
+        """Return the number of rows without a name; one of the ``known`` names is one, whatever it is."""
+        codes = [number for text, number in self.found.items() if is_missing(text) and text not in known]
         return int(np.isin(self.codes(), codes).sum())
 
     def ordered(self) -> tuple[str, ...]:

@@ -281,7 +281,7 @@ def _look_up(
         if place in categories:
             known = declared[place].categories if place in declared else found[place].ordered()
             seen.inputs[:, number], unknown = found[place].indices(known)
-            if lost := found[place].missing():
+            if lost := found[place].missing(known):
                 said.append(f"column {name}: no name in {plural(lost, 'row')}, taken as none of the categories")
             if unknown:
                 said.append(f"column {name}: the federation does not know {unknown}")

@@ -151,7 +151,7 @@ def test_a_first_round_that_fails_leaves_no_weights_in_the_part_of_ones_own(coor
     before = {name: tensor.detach().numpy().copy() for name, tensor in session.task.model.named_parameters()}
     coordinator.rounds.advance()
     session.step()
-    assert "lower the learning" in caplog.text
+    assert "the learning rate of 100: lower it" in caplog.text
     assert session.personal is None
     shared = set(coordinator.model().tensors)
     for name, tensor in session.task.model.named_parameters():

@@ -202,7 +202,9 @@ def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path, compiling
     given = {"federation": "waves", "client": client, "state_dir": tmp_path / "state", "quiet": True}
     assert join(ADDRESS, data=str(tmp_path / "a.npz"), **given).rounds == 1
     np.savez(tmp_path / "b.npz", x_train=x[:, 0, :32], y_train=y, classes=3)
-    with pytest.raises(BadArgument, match=re.escape("samples of shape (32,), the federation's model takes (1, 64)")):
+    with pytest.raises(
+        BadArgument, match=re.escape("samples have the shape (32,), the federation's model takes (1, 64)")
+    ):
         join(ADDRESS, data=str(tmp_path / "b.npz"), **{**given, "state_dir": tmp_path / "other"})
 
 

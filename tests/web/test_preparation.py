@@ -55,7 +55,13 @@ def test_a_description_is_kept(modules):
         "own": False,
         "columns": [{"name": column.name, "categories": list(column.categories)} for column in COLUMNS],
     }
-    assert found["targets"] == {"kind": "classes", "column": "room", "names": ["hall", "kitchen"], "spare": 1}
+    assert found["targets"] == {
+        "kind": "classes",
+        "column": "room",
+        "names": ["hall", "kitchen"],
+        "spare": 1,
+        "numbered": False,
+    }
     assert found["valuesDigest"] == DESCRIBED.values_digest
     bare = Manifest.model_validate(
         DESCRIBED.model_dump() | {"preparation": None, "preparation_sha256": None, "targets": None}

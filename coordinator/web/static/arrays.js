@@ -2,14 +2,15 @@
  * An npz file's arrays to samples and labels: `edge_sdk/reading/archives.py`. Samples are raw if the federation has a
  * preparation, else the model's inputs.
  */
+import { PEOPLE } from "./columns.js";
 import { DataError } from "./errors.js";
 import { classesIn } from "./labels.js";
 import { LIMITS, RAW } from "./raw.js";
 import { some } from "./words.js";
 
 /**
- * Return { uses: Map of "" or train, val and test -> { inputs, labels: names of classes [N], runs: integers [N] or null },
- * each: a sample in words, said: remarks }. inputs: the raw array, or { values: Float32Array, bytes: whether stored as bytes }
+ * Return { uses: Map of "" or train, val and test -> { inputs, labels: names of classes [N], runs: integers [N] or null,
+ * people: how many made them, 0 if it is not said }, each: a sample in words, said: remarks }. inputs: the raw array, or { values: Float32Array, bytes: whether stored as bytes }
  * without preparation. Throws DataError.
  */
 export function readArrays(arrays, source, { preparation, targets, inputShape, outputs }) {
@@ -27,6 +28,7 @@ export function readArrays(arrays, source, { preparation, targets, inputShape, o
       inputs: preparation ? rawOf(stored, called, preparation) : unprepared(stored, called, inputShape),
       labels: labelsIn(arrays, key("y"), source, count, { declared, targets, said }),
       runs: runsIn(arrays, key("run"), source, count),
+      people: new Set(PEOPLE.flatMap((name) => Array.from(arrays.get(key(name))?.data ?? [], String))).size,
     });
   }
   const { shape, type } = arrays.get(uses.has("") ? "x" : "x_train");

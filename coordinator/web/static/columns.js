@@ -9,7 +9,7 @@ import { isInteger, isMissing, number } from "./numbers.js";
 import { explain } from "./table.js";
 import { many, some } from "./words.js";
 
-const PEOPLE = ["person", "subject", "people", "device", "writer", "speaker", "role", "domain"];
+export const PEOPLE = ["person", "subject", "people", "device", "writer", "speaker", "role", "domain"];
 const LABELS = ["label", "y", "target", "class"];
 const RUN = "run";
 const INDEXES = ["Unnamed: 0", "__index_level_0__"];
@@ -19,7 +19,8 @@ const REMOVE = "leave such rows out of the file, or fill in the values";
 
 /**
  * Return { inputs: Float32Array [rows * features], labels: texts [rows], at(row): a label's place in words, runs: integers
- * [rows] or null, columns: names, label: that of the column, said: remarks } of a table as `readTable` returns it.
+ * [rows] or null, people: how many made them, 0 if it is not said, columns: names, label: that of the column, said: remarks }
+ * of a table as `readTable` returns it.
  *
  * source: the file's name. preparation, targets: the manifest's, or null. inputShape: of a sample without preparation.
  * Throws DataError.
@@ -50,7 +51,8 @@ export function readRows(table, source, { preparation, targets, inputShape }) {
     }
   }
   return {
-    inputs, runs, said: [...table.said, ...said], label: table.names[roles.label], at: (row) => here(row, roles.label),
+    inputs, runs, people: roles.person === null ? 0 : new Set(column(roles.person)).size,
+    said: [...table.said, ...said], label: table.names[roles.label], at: (row) => here(row, roles.label),
     labels: table.rows.map(({ cells }) => cells[roles.label]),
     columns: roles.features.map((place, to) => declared[to].name ?? table.names[place]),
   };
@@ -207,6 +209,8 @@ function indicesOf(cells, known, name, said) {
   const truth = (cell) => (/^(true|false)$/i.test(cell) ? cell.toLowerCase() : cell);
   const indices = cells.map((cell) => places.get(cell) ?? places.get(truth(cell)) ?? UNKNOWN);
   const unknown = new Map();
+  const lost = cells.filter((cell, row) => indices[row] === UNKNOWN && isMissing(cell)).length;
+  if (lost) said.push(`column ${name}: no name in ${many(lost, "row")}, taken as none of the categories`);
   cells.forEach((cell, row) => {
     if (indices[row] === UNKNOWN && !isMissing(cell)) unknown.set(cell, (unknown.get(cell) ?? 0) + 1);
   });

@@ -141,8 +141,9 @@ export function fromTable(table, source, { preparation, targets, inputShape, out
   const { numbers, names } = outputsOf(labels, { source, targets, outputs });
   const inputs = preparation ? rows.inputs : brought(task, [{ values: rows.inputs, bytes: false }], inputShape)[0];
   const parts = parted({ inputs, targets: numbers, count: numbers.length }, null, seed, rows.runs);
-  const read = { things: "rows", label: rows.label, labels, each: `columns ${listed(rows.columns)}`, said: rows.said };
-  return { ...parts, names, said: lineOf(source, parts, read) };
+  const read = { things: "rows", label: rows.label, labels, each: `columns ${listed(rows.columns)}` };
+  const said = [...taken(names, targets), ...several(rows.people), ...rows.said];
+  return { ...parts, names, said: lineOf(source, parts, { ...read, said }) };
 }
 
 /**
@@ -167,7 +168,18 @@ export function fromArchive(arrays, source, { preparation, targets, inputShape, 
   });
   const [, main] = [...uses][0], train = found.train ?? found[""], { val: validation = null, test = null } = found;
   const parts = validation ? { train, validation, test } : parted(train, test, seed, main.runs);
-  return { ...parts, names, said: lineOf(source, parts, { things: "samples", label: "y", labels: all, each, said }) };
+  const remarks = [...taken(names, targets), ...several(main.people), ...said];
+  const read = { things: "samples", label: "y", labels: all, each, said: remarks };
+  return { ...parts, names, said: lineOf(source, parts, read) };
+}
+
+/** Return a remark on a file of several people, which is taken as this device's. */
+const several = (people) => (people > 1 ? [`it is of ${people} people, all taken as this device's`] : []);
+
+/** Return a remark on the spare outputs that took names of this file, if any did. */
+function taken(names, targets) {
+  const own = names ? names.slice(targets.names.length).filter((name) => name) : [];
+  return own.length ? [`spare outputs were taken for ${listed(own)}, which the federation does not name`] : [];
 }
 
 /** One line about a file: samples, split, classes with counts, columns or shape, and what was left out. */
