@@ -79,7 +79,7 @@ def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     # A batch axis of 1 would be taken for a constant.
     batch = torch.cat([example[:1], example[:1]])
     try:
-        with evaluating(model), quiet(), torch.no_grad():
+        with evaluating(model), exporting(), torch.no_grad():
             program = torch.onnx.export(
                 model,
                 (batch,),
@@ -112,8 +112,9 @@ def _free_batch(model: nn.Module) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user."""
+def exporting() -> Iterator[None]:
+    """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user; let its time
+    grow with the graph, not with its square."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -123,10 +124,31 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             for message, category in _REMARKS:
                 warnings.filterwarnings("ignore", message, category)
-            yield
+            with _rules_of_one_node():
+                yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _rules_of_one_node() -> Iterator[None]:
+    """Context manager: leave out the optimiser's rule that begins at two nodes, two slices that could be a split.
+
+    For every node it lists all nodes, which is most of the time that a large step takes to export.
+    """
+    try:
+        from onnxscript import rewriter
+    except ImportError:
+        # The exporter says that it is missing.
+        yield
+        return
+    usual = rewriter._DEFAULT_REWRITE_RULES
+    rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in usual if rule._target_pattern.has_single_output_node)
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = usual
 
 
 def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:

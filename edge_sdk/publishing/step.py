@@ -39,7 +39,7 @@ from edge_sdk.engines import Graphs
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.publishing import chance, translations
 from edge_sdk.publishing.modes import begin_training
-from edge_sdk.publishing.skeleton import OPSET, quiet, remove_notes
+from edge_sdk.publishing.skeleton import OPSET, exporting, remove_notes
 from edge_sdk.publishing.targets import ignored_label
 from edge_sdk.publishing.translations import CannotCompile
 from sparrow.export.steps import Editor
@@ -257,7 +257,7 @@ def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
             program.run_decompositions = lambda table=None: program
         return _to_onnx(program, read, names)
 
-    with quiet(), torch.backends.mkldnn.flags(enabled=False):
+    with exporting(), torch.backends.mkldnn.flags(enabled=False):
         try:
             return written(functional=True)
         except CannotCompile:  # what indexes by values, as GPT-2 does, or is in the exporter's own table alone

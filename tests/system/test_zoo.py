@@ -140,6 +140,7 @@ def adapted(name):
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 @pytest.mark.parametrize("name", LORA)
 def test_adapters_are_all_that_travels_and_are_merged_in_the_export(
@@ -173,6 +174,7 @@ def test_adapters_are_all_that_travels_and_are_merged_in_the_export(
     assert describe_for("fedspu", task.model, ZOO[name].samples(4), task="zoo").group_sizes, "ranks are neurons"
 
 
+@pytest.mark.timeout(300)
 def test_the_example_of_adapters_runs(tmp_path):
     torchvision()
     pytest.importorskip("peft", reason="the extra adapters is not installed")
