@@ -124,7 +124,6 @@ LORA = {
     "transformers: Llama": ["q_proj", "v_proj", "down_proj"],
     "transformers: ViT": "all-linear",
     "timm: vit_tiny": ["qkv", "fc1"],
-    "timm: swin_tiny": ["qkv", "fc1"],
 }
 """Models, and the layers that get an adapter; classifiers, where they have one, are trained as well."""
 
