@@ -17,7 +17,9 @@ import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, TypeProto
+from onnx.checker import ValidationError
 from onnx.defs import SchemaError, get_schema
+from onnx.shape_inference import InferenceError
 
 from edge_sdk.protocol.manifest import Array
 from sparrow.export.errors import SkeletonError
@@ -65,8 +67,8 @@ _PLAIN: dict[str, Callable[..., Array]] = {
 
 SIZING = names(
     """
-    AffineGrid CenterCropPad ConstantOfShape DFT Expand OneHot Pad Range Reshape Resize Split SplitToSequence Tile
-    TopK Trilu
+    AffineGrid BlackmanWindow CenterCropPad ConstantOfShape DFT Expand HammingWindow HannWindow MelWeightMatrix OneHot
+    Pad Range Reshape Resize STFT Split SplitToSequence Tile TopK Trilu
     """
 )
 """Operators for which a number among their inputs is a size."""
@@ -105,6 +107,21 @@ _BYTES: dict[int, int] = {
         *(TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64),
     )
 }
+
+_FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+
+TRANSFORMS: dict[str, dict[int, int]] = {
+    "STFT": {1: 1, 3: 1},
+    "DFT": {1: 1},
+    "MelWeightMatrix": {0: 1, 1: 1, 2: 1},
+    "HannWindow": {0: 1},
+    "HammingWindow": {0: 1},
+    "BlackmanWindow": {0: 1},
+}
+"""Operators of signals -> the places of their lengths among the inputs, and the least value of each."""
+LARGEST_TRANSFORM = 2**20
+MOST_TRANSFORM_FLOPS = 2**32
+"""FLOPs of one node's Fourier transforms for one sample: ONNX Runtime takes some ten seconds for them on one core."""
 
 _WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4}
 """Operators that take a multiple of their results while they run."""
@@ -224,11 +241,12 @@ class Walk:
         for place, node in enumerate(nodes):
             varies = not self._varies.isdisjoint(node.input)
             made = self._infer(node)
+            beside = _WORK.get(node.op_type, 0) * sum(made.values()) + self._beside(node)
             if varies:
                 self._varies.update(made)
                 alive |= made
                 held += sum(made.values())
-                peak = max(peak, held + (_WORK.get(node.op_type, 0)) * sum(made.values()) + _columns(node, self.shape))
+                peak = max(peak, held + beside)
                 if peak > self._most:
                     raise SkeletonError(
                         f"{_named(node)}: {peak:,} bytes of values would be alive for one sample, at most "
@@ -240,7 +258,7 @@ class Walk:
                         held -= alive.pop(name, 0)
             else:
                 self._constants += sum(made.values())
-                if self._constants > MOST_CONSTANTS + WEIGHTS * self._weights:
+                if self._constants + beside > MOST_CONSTANTS + WEIGHTS * self._weights:
                     raise SkeletonError(
                         f"{_named(node)}: the graph would compute {self._constants:,} bytes of constants; compute "
                         f"less in forward that does not depend on the input"
@@ -294,7 +312,7 @@ class Walk:
                 opset_imports=[opset],
                 ir_version=self._model.ir_version,
             )
-        except (onnx.shape_inference.InferenceError, SchemaError, RuntimeError, ValueError, TypeError) as error:
+        except (InferenceError, ValidationError, SchemaError, RuntimeError, ValueError, TypeError) as error:
             raise SkeletonError(f"{_named(node)}: its result cannot be inferred ({str(error)[:200]})") from None
 
     def _split(self, node: NodeProto) -> dict[str, int]:
@@ -334,6 +352,10 @@ class Walk:
                     raise SkeletonError(f"{_named(node)}: {each.name[:80]} is beyond {LARGEST_ATTRIBUTE}")
         if node.op_type == "Einsum" and len(node.input) > 2:
             raise SkeletonError(f"{_named(node)} joins {len(node.input)} operands; join two at a time")
+        if node.op_type in TRANSFORMS:
+            self._check_transform(node)
+        if node.op_type == "Resize":
+            self._check_resize(node)
         if node.op_type not in SIZING:
             return
         for name in node.input[0 if node.op_type in ("ConstantOfShape", "Range") else 1 :]:
@@ -343,6 +365,124 @@ class Walk:
                 raise SkeletonError(f"{_named(node)}: its sizes are no finite numbers")
             if data.dtype.kind in "iu" and any(abs(int(number)) > LARGEST_SIZE for number in data.flat):
                 raise SkeletonError(f"{_named(node)}: a size is beyond {LARGEST_SIZE}")
+
+    def _check_transform(self, node: NodeProto) -> None:
+        """Raise SkeletonError unless the lengths of a transform are constants that it can work with."""
+        for place, least in TRANSFORMS[node.op_type].items():
+            name = node.input[place] if place < len(node.input) else ""
+            if not name:
+                continue
+            given = self._data.get(name)
+            if given is None or given.size != 1 or not least <= float(given.item()) <= LARGEST_TRANSFORM:
+                raise SkeletonError(
+                    f"{_named(node)}: its input {place} is to be one constant from {least} to {LARGEST_TRANSFORM}"
+                )
+
+        if node.op_type == "MelWeightMatrix":
+            self._check_mel(node)
+        if node.op_type in ("DFT", "STFT"):
+            length, count = self._transforms(node)
+            flops = count // self._samples * _transform_flops(length)
+            if flops > MOST_TRANSFORM_FLOPS:
+                raise SkeletonError(
+                    f"{_named(node)}: {count // self._samples:,} transforms of {length:,} values take {flops:,} FLOPs "
+                    f"for one sample, at most {MOST_TRANSFORM_FLOPS:,} are accepted; lengths that are powers of two "
+                    "take a tenth"
+                )
+
+    def _check_mel(self, node: NodeProto) -> None:
+        """Raise SkeletonError unless the bands lie within the spectrum: some runtimes write beyond it."""
+        given = [self._data.get(name) for name in node.input]
+        if len(given) != 5 or any(each is None or each.size != 1 for each in given):
+            raise SkeletonError(f"{_named(node)}: its inputs are to be five constants")
+        _, length, rate, lowest, highest = (float(each.item()) for each in given if each is not None)
+        # Frequencies go to mel and back in single precision, which may raise them by a millionth.
+        last = (length + 1) * highest * (1 + 1e-6) / rate
+        if not (0 <= lowest <= highest and last < length // 2 + 1):
+            raise SkeletonError(
+                f"{_named(node)}: bands from {lowest:g} to {highest:g} Hz do not lie within the spectrum of "
+                f"{length:g} values at {rate:g} Hz; let them end at half the rate, of an even length"
+            )
+
+    def _transforms(self, node: NodeProto) -> tuple[int, int]:
+        """Return the length of the transforms that a node makes, and how many there are. Raises SkeletonError."""
+        shape = self._shape_of(node, 0)
+        length = self._constant_of(node, 3 if node.op_type == "STFT" else 1)
+        if node.op_type == "STFT":
+            window = self._shape_of(node, 2)
+            if length is None and len(window) == 1:
+                length = window[0]
+            step = self._constant_of(node, 1)
+            if length is None or step is None or len(shape) < 2 or not 1 <= length <= shape[1]:
+                raise SkeletonError(f"{_named(node)}: its frames are to have one constant length, of the signal's most")
+            if window not in ([], [length]):
+                raise SkeletonError(f"{_named(node)}: its window is of the shape {window}, its frames of {length}")
+            return length, shape[0] * (1 + (shape[1] - length) // step)
+        if shape[-1:] not in ([1], [2]):
+            raise SkeletonError(f"{_named(node)}: the last axis of {shape} is to be 1, of real values, or 2")
+        attributes = {each.name: each.i for each in node.attribute}
+        # Up to version 19 the axis is an attribute, from 20 an input.
+        (opset,) = self._model.opset_import
+        axis = attributes.get("axis", 1) if opset.version < 20 else self._constant_of(node, 2, -2)
+        if axis is None or not -len(shape) <= axis < len(shape) - 1 or axis == -1:
+            raise SkeletonError(f"{_named(node)}: its axis is to be a constant, one of {shape} but for the last")
+        along = shape[axis]
+        if attributes.get("inverse") and attributes.get("onesided"):
+            along = 2 * (along - 1)
+        length = along if length is None else length
+        if not 1 <= length <= LARGEST_TRANSFORM:
+            raise SkeletonError(
+                f"{_named(node)}: transforms {length} values, from 1 to {LARGEST_TRANSFORM} are accepted"
+            )
+        return length, math.prod(shape[:-1]) // max(1, shape[axis])
+
+    def _check_resize(self, node: NodeProto) -> None:
+        """Raise SkeletonError for a resize that no runtime does, or whose sizes do not grow with its input's."""
+        given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        mode = given.get("mode", b"nearest")
+        kinds = {self._types[name].tensor_type.elem_type for name in node.input[:1] if name in self._types}
+        if mode == b"cubic" and not kinds <= _FLOATS:
+            raise SkeletonError(
+                f"{_named(node)}: a cubic resize takes no whole numbers; cast to float first, or resize linearly"
+            )
+        if given.get("keep_aspect_ratio_policy", b"stretch") != b"stretch":
+            raise SkeletonError(f"{_named(node)}: keeps an aspect ratio; name the sizes")
+        if given.get("coordinate_transformation_mode", b"") == b"tf_crop_and_resize":
+            raise SkeletonError(f"{_named(node)}: crops, too; slice before it")
+        for name in filter(None, node.input[2:]):
+            sizes = self._data.get(name)
+            if sizes is None:
+                raise SkeletonError(f"{_named(node)}: its sizes are not known before it runs; let them be constants")
+            if not np.greater(sizes, 0).all():
+                raise SkeletonError(f"{_named(node)}: a size or scale is not above 0")
+
+    def _shape_of(self, node: NodeProto, place: int) -> list[int]:
+        """Return the shape of an input, [] without one that is known."""
+        name = node.input[place] if place < len(node.input) else ""
+        return self.shape(name) if name in self._types else []
+
+    def _constant_of(self, node: NodeProto, place: int, usual: int | None = None) -> int | None:
+        """Return the whole number that an input is, None where it is not known; ``usual`` without one."""
+        name = node.input[place] if place < len(node.input) else ""
+        if not name:
+            return usual
+        data = self._data.get(name)
+        return int(data.item()) if data is not None and data.size == 1 and np.isfinite(data).all() else None
+
+    def _beside(self, node: NodeProto) -> int:
+        """Return the bytes that an operator takes beside its inputs and results, as measured of ONNX Runtime."""
+        if node.op_type == "ConvTranspose":
+            # It unfolds its input.
+            taken, kernel = self.shape(node.input[0]), self.shape(node.input[1])
+            return 4 * math.prod(kernel[1:]) * math.prod(taken[2:])
+        if node.op_type in ("DFT", "STFT"):
+            length, _ = self._transforms(node)
+            return 16 * length if _is_power(length) else 160 * _turned_length(length)
+        if node.op_type == "Resize" and node.output[0]:
+            given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            how = given.get("mode", b"nearest") == b"cubic", bool(given.get("antialias"))
+            return _resized(self.shape(node.input[0]), self.shape(node.output[0]), *how)
+        return 0
 
     def _add(self, name: str, described: TypeProto, node: NodeProto | None = None) -> None:
         """Keep what is known of a value. Raises SkeletonError where its size is not, or is too large."""
@@ -390,12 +530,34 @@ class Walk:
         return list(evaluator.run(None, {name: self._data[name] for name in node.input if name}))
 
 
-def _columns(node: NodeProto, shape: Callable[[str], list[int]]) -> int:
-    """Return the bytes that a transposed convolution unfolds its input to."""
-    if node.op_type != "ConvTranspose":
-        return 0
-    taken, kernel = shape(node.input[0]), shape(node.input[1])
-    return 4 * math.prod(kernel[1:]) * math.prod(taken[2:])
+def _is_power(length: int) -> bool:
+    return length & (length - 1) == 0
+
+
+def _turned_length(length: int) -> int:
+    """Return the power of two in which a transform of another length is made."""
+    return 1 << (2 * length - 1).bit_length()
+
+
+def _transform_flops(length: int) -> int:
+    """Return the FLOPs of one complex transform: 5 n log n of a power of two, three of a larger one of any other."""
+    if _is_power(length):
+        return 5 * length * length.bit_length()
+    larger = _turned_length(length)
+    return 15 * larger * larger.bit_length()
+
+
+def _resized(taken: list[int], made: list[int], cubic: bool, antialias: bool) -> int:
+    """Return the bytes that a resize takes beside both: a table for each axis, and what is resized along some axes."""
+    tables = 128 * sum(one + other for one, other in zip(taken, made, strict=True) if one != other)
+    if antialias:
+        # The last axis comes first.
+        parts = (math.prod(taken[:axis]) * math.prod(made[axis:]) for axis in range(1, len(taken)))
+        return tables + 4 * max(parts, default=0)
+    if cubic and len(taken) > 1:
+        # The rows that are read, each resized, of one channel at a time.
+        return tables + 48 * min(taken[-2], 4 * made[-2]) * made[-1]
+    return tables
 
 
 def has_data(tensor: TensorProto) -> bool:

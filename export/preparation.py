@@ -18,13 +18,13 @@ import onnx.compose
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import MAX_GRAPH, Array, Manifest
 from edge_sdk.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Preparation
-from sparrow.export.bounds import Walk, check_fields, has_data, samples_at_once
+from sparrow.export.bounds import LARGEST_SIZE, Walk, check_fields, has_data, samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
-from sparrow.export.running import CHUNK, runtime
+from sparrow.export.running import CHUNK, Raws, batches_of, runtime
 from sparrow.export.skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
 
 PREFIX = "prepare/"
@@ -67,8 +67,9 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
     if preparation.own:
         model = _completed(model, _neutral(model))
     _check_interface(model, preparation, manifest)
+    largest = at_most(model, preparation)
     for samples in (1, 2, 3):
-        walk = Walk(model, samples=samples)
+        walk = (_Growing if preparation.free else Walk)(largest, samples=samples)
         walk.run()
         wanted = [samples, *manifest.input_shape]
         if walk.shape(OUTPUT) != wanted:
@@ -81,6 +82,61 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         raise SkeletonError(f"the preparation is not a valid ONNX graph: {str(error)[:300]}") from None
     return model
+
+
+class _Growing(Walk):
+    """As ``Walk``, of a graph with free axes, whose sizes are inferred where these are as long as they may be.
+
+    That is the most only if no size shrinks while an axis grows: sizes are not computed from shapes, and operators that
+    may make less of more are refused.
+    """
+
+    def _infer(self, node: NodeProto) -> dict[str, int]:
+        if not self._varies.isdisjoint(node.input) and not self._grows(node):
+            raise SkeletonError(
+                f"the node {node.name[:80]!r} ({node.op_type[:80]!r}): may make more of a short sample than of a long "
+                "one; leave it out, or give samples of one shape"
+            )
+        return super()._infer(node)
+
+    def _fold(self, node: NodeProto) -> None:
+        if self._varies.isdisjoint(node.input):
+            super()._fold(node)
+
+    def _grows(self, node: NodeProto) -> bool:
+        """Return whether none of the results is smaller where an input is larger."""
+        given = [name for name in node.input[1:] if name]
+        if node.op_type in ("Split", "SplitToSequence", "SequenceAt"):
+            return False
+        if node.op_type in ("Squeeze", "DFT"):
+            # Which axes there are, or how long a transform is, must not follow from the sample.
+            return len(node.input) > 1 and node.input[1] in self._data
+        if node.op_type != "Slice":
+            return True
+        if not given or any(name not in self._data for name in given):
+            return False
+        starts, ends = (self._data[name] for name in node.input[1:3])
+        steps = self._data[node.input[4]] if len(node.input) > 4 and node.input[4] else np.ones_like(starts)
+        # From a place counted from the end to one counted from the beginning there is nothing in a long sample.
+        return (
+            starts.ndim == 1
+            and starts.shape == ends.shape == steps.shape
+            and all(
+                (start >= 0 or end < 0 or end >= LARGEST_SIZE) if step > 0 else end <= -LARGEST_SIZE
+                for start, end, step in zip(starts.tolist(), ends.tolist(), steps.tolist(), strict=True)
+            )
+        )
+
+
+def at_most(model: ModelProto, preparation: Preparation) -> ModelProto:
+    """Return the graph with its free axes, but for the batch's, as long as they may be."""
+    largest = ModelProto()
+    largest.CopyFrom(model)
+    for value in largest.graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim[1:]):
+            if axis in preparation.free:
+                dim.dim_value = preparation.shape[axis]
+    return largest
 
 
 def _check_constants(model: ModelProto, preparation: Preparation) -> None:
@@ -120,10 +176,12 @@ def _check_interface(model: ModelProto, preparation: Preparation, manifest: Mani
             raise SkeletonError(f"the preparation's {name}s are not exactly one, named {name!r}")
         tensor = values[0].type.tensor_type
         dims = [dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim]
-        if tensor.elem_type not in kinds or dims != [None, *shape]:
+        free = preparation.free if name == INPUT else ()
+        said = [None, *(None if axis in free else length for axis, length in enumerate(shape))]
+        if tensor.elem_type not in kinds or dims != said:
             raise SkeletonError(
                 f"the preparation's {name} is of ONNX type {tensor.elem_type} and shape {dims}; the manifest says "
-                f"{(None, *shape)}{f' of {preparation.dtype}' if name == INPUT else ''}"
+                f"{tuple(said)}{f' of {preparation.dtype}' if name == INPUT else ''}"
             )
 
 
@@ -192,10 +250,13 @@ def _rename_input(model: ModelProto, name: str, to: str) -> None:
 
 
 class Preparer:
-    """Runs a complete preparation: raw samples [N, *raw] -> inputs [N, *input_shape], in chunks that fit memory."""
+    """Runs a complete preparation: raw samples [N, *raw] -> inputs [N, *input_shape], in chunks that fit memory.
+
+    ``shape`` is that of a raw sample, None for an axis that is free.
+    """
 
     def __init__(self, graph: bytes, threads: int = 1) -> None:
-        """Load a checked graph. Raises ExportError where ONNX Runtime cannot."""
+        """Load a checked graph. Raises ExportError if ONNX Runtime cannot."""
         onnxruntime = runtime()
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -203,29 +264,49 @@ class Preparer:
         self.graph = graph
         self.digest = hashlib.sha256(graph).hexdigest()
         model = ModelProto.FromString(graph)
-        self._at_once = samples_at_once(model, CHUNK)
         tensor = model.graph.input[0].type.tensor_type
         self.dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-        self.shape = tuple(dim.dim_value for dim in tensor.shape.dim[1:])
+        self.shape = tuple(dim.dim_value or None for dim in tensor.shape.dim[1:])
+        # Samples whose lengths differ are run one by one.
+        self.at_once = 1 if None in self.shape else samples_at_once(model, CHUNK)
         try:
             self._session: Any = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             raise ExportError(f"ONNX Runtime cannot load the preparation: {error}") from None
 
-    def __call__(self, raw: Array) -> Array:
-        """Return the inputs of the samples ``raw``. Raises ExportError where the graph fails on them."""
-        chunks = range(0, len(raw), self._at_once)
-        try:
-            parts = [self._session.run(None, {INPUT: raw[start : start + self._at_once]})[0] for start in chunks]
-        except Exception as error:  # as above
-            raise ExportError(f"the preparation fails on samples {raw.shape} of {raw.dtype}: {error}") from None
+    def __call__(self, raw: Raws) -> Array:
+        """Return the inputs of the samples ``raw``. Raises ExportError if the graph fails on them."""
+        parts = []
+        for batch in batches_of(raw, self.at_once):
+            try:
+                parts.append(self._session.run(None, {INPUT: batch})[0])
+            except Exception as error:  # as above
+                raise ExportError(f"the preparation fails on samples {batch.shape} of {batch.dtype}: {error}") from None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def draw_raw(preparation: Preparation, count: int, seed: int = 0) -> Array:
-    """Return random raw samples [count, *shape]: as spread as the description says, categories by index, unknown ones
-    among them."""
+MOST_DRAWN = 32
+"""Samples of free lengths that are drawn at most, each axis of them at most ``LONGEST_DRAWN``."""
+LONGEST_DRAWN = {"uint8": 200, "float32": 20_000}
+
+
+def draw_raw(preparation: Preparation, count: int, seed: int = 0) -> Raws:
+    """Return random raw samples: as spread as the description says, categories by index, unknown ones among them.
+
+    If axes are free, they are at most ``MOST_DRAWN`` samples of several lengths, one by one.
+    """
     chance = np.random.default_rng(seed)
+    if preparation.free:
+        most = LONGEST_DRAWN.get(preparation.dtype, 1_000)
+        drawn = []
+        for number in range(min(count, MOST_DRAWN)):
+            lengths = [
+                int(chance.integers(1, min(length, most), endpoint=True)) if axis in preparation.free else length
+                for axis, length in enumerate(preparation.shape)
+            ]
+            one = preparation.model_copy(update={"shape": tuple(lengths), "free": ()})
+            drawn.append(np.asarray(draw_raw(one, 1, seed + number))[0])
+        return drawn
     kind, shape = np.dtype(preparation.dtype), (count, *preparation.shape)
     if kind.kind == "u":
         return chance.integers(0, int(np.iinfo(kind).max), shape, dtype=kind, endpoint=True)

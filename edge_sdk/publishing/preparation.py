@@ -12,7 +12,7 @@ from torch import nn
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.preparation import RAW_TYPES, Preparation
+from edge_sdk.protocol.preparation import MOST_COLUMNS, RAW_TYPES, Preparation
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.publishing.skeleton import export_forward, remove_notes
@@ -36,26 +36,26 @@ def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
     """
     if task.preparation is None:
         return task, None
-    first = next(iter(task.train), None)
-    if first is None:
-        raise BadArgument("the task's train data: there is no batch in it; give it at least one sample")
-    every = (as_arrays(batch)[0] for batch in task.train)
-    built = build_preparation(task.preparation, as_arrays(first)[0], every)
+    built = task.preparation
+    if not isinstance(built, BuiltPreparation):
+        first = next(iter(task.train), None)
+        if first is None:
+            raise BadArgument("the task's train data: there is no batch in it; give it at least one sample")
+        every = (as_arrays(batch)[0] for batch in task.train)
+        built = compile_preparation(built, as_arrays(first)[0], every)
     graph = built.graph
     if built.description.own:
         graph = complete(graph, compute_own(task.train, built.description))
     return prepared(task, Preparer(graph)), built
 
 
-def build_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> BuiltPreparation:
-    """Return the preparation to publish, compiled if it is a module.
+def compile_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> BuiltPreparation:
+    """Return a module as the preparation to publish.
 
     raw: [N, ...], a few raw samples. every: the raw training samples, batch by batch, whose statistics are described.
     Raises BadArgument for something else than a preparation, for samples that it cannot take, and for a module whose
     graph does not answer as it does.
     """
-    if isinstance(preparation, BuiltPreparation):
-        return preparation
     if not isinstance(preparation, nn.Module):
         raise BadArgument(
             f"preparation is a {type(preparation).__name__}; give a torch.nn.Module from a batch of raw samples to a "
@@ -75,7 +75,9 @@ def build_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> B
     graph = cast(bytes, proto.SerializeToString(deterministic=True))
     _compare(preparation, graph, few)
     shape = tuple(raw.shape[1:])
-    found = statistics_of(every, 0) if raw.dtype == np.float32 and len(shape) else None
+    # A signal of more values than a table can have columns has no entries that would say anything one by one.
+    told = raw.dtype == np.float32 and len(shape) > 0 and shape[0] <= MOST_COLUMNS
+    found = statistics_of(every, 0) if told else None
     description = Preparation(
         dtype=cast(Any, raw.dtype.name),
         shape=shape,

@@ -23,6 +23,7 @@ from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.modes import evaluating
+from edge_sdk.publishing.translations import Fourier
 
 if TYPE_CHECKING:
     import onnx
@@ -75,11 +76,24 @@ def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
 
     Input, output and errors are those of ``make_skeleton``.
     """
+    transforms = Fourier()
+    try:
+        return _exported(model, example, transforms)
+    except UnsupportedLayer:
+        if not transforms.used:
+            raise
+    # A transform that has no product may have an operator of ONNX.
+    return _exported(model, example, contextlib.nullcontext())
+
+
+def _exported(
+    model: nn.Module, example: torch.Tensor, within: contextlib.AbstractContextManager[Any]
+) -> onnx.ModelProto:
     model = copy.deepcopy(model)  # exporting leaves stand-ins in recurrent layers
     # A batch axis of 1 would be taken for a constant.
     batch = torch.cat([example[:1], example[:1]])
     try:
-        with evaluating(model), exporting(), torch.no_grad():
+        with evaluating(model), exporting(), torch.no_grad(), within:
             program = torch.onnx.export(
                 model,
                 (batch,),
@@ -118,7 +132,8 @@ def exporting() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        # What fails raises, too.
+        logger.setLevel(logging.CRITICAL)
     try:
         # Where it fails it writes out graphs, past every logger.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

@@ -290,11 +290,13 @@ def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...], *, functio
         *({name: beside(each) if name in chance.KINDS else still(each) for name, each in own.items()} for own in drawn),
     )
     try:
-        with mode, enable_python_dispatcher():
+        with mode, enable_python_dispatcher(), translations.Fourier():
             if not functional:
                 return make_fx(flat, decomposition_table=_table())(*fakes)
             table = {**_table(), **get_decompositions([torch.ops.aten.squeeze.dims])}  # which the exporter has not
             return make_fx(dispatch_functionalize(flat, FunctionalTensorMode()), decomposition_table=table)(*fakes)
+    except CannotCompile:
+        raise
     except Exception as error:  # the user's code, or what torch cannot run without values
         raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
 

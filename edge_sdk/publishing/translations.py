@@ -3,16 +3,23 @@
 ``TABLE``: each function gets what the operator gets, values of the graph being built in place of tensors, and returns
 such values. Spatial sizes are fixed, the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes,
 taken apart before the export into half as many operators as torch's own are of; the exporter's translation of batch
-norm while it trains is wrong.
+norm while it trains is wrong. ``Fourier``: transforms of signals as products of real matrices.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from edge_sdk.protocol.errors import ManifestError
 
@@ -497,3 +504,311 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
 }
+
+
+# --- Fourier transforms ----------------------------------------------------------------------------------------------
+
+WHOLE = 256
+"""Lengths up to which a transform is one product."""
+LARGEST_FACTOR = 512
+"""Longer ones are two products, by matrices of the length's factors; 512 x 512 are the largest constant of a step."""
+
+
+class Fourier(TorchFunctionMode):
+    """While entered, ``torch.stft``, ``torch.fft.rfft`` and ``torch.fft.fft`` of real tensors are matrix products.
+
+    They answer with ``Complex``. So their gradients are products, too, and no value of a graph is complex. ONNX
+    Runtime's own transforms have no gradient, and are off by 1e-3 where a length is no power of two. ``used``: whether
+    a transform was met. Raises CannotCompile for other transforms.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, or what stands for it."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "istft" or (name.startswith("fft_") and not name.endswith(("freq", "shift"))):
+            self.used = True
+            how = _TRANSFORMS.get(name)
+            given = args[0] if args else kwargs.get("input")
+            if how is None or not (isinstance(given, Tensor) and given.is_floating_point()):
+                raise CannotCompile(
+                    f"torch.{name.replace('fft_', 'fft.')} cannot be compiled: use torch.stft, torch.fft.rfft or "
+                    "torch.fft.fft of real values"
+                )
+            return how(*args, **kwargs)
+        if name == "stft" and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            self.used = True
+            return short_time_transform(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class Complex:
+    """Complex numbers as two real tensors of one shape, in place of a complex tensor while a model is written down.
+
+    It has what spectra are used for: parts, magnitudes, sums, products, conjugates, and what moves entries. Anything
+    else raises CannotCompile.
+    """
+
+    dtype = torch.complex64
+
+    def __init__(self, real: Tensor, imag: Tensor) -> None:
+        self.real, self.imag = real, imag
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute ``func``, a function of tensors of which one is complex."""
+        name, kwargs = func.__name__.strip("_"), kwargs or {}
+        if name in _MOVES:
+            real, imag = (
+                func(*tree_map(functools.partial(_part, which), args), **kwargs) for which in ("real", "imag")
+            )
+            return cls(real, imag)
+        if name not in _COMPLEX:
+            raise CannotCompile(
+                f"torch.{name} of complex numbers cannot be compiled: take their abs(), real, imag or "
+                "torch.view_as_real, and go on with these"
+            )
+        return _COMPLEX[name](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a tensor has of this name."""
+        if name in ("shape", "ndim", "device", "size", "dim", "numel"):
+            return getattr(self.real, name)
+        found = getattr(Tensor, name)
+        return lambda *args, **kwargs: self.__torch_function__(found, (), (self, *args), kwargs)
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def __getitem__(self, index: Any) -> Complex:
+        return Complex(self.real[index], self.imag[index])
+
+    def __neg__(self) -> Complex:
+        return Complex(-self.real, -self.imag)
+
+    def __abs__(self) -> Tensor:
+        return _magnitude(self)
+
+    def __add__(self, other: Any) -> Complex:
+        return _sum(self, other)
+
+    def __sub__(self, other: Any) -> Complex:
+        return _difference(self, other)
+
+    def __rsub__(self, other: Any) -> Complex:
+        return _difference(other, self)
+
+    def __mul__(self, other: Any) -> Complex:
+        return _product(self, other)
+
+    def __truediv__(self, other: Any) -> Complex:
+        return _quotient(self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _part(which: str, value: Any) -> Any:
+    return getattr(value, which) if isinstance(value, Complex) else value
+
+
+def _both(value: Any) -> tuple[Any, Any]:
+    """Return real and imaginary part of what may be real."""
+    return (value.real, value.imag) if isinstance(value, Complex | complex) else (value, 0.0)
+
+
+def _sum(one: Any, other: Any, *, alpha: float = 1) -> Complex:
+    (real, imag), (more, turned) = _both(one), _both(other)
+    found = real + alpha * more
+    # A sum may be larger than either, and the imaginary part of what is real is no tensor.
+    return Complex(found, imag + alpha * turned + torch.zeros_like(found))
+
+
+def _difference(one: Any, other: Any, *, alpha: float = 1) -> Complex:
+    return _sum(one, other, alpha=-alpha)
+
+
+def _product(one: Any, other: Any) -> Complex:
+    if not isinstance(other, Complex | complex):
+        return Complex(one.real * other, one.imag * other)
+    if not isinstance(one, Complex | complex):
+        return Complex(other.real * one, other.imag * one)
+    real: Any = one.real * other.real - one.imag * other.imag
+    imag: Any = one.real * other.imag + one.imag * other.real
+    return Complex(real, imag)
+
+
+def _quotient(one: Any, other: Any) -> Complex:
+    if isinstance(other, Complex):
+        squares = other.real * other.real + other.imag * other.imag
+        return _product(one, Complex(other.real / squares, -other.imag / squares))
+    return Complex(one.real / other, one.imag / other)
+
+
+def _magnitude(value: Any) -> Tensor:
+    """Return absolute values, whose gradient at 0 is 0 as PyTorch's is."""
+    squares = value.real * value.real + value.imag * value.imag
+    nothing = squares == 0
+    return torch.where(nothing, 0.0, torch.sqrt(torch.where(nothing, 1.0, squares)))
+
+
+_MOVES = {
+    *(
+        "cat",
+        "clone",
+        "concat",
+        "contiguous",
+        "expand",
+        "flatten",
+        "flip",
+        "mean",
+        "movedim",
+        "narrow",
+        "neg",
+        "permute",
+    ),
+    *("repeat", "reshape", "roll", "select", "squeeze", "stack", "sum", "swapaxes", "swapdims", "transpose"),
+    *("unflatten", "unsqueeze", "view"),
+}
+"""Functions of complex numbers that are those of both parts."""
+
+_COMPLEX: dict[str, Callable[..., Any]] = {
+    "abs": _magnitude,
+    "absolute": _magnitude,
+    "add": _sum,
+    "conj": lambda value: Complex(value.real, -value.imag),
+    "div": _quotient,
+    "imag": lambda value: value.imag,
+    "is_complex": lambda value: True,
+    "is_floating_point": lambda value: False,
+    "mul": _product,
+    "multiply": _product,
+    "real": lambda value: value.real,
+    "resolve_conj": lambda value: value,
+    "rmul": _product,
+    "square": lambda value: _product(value, value),
+    "sub": _difference,
+    "subtract": _difference,
+    "truediv": _quotient,
+    "view_as_real": lambda value: torch.stack([value.real, value.imag], -1),
+}
+"""Other functions of theirs."""
+
+
+def short_time_transform(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Any:
+    """Return what ``torch.stft`` does of real x [T] or [N, T]: [..., n_fft // 2 + 1, frames], complex."""
+    hop = hop_length or n_fft // 4
+    if align_to_window:
+        raise CannotCompile("torch.stft with align_to_window cannot be compiled: leave it out")
+    if center:
+        x = _padded(x, n_fft // 2, pad_mode)
+    cut = _frames(x, n_fft, hop)
+    if window is not None or win_length not in (None, n_fft):
+        width = win_length or n_fft
+        window = x.new_ones(width) if window is None else window
+        before = (n_fft - width) // 2
+        cut = cut * (F.pad(window, [before, n_fft - width - before]) if width != n_fft else window)
+    bins = n_fft if onesided is False else n_fft // 2 + 1
+    found = _spectrum(cut, bins, n_fft**-0.5 if normalized else 1.0).transpose(-1, -2)
+    return found if return_complex else torch.view_as_real(found)
+
+
+def _padded(x: Tensor, width: int, mode: str) -> Tensor:
+    if mode == "constant":
+        return F.pad(x, [width, width])
+    if mode != "reflect":
+        raise CannotCompile(f"torch.stft with pad_mode={mode!r} cannot be compiled: reflect, or constant")
+    before, after = x[..., 1 : width + 1], x[..., x.shape[-1] - width - 1 : x.shape[-1] - 1]
+    return torch.cat([before.flip(-1), x, after.flip(-1)], -1)
+
+
+def _frames(x: Tensor, length: int, hop: int) -> Tensor:
+    """Return x [..., T] in frames [..., frames, length].
+
+    They are put together of pieces that are as long as both ``length`` and ``hop`` are multiples of.
+    """
+    count = 1 + (x.shape[-1] - length) // hop
+    piece = math.gcd(length, hop)
+    pieces = x[..., : x.shape[-1] // piece * piece].reshape(*x.shape[:-1], -1, piece)
+    places = np.arange(count)[:, None] * (hop // piece) + np.arange(length // piece)
+    chosen: Tensor = pieces.index_select(-2, torch.from_numpy(places.reshape(-1)))
+    return chosen.reshape(*x.shape[:-1], count, length)
+
+
+def real_transform(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Complex:
+    """Return what ``torch.fft.rfft`` does of real values: n // 2 + 1 frequencies along ``dim``."""
+    return _along(input, n, dim, norm, whole=False)
+
+
+def full_transform(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Complex:
+    """Return what ``torch.fft.fft`` does of real values: n frequencies along ``dim``."""
+    return _along(input, n, dim, norm, whole=True)
+
+
+_TRANSFORMS: dict[str, Callable[..., Any]] = {"fft_rfft": real_transform, "fft_fft": full_transform}
+
+
+def _along(x: Tensor, n: int | None, dim: int, norm: str | None, *, whole: bool) -> Complex:
+    x = x.movedim(dim, -1)
+    length = x.shape[-1] if n is None else n
+    if length < x.shape[-1]:
+        x = x[..., :length]
+    elif length > x.shape[-1]:
+        x = F.pad(x, [0, length - x.shape[-1]])
+    scale = {"ortho": length**-0.5, "forward": 1 / length}.get(norm or "", 1.0)
+    found: Complex = _spectrum(x, length if whole else length // 2 + 1, scale).movedim(-1, dim)
+    return found
+
+
+def _spectrum(x: Tensor, bins: int, scale: float) -> Complex:
+    """Return the first ``bins`` frequencies of real x [..., length], times ``scale``.
+
+    A long transform is taken apart as Cooley and Tukey do: of ``length`` = a b, with t = b t1 + t2 and k = k1 + a k2,
+    over t1 first, then over t2.
+    """
+    length = int(x.shape[-1])
+    first = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
+    second = length // first
+    if length <= WHOLE or (first == 1 and length <= LARGEST_FACTOR):
+        cosine, sine = _turns(length, length, bins, scale)
+        return Complex(x @ cosine, x @ sine)
+    if second > LARGEST_FACTOR:
+        raise CannotCompile(
+            f"a Fourier transform of {length} values cannot be compiled: take a length that is a product of two "
+            f"numbers up to {LARGEST_FACTOR}, such as a power of two up to {LARGEST_FACTOR**2}"
+        )
+    columns = x.reshape(*x.shape[:-1], first, second).transpose(-1, -2)
+    cosine, sine = _turns(first, first, first, scale)
+    rows = Complex(columns @ cosine, columns @ sine)
+    turned = (rows * Complex(*_turns(length, second, first))).transpose(-1, -2)
+    cosine, sine = _turns(second, second, second)
+    real = turned.real @ cosine - turned.imag @ sine
+    imag = turned.real @ sine + turned.imag @ cosine
+    return Complex(*(each.transpose(-1, -2).flatten(-2)[..., :bins] for each in (real, imag)))
+
+
+def _turns(length: int, rows: int, columns: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return real and imaginary part of scale · exp(-2πi r c / length), [rows, columns] each."""
+    angles: NDArray[Any] = np.arange(rows)[:, None] * np.arange(columns) % length * (2 * np.pi / length)
+    parts = (scale * np.cos(angles), -scale * np.sin(angles))
+    cosine, sine = (torch.from_numpy(each.astype(np.float32)) for each in parts)
+    return cosine, sine
