@@ -34,8 +34,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Embedder-Policy": "require-corp",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(self), accelerometer=(self), gyroscope=(self), screen-wake-lock=(self), "
-    "geolocation=(), microphone=()",
+    "Permissions-Policy": "camera=(self), microphone=(self), accelerometer=(self), gyroscope=(self), "
+    "screen-wake-lock=(self), geolocation=()",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Vary": "Accept-Encoding",

@@ -20,6 +20,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 CALM = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
+    *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),  # a camera and a microphone
 )
 POLICY = "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src 'self'"
 

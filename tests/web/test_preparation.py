@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 
 import numpy as np
@@ -49,6 +50,10 @@ READ = """({ Manifest }, text) => {
 def test_a_description_is_kept(modules):
     found = modules(READ, module="manifest.js", argument=DESCRIBED.text)
     assert found["preparation"] == {
+        "reader": "arrays",
+        "free": [],
+        "rate": None,
+        "step": None,
         "dtype": "float32",
         "shape": [3],
         "axes": "",
@@ -68,6 +73,28 @@ def test_a_description_is_kept(modules):
     )
     plain = modules(READ, module="manifest.js", argument=bare.text)
     assert plain == {"preparation": None, "targets": None, "samplesDigest": None, "valuesDigest": bare.values_digest}
+
+
+def test_how_samples_are_read_is_kept(modules):
+    sounds = Preparation(reader="audio", shape=(480_000,), free=(0,), rate=16_000, axes="T")
+    described = DESCRIBED.model_dump(mode="json") | {"preparation": sounds.model_dump(mode="json")}
+    found = modules(READ, module="manifest.js", argument=Manifest.model_validate(described).text)["preparation"]
+    assert [found[key] for key in ("reader", "shape", "free", "rate", "step")] == [
+        "audio",
+        [480_000],
+        [0],
+        16_000,
+        None,
+    ]
+
+
+def test_what_browsers_keep_of_rows_and_arrays_stays_theirs(modules):
+    """Their digest is that of a page which did not know readers yet."""
+    found = modules(READ, module="manifest.js", argument=DESCRIBED.text)
+    columns = [{"name": column.name, "categories": list(column.categories)} for column in COLUMNS]
+    before = {"dtype": "float32", "shape": [3], "axes": "", "own": False, "columns": columns}
+    text = json.dumps([before, found["targets"]], separators=(",", ":"), ensure_ascii=False)
+    assert found["samplesDigest"] == hashlib.sha256(text.encode()).hexdigest()
 
 
 HOSTILE = {
@@ -101,6 +128,18 @@ HOSTILE = {
         "columns",
         [{"name": "a", "categories": [str(n) for n in range(1001)]}, {"name": "b"}, {"name": "c"}],
     ),
+    "another reader": ("preparation", "reader", "films"),
+    "a reader that is none": ("preparation", "reader", ["images"]),
+    "a free axis beyond": ("preparation", "free", [1]),
+    "a free axis below": ("preparation", "free", [-1]),
+    "a free axis twice": ("preparation", "free", [0, 0]),
+    "free axes that are none": ("preparation", "free", 0),
+    "half a free axis": ("preparation", "free", [0.5]),
+    "no samples a second": ("preparation", "rate", 0),
+    "samples a second without end": ("preparation", "rate", 1e7),
+    "a rate that is a list": ("preparation", "rate", [16000]),
+    "a step backwards": ("preparation", "step", -1),
+    "a step of days": ("preparation", "step", 1e6),
     "own that is no truth": ("preparation", "own", "maybe"),
     "a preparation that is a list": ("preparation", None, []),
     "a preparation that is a text": ("preparation", None, "graph"),
@@ -173,7 +212,7 @@ def built(kind):
         return prepare_array("uint8", (8, 8), "HW", None), (1, 8, 8)
     dtype = kind
     raw = draw_raw(Preparation(dtype=dtype, shape=(4, 7), axes="TC"), 20)
-    return prepare_array(dtype, (4, 7), "TC", statistics_of([raw], 1)), (1, 7, 4)
+    return prepare_array(dtype, (4, 7), "TC", statistics_of([raw], 1)), (7, 4)
 
 
 def manifest_of(preparation, shape):
@@ -273,7 +312,7 @@ def test_pictures_and_records_become_raw_samples_in_their_axes(modules, axes, sh
     dtype = "uint8" if "H" in axes else "float32"
     given = tuple(shape) if order is None else tuple(shape[place] for place in np.argsort(order))
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(given) + np.float32(0.25)
-    raw = {"dtype": dtype, "shape": list(shape), "axes": axes}
+    raw = {"dtype": dtype, "shape": list(shape), "axes": axes, "free": []}
     found = modules(GIVEN, module="raw.js", argument=[raw, values.ravel().tolist()])
     wanted = values if order is None else values.transpose(order)
     wanted = np.rint(wanted) if dtype == "uint8" else wanted
@@ -285,7 +324,7 @@ def test_pictures_and_records_become_raw_samples_in_their_axes(modules, axes, sh
     ("dtype", "axes", "shape"), [("float32", "HW", [8, 8]), ("uint8", "", [9]), ("int16", "CT", [6, 64])]
 )
 def test_samples_of_an_unknown_scale_are_not_drawn(modules, dtype, axes, shape):
-    raw = {"dtype": dtype, "shape": shape, "axes": axes}
+    raw = {"dtype": dtype, "shape": shape, "axes": axes, "free": []}
     assert (
         modules("({ givenShape }, raw) => givenShape({ raw, inputShape: [7] })", module="raw.js", argument=raw) is None
     )

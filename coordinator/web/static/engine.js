@@ -7,6 +7,7 @@ import { product, zeros } from "./manifest.js";
 import { activeAxes, placesOf } from "./masks.js";
 import { Optimiser } from "./optimiser.js";
 import { Generator } from "./pcg64.js";
+import { decoded } from "./raw.js";
 import { passes } from "./samples.js";
 
 const RUNTIME = new URL("./runtime/1.30.0/", import.meta.url).href; // the version that runtime.py pins
@@ -114,17 +115,21 @@ export class Engine {
 
   /**
    * Return the model's inputs for raw samples, a typed array of the preparation's output. raw: { inputs: typed array of the
-   * described type, count }. Throws ProtocolError for a graph that is not the described one.
+   * described type, or an array of samples that are kept by themselves, count }; the latter are prepared one by one, as
+   * their lengths differ. Throws ProtocolError for a graph that is not the described one; DataError for a broken sample.
    */
   async prepare({ inputs, count }) {
     const session = await this.session("preparation", () => this.graphs.preparation());
     checkPreparation(session, this.manifest);
-    const { dtype, shape } = this.manifest.preparation, width = product(shape), made = product(this.manifest.inputShape);
-    const atOnce = Math.max(1, Math.min(PREPARED_SAMPLES, Math.floor(PREPARED_VALUES / Math.max(width, made))));
+    const { preparation } = this.manifest, { dtype, shape } = preparation, width = product(shape);
+    const made = product(this.manifest.inputShape), alone = Array.isArray(inputs);
+    const atOnce = alone ? 1 : Math.max(1, Math.min(PREPARED_SAMPLES, Math.floor(PREPARED_VALUES / Math.max(width, made))));
     let whole = null;
     for (let begin = 0; begin < count; begin += atOnce) {
       const end = Math.min(count, begin + atOnce);
-      const part = tensorOf(dtype, inputs.subarray(begin * width, end * width), [end - begin, ...shape]);
+      const raw = alone ? await decoded(inputs[begin], preparation)
+        : { values: inputs.subarray(begin * width, end * width), shape };
+      const part = tensorOf(dtype, raw.values, [end - begin, ...raw.shape]);
       const { output } = await this.inTurn(() => session.run({ input: part }, ["output"])).catch((error) => {
         throw new ProtocolError(`the preparation fails on samples of this device: ${String(error.message).slice(0, 300)}`);
       });
@@ -220,10 +225,14 @@ export class Engine {
 
 /** Throw ProtocolError unless a session has one input and one output of the described types and shapes. */
 function checkPreparation({ inputMetadata, outputMetadata }, { preparation, inputShape }) {
-  const fits = (values, name, types, shape) => values.length === 1 && values[0].isTensor && values[0].name === name
+  const { dtype, free } = preparation, isFree = (length) => typeof length !== "number";
+  const fits = (values, name, types, shape, open = []) => values.length === 1 && values[0].isTensor && values[0].name === name
     && types.includes(values[0].type) && values[0].shape.length === shape.length + 1
-    && typeof values[0].shape[0] !== "number" && shape.every((length, axis) => values[0].shape[axis + 1] === length);
-  const sound = fits(inputMetadata, "input", [preparation.dtype], preparation.shape)
+    && [null, ...shape].every((length, axis) => {
+      const said = values[0].shape[axis];
+      return axis === 0 || open.includes(axis - 1) ? isFree(said) : said === length;
+    });
+  const sound = fits(inputMetadata, "input", [dtype], preparation.shape, free)
     && fits(outputMetadata, "output", ["float32", "int64", "int32"], inputShape);
   if (!sound) throw new ProtocolError("the preparation's graph is not the one that the manifest describes");
 }

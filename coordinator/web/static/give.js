@@ -1,18 +1,23 @@
-// "Your data": samples drawn, photographed, recorded or read from a file, each with its class.
+// "Your data": samples drawn, photographed, recorded or read from files, each with its class.
 
 import { Drawing, showImage } from "./drawing.js";
+import { readFolder, readMedium } from "./folders.js";
 import { Camera, readerOf } from "./pictures.js";
 import { MotionPanel } from "./recording.js";
 import { DataError } from "./errors.js";
-import { givenShape, rawSample } from "./raw.js";
+import { givenShape, mediumOf, rawSample } from "./raw.js";
 import { listed } from "./labels.js";
 import { scaled } from "./samples.js";
+import { Microphone, readRecording } from "./sounds.js";
 import { $, classNames, element, many, put, show } from "./words.js";
 
-const WAYS = { draw: "Draw", pictures: "Pictures", motion: "Motion", file: "File" };
+const WAYS = { draw: "Draw", pictures: "Pictures", sounds: "Sounds", motion: "Motion", folder: "Folder", file: "File" };
+const LONGEST_RECORDING = 30; // seconds
 
-/** The ways to give samples of a federation, the best one first: of "draw", "pictures", "motion" and "file". */
+/** The ways to give samples of a federation, the best one first: some of `WAYS`. */
 export function waysOf(federation) {
+  const medium = mediumOf(federation.raw);
+  if (medium) return [`${medium}s`, "folder"];
   const shape = givenShape(federation) ?? [];
   if (shape.length === 3 && shape[0] === 1) return ["draw", "pictures", "file"];
   if (shape.length === 3 && shape[0] === 3) return ["pictures", "file"];
@@ -22,6 +27,29 @@ export function waysOf(federation) {
 /** A drawing or picture in grey levels, or a record, as the federation's samples are: raw, or on its task's scale. */
 export function sampleOf({ raw, task, inputShape }, values) {
   return raw ? rawSample(values, raw) : scaled(task, values, inputShape);
+}
+
+/**
+ * A file that was chosen as the federation's sample: as it is where each has a size of its own, else the middle of the picture
+ * in the size of all. Throws DataError, naming the file.
+ */
+export async function chosenSample(federation, file) {
+  const { raw, task } = federation, shape = givenShape(federation);
+  if (mediumOf(raw) && !shape) return (await readMedium(file, raw)).kept;
+  return sampleOf(federation, await readerOf(task).file(file, shape));
+}
+
+/** What the camera sees as the federation's sample, as `chosenSample`. */
+export async function photographed(federation, camera) {
+  const { raw, task } = federation, shape = givenShape(federation);
+  if (shape) return sampleOf(federation, readerOf(task).video(camera.video, shape));
+  return (await readMedium(await camera.photograph(raw.shape), raw)).kept;
+}
+
+/** Record a sound until the microphone is stopped, as the federation's sample; null where it is not wanted. Throws DataError. */
+export async function recordedSample({ raw }, microphone, began) {
+  const file = await microphone.record(Math.min(LONGEST_RECORDING, raw.shape[0] / raw.rate), began);
+  return file && readRecording(file, raw);
 }
 
 /** The section in which a person gives samples. */
@@ -38,7 +66,7 @@ export class Giving {
     this.ask = ask;
     this.federation = null;
     this.chips = {}; // way -> the buttons of its classes
-    this.label = 0; // of the pictures that come next
+    this.label = 0; // of the pictures or sounds that come next
     this.drawing = new Drawing($("draw"), {
       drawn: () => {},
       say: (text) => this.say(text),
@@ -49,6 +77,7 @@ export class Giving {
       failed: (error) => this.fail(error),
     });
     this.camera = new Camera($("camera-view"));
+    this.microphone = new Microphone();
     this.#listen();
   }
 
@@ -60,12 +89,15 @@ export class Giving {
     press("picture-live", () => this.#openCamera());
     press("camera-shoot", () => this.#shoot());
     press("camera-close", () => this.#closeCamera());
+    press("sound-choose", () => $("sound-files").click());
+    press("sound-record", () => this.#record());
+    press("folder-choose", () => $("folder").click());
     press("motion-record", () => this.motion.toggle());
     press("file-choose", () => $("file").click());
     press("samples-clear", () => this.#forget());
     const chosen = (id, act) => $(id).addEventListener("change", () => this.#attempt(() => act($(id))));
-    chosen("picture-files", (input) => this.#pictures(input));
-    chosen("picture-camera", (input) => this.#pictures(input));
+    for (const id of ["picture-files", "picture-camera", "sound-files"]) chosen(id, (input) => this.#files(input));
+    chosen("folder", (input) => this.#folder(input));
     chosen("file", (input) => this.#file(input));
   }
 
@@ -79,7 +111,7 @@ export class Giving {
       chips.forEach((chip, label) => put(chip.querySelector("span.count"), String(counts[label] ?? 0)));
     }
     const names = counts.map((count, label) => [samples.names?.[label] || this.names[label], count]).filter(([name]) => name);
-    put($("file-classes"), names.map(([name, count]) => `${name}: ${count}`).join(", "));
+    for (const id of ["file-classes", "folder-classes"]) put($(id), names.map(([name, count]) => `${name}: ${count}`).join(", "));
     const { train, validation, test } = samples;
     put($("samples"), train + validation + test === 0
       ? "No samples yet"
@@ -87,8 +119,9 @@ export class Giving {
     put($("lacks"), samples.enough ? "That is enough to take part; more make the model better." : samples.lacks);
     show($("source"), samples.source === "files" ? samples.said : "");
     $("samples-clear").hidden = samples.source === "none" || train + validation + test === 0;
-    put($("picture-hint"), secure ? "The middle square of each picture is used." :
-      "The middle square of each picture is used. A live camera in this page needs HTTPS.");
+    const used = givenShape(federation) ? "The middle square of each picture is used." : "Pictures of any size are taken.";
+    put($("picture-hint"), secure ? used : `${used} A live camera in this page needs HTTPS.`);
+    put($("sound-hint"), soundHint(federation, secure));
   }
 
   /** Show why samples could not be taken: an Error, or a text. */
@@ -123,10 +156,13 @@ export class Giving {
       pictures: this.#classes($("picture-classes"), (label) => this.#choose("pictures", label)),
       motion: this.#classes($("motion-classes"), (label) => this.#choose("motion", label)),
     };
-    this.#choose("pictures", 0);
-    this.#choose("motion", 0);
+    this.chips.sounds = this.#classes($("sound-classes"), (label) => this.#choose("sounds", label));
+    for (const way of ["pictures", "sounds", "motion"]) this.#choose(way, 0);
     [$("picture-live").hidden, $("picture-take").hidden] = [!Camera.isThere, Camera.isThere];
+    $("camera").classList.toggle("whole", givenShape(federation) === null);
+    $("sound-record").hidden = !Microphone.isThere;
     put($("file-hint"), hintOf(federation));
+    put($("folder-hint"), folderHint(federation));
   }
 
   #tabs(ways) {
@@ -156,6 +192,7 @@ export class Giving {
       $(`tab-${way}`).tabIndex = index === chosen ? 0 : -1;
     });
     this.#closeCamera();
+    this.microphone.stop(false);
     this.motion.stop();
     this.say("");
     show($("data-problem"), "");
@@ -176,13 +213,21 @@ export class Giving {
 
   #choose(way, label) {
     this.chips[way].forEach((chip, index) => chip.setAttribute("aria-pressed", index === label));
-    if (way === "pictures") this.label = label;
-    else this.motion.choose(label);
+    if (way === "motion") this.motion.choose(label);
+    else this.label = label;
   }
 
-  /** Add a sample. group: that of one recording, whose samples are alike: all are trained on, or none. */
+  /** Add a drawing or record. group: that of one recording, whose samples are alike: all are trained on, or none. */
   #add(values, label, group) {
-    this.send({ do: "add", inputs: sampleOf(this.federation, values), targets: Int32Array.of(label), group });
+    this.#give([sampleOf(this.federation, values)], label, group);
+  }
+
+  /** Have the worker add samples of a class: one by one, or all where each is kept by itself. */
+  #give(samples, label, group) {
+    const alone = mediumOf(this.federation.raw) !== null;
+    for (const inputs of alone ? [samples] : samples) {
+      this.send({ do: "add", inputs, targets: new Int32Array(alone ? samples.length : 1).fill(label), group });
+    }
   }
 
   #keep(label) {
@@ -199,20 +244,22 @@ export class Giving {
     this.say(`Kept as ${this.names[label]}.`);
   }
 
-  async #pictures(input) {
-    const [files, label, refused] = [[...input.files], this.label, []];
+  /** Keep pictures or sounds that were chosen under the class that is chosen. */
+  async #files(input) {
+    const [files, label, kept, refused] = [[...input.files], this.label, [], []];
+    const thing = mediumOf(this.federation.raw) ?? "picture";
     input.value = ""; // so that the same file can be chosen again
     for (const [index, file] of files.entries()) {
-      if (files.length > 1) this.say(`Reading picture ${index + 1} of ${files.length}.`);
+      if (files.length > 1) this.say(`Reading ${thing} ${index + 1} of ${files.length}.`);
       try {
-        this.#add(await readerOf(this.federation.task).file(file, this.shape), label);
+        kept.push(await chosenSample(this.federation, file));
       } catch (error) {
         if (!(error instanceof DataError)) throw error;
         refused.push(error.message);
       }
     }
-    const kept = files.length - refused.length;
-    this.say(kept > 0 ? `${many(kept, "picture")} kept as ${this.names[label]}.` : "");
+    if (kept.length > 0) this.#give(kept, label);
+    this.say(kept.length > 0 ? `${many(kept.length, thing)} kept as ${this.names[label]}.` : "");
     if (refused.length > 0) throw new DataError(refused.join("; "));
   }
 
@@ -224,9 +271,25 @@ export class Giving {
     $("camera-shoot").focus();
   }
 
-  #shoot() {
-    this.#add(readerOf(this.federation.task).video($("camera-view"), this.shape), this.label);
-    this.say(`Kept as ${this.names[this.label]}.`);
+  async #shoot() {
+    const { label } = this;
+    this.#give([await photographed(this.federation, this.camera)], label);
+    this.say(`Kept as ${this.names[label]}.`);
+  }
+
+  async #record() {
+    if (this.microphone.isOn) return this.microphone.stop();
+    const { label } = this;
+    put($("sound-record"), "Stop");
+    try {
+      const sample = await recordedSample(this.federation, this.microphone, () => put($("sound-state"), "Recording"));
+      if (sample === null) return;
+      this.#give([sample], label);
+      this.say(`Kept as ${this.names[label]}.`);
+    } finally {
+      put($("sound-record"), "Record");
+      put($("sound-state"), "");
+    }
   }
 
   #closeCamera() {
@@ -237,10 +300,23 @@ export class Giving {
   async #file(input) {
     const [file] = input.files;
     input.value = "";
-    if (!file) return;
-    this.say(`Reading ${file.name}.`);
+    if (file) await this.#read(file.name, () => ({ do: "file", file }));
+  }
+
+  async #folder(input) {
+    const files = Array.from(input.files, (file) => [file.webkitRelativePath || file.name, file]);
+    input.value = "";
+    if (!files.length) return;
+    const progress = (done, total) => this.say(`Reading file ${done + 1} of ${total}.`);
+    const read = () => readFolder(files, this.federation.raw, progress);
+    await this.#read("the folder", async () => ({ do: "folder", read: await read() }));
+  }
+
+  /** Have the worker take what was chosen, and say what it read. question(): the message to it, or a promise of it. */
+  async #read(name, question) {
+    this.say(`Reading ${name}.`);
     try {
-      const { said } = await this.request({ do: "file", file });
+      const { said } = await this.request(await question());
       this.say(`${said}.`);
     } catch (error) {
       this.say("");
@@ -256,6 +332,21 @@ export class Giving {
     });
     if (sure) this.send({ do: "clear" });
   }
+}
+
+/** What a folder for a federation holds. */
+function folderHint({ raw }) {
+  const medium = mediumOf(raw) ?? "picture";
+  return `A folder with a folder of ${medium}s for each class, named as the class. They are kept as they are. A folder replaces ` +
+    "the samples that are here.";
+}
+
+/** How long a sound is, and whether it can be recorded. */
+function soundHint({ raw }, secure) {
+  if (mediumOf(raw) !== "sound") return "";
+  const most = raw.free.length ? "at most " : "", length = Number((raw.shape[0] / raw.rate).toFixed(2));
+  const how = secure ? "press Record, make the sound, and press Stop." : "then sounds. A microphone in this page needs HTTPS.";
+  return `Choose the class, ${how} A sound lasts ${most}${length} seconds.`;
 }
 
 /** What a file for a federation holds. */

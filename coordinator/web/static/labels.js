@@ -118,7 +118,7 @@ export const listed = (names) =>
   names.slice(0, NAMED).join(", ") + (names.length > NAMED ? `, ... (${names.length} in all)` : "");
 
 /** Python's order of texts. JavaScript's own is that of 16-bit units, which differs for rare characters. */
-function byCodePoints(one, other) {
+export function byCodePoints(one, other) {
   const [a, b] = [[...one], [...other]];
   const at = a.findIndex((character, i) => character !== b[i]);
   if (at < 0) return a.length - b.length;

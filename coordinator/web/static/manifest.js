@@ -20,8 +20,8 @@ export const COUNTED = new Set([
 
 /**
  * A checked manifest. `tensors` are specs {name, shape, size, dtype, policy, trainable, axes, init}; `groups` a Map of
- * neuron groups to their sizes; `preparation` { dtype, shape, axes, columns, own } of raw samples and `targets` { kind,
- * column, names, spare } of outputs, null for a model without. Throws ProtocolError for a text that is none.
+ * neuron groups to their sizes; `preparation` { reader, free, rate, step, dtype, shape, axes, columns, own } of raw
+ * samples and `targets` { kind, column, names, spare } of outputs, null for a model without. Throws ProtocolError for a text that is none.
  */
 export class Manifest {
   constructor(text) {
@@ -49,7 +49,11 @@ export class Manifest {
   /** SHA-256 of what a sample here is, raw or prepared, and of its classes; null if nothing describes them. */
   get samplesDigest() {
     const { preparation, targets } = this;
-    return preparation || targets ? hex(sha256(utf8(JSON.stringify([preparation, targets])))) : null;
+    if (!preparation && !targets) return null;
+    // Rows and arrays had no other fields at first: what browsers keep of them stays theirs.
+    const { reader, free, rate, step, ...plain } = preparation ?? {};
+    const form = preparation && (["rows", "arrays"].includes(reader) ? plain : preparation);
+    return hex(sha256(utf8(JSON.stringify([form, targets]))));
   }
 
   /** The last layer's bias, one value for each output, if it is trained and crosses the wire; else undefined. */
@@ -200,18 +204,27 @@ function isRecipe(init, dtype) {
   return init?.kind === "data" || (init?.kind === "constant" && number && (dtype !== "int64" || Number.isInteger(given)));
 }
 
+const READERS = ["rows", "arrays", "images", "audio", "recordings"];
 const DTYPES = ["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"];
 
 /** Return the page's part of a preparation's description (`edge_sdk/protocol/preparation.py`). Throws ProtocolError. */
-function described({ dtype = "float32", shape, axes = "", columns = [], own = false }) {
-  const sound = DTYPES.includes(dtype) && isShape(shape) && shape.length <= 7 && product(shape) <= MAX_TENSOR_VALUES
+function described({
+  reader = "arrays", free = [], rate = null, step = null, dtype = "float32", shape, axes = "", columns = [], own = false,
+}) {
+  const sound = READERS.includes(reader) && isBelow(rate, 1e6) && isBelow(step, 86_400) && DTYPES.includes(dtype) && isShape(shape) && shape.length <= 7 && product(shape) <= MAX_TENSOR_VALUES
+    && Array.isArray(free) && free.every((axis) => Number.isInteger(axis) && axis >= 0 && axis < shape.length)
+    && new Set(free).size === free.length
     && isText(axes) && /^[A-Z]{0,7}$/.test(axes) && typeof own === "boolean"
     && records(columns).length <= MOST_COLUMNS && areNames(columns.map(({ name }) => name), MOST_COLUMNS)
     && columns.every(({ categories = [] }) => areNames(categories, MOST_CATEGORIES))
     && (!columns.length || (dtype === "float32" && shape.length === 1 && shape[0] === columns.length));
   if (!sound) throw new ProtocolError("the manifest's preparation cannot be used; reload this page");
-  return { dtype, shape, axes, own, columns: columns.map(({ name, categories = [] }) => ({ name, categories })) };
+  const fields = columns.map(({ name, categories = [] }) => ({ name, categories }));
+  return { reader, free, rate, step, dtype, shape, axes, own, columns: fields };
 }
+
+/** Return whether a number that may be left out, null then, is above 0 and at most this. */
+const isBelow = (value, most) => value === null || (typeof value === "number" && value > 0 && value <= most);
 
 /** Return the page's part of what outputs mean. Throws ProtocolError. */
 function meaning({ kind = "classes", column = null, names = [], spare = 0, numbered = false }) {

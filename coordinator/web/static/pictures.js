@@ -161,6 +161,15 @@ export class Camera {
     }
   }
 
+  /** Return the present frame as a JPEG file, scaled down to at most `shape`, [H, W, 3]. */
+  async photograph([height, width]) {
+    const { videoWidth, videoHeight } = this.video, fit = Math.min(1, width / videoWidth, height / videoHeight);
+    const size = [videoWidth, videoHeight].map((side) => Math.max(1, Math.round(fit * side)));
+    const canvas = drawn(this.video, 0, 0, videoWidth, videoHeight, ...size);
+    const content = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.95));
+    return new File([content], "the photograph", { type: content.type });
+  }
+
   /** Let go of the camera. */
   close() {
     for (const track of this.video.srcObject?.getTracks() ?? []) track.stop();

@@ -1,4 +1,5 @@
 /** Raw samples, as a preparation's description has them: their types, and pictures and records in their axes. */
+import { readPixels } from "./pixels.js";
 
 /** Types of raw samples -> their arrays, and the limits of integers. */
 export const RAW = {
@@ -11,14 +12,36 @@ export const LIMITS = {
 };
 
 /**
- * Return the shape of what is drawn, photographed or recorded for a federation: [C, H, W] or [C, T]; its input's without a
- * description. Of pictures only the scale of bytes is known, so that others come from files; null for these and rows.
+ * Return "picture" or "sound" where a federation's samples are files of such, each kept by itself; else null.
  *
- * raw: { dtype, shape, axes } of the description, or null.
+ * raw: { reader, dtype, shape, free, rate } of the description, or null.
+ */
+export function mediumOf(raw) {
+  const { reader, dtype, shape, free, rate } = raw ?? {};
+  if (reader === "images" && dtype === "uint8" && shape.length === 3 && shape[2] === 3 && !free.includes(2)) return "picture";
+  return reader === "audio" && dtype === "float32" && shape.length === 1 && rate !== null ? "sound" : null;
+}
+
+/**
+ * Return { values, shape } of a sample that is kept by itself, as `readMedium` gives it: a picture's pixels, or a sound.
+ * Throws DataError, naming the picture's file.
+ */
+export async function decoded(sample, raw) {
+  if (sample instanceof Blob) return readPixels(sample, raw);
+  return { values: sample, shape: raw.free.length ? [sample.length] : raw.shape };
+}
+
+/**
+ * Return the shape of what is drawn, photographed or recorded for a federation: [C, H, W] or [C, T]; its input's without a
+ * description. Of pictures only the scale of bytes is known, so that others come from files; null for these and rows, and
+ * where each sample has a size of its own.
+ *
+ * raw: { dtype, shape, axes, free } of the description, or null.
  */
 export function givenShape({ raw, inputShape }) {
   if (!raw) return inputShape;
-  const { dtype, shape, axes } = raw, [first, second, third] = shape;
+  const { dtype, shape, axes, free } = raw, [first, second, third] = shape;
+  if (free.length || axes.length !== shape.length) return null;
   if (dtype === "uint8") {
     return { HW: [1, first, second], CHW: shape, HWC: [third, first, second] }[axes] ?? null;
   }

@@ -155,21 +155,35 @@ export function fromTable(table, source, { preparation, targets, inputShape, out
  * bytes go to [0, 1], or to the scale of a `task` that `SCALES` knows. The rest as for `fromTable`.
  */
 export function fromArchive(arrays, source, { preparation, targets, inputShape, outputs, seed, task = "" }) {
-  const { uses, each, said } = readArrays(arrays, source, { preparation, targets, inputShape, outputs });
+  const read = readArrays(arrays, source, { preparation, targets, inputShape, outputs });
+  if (!preparation) {
+    const uses = [...read.uses.values()], inputs = brought(task, uses.map((use) => use.inputs), inputShape);
+    uses.forEach((use, at) => (use.inputs = inputs[at]));
+  }
+  return inParts({ ...read, source, label: "y" }, { targets, outputs, seed });
+}
+
+/**
+ * The samples of a folder of pictures or sounds, as `readFolder` returns it: its parts, or split by `seed`. The rest as for
+ * `fromTable`, but that the inputs of a part are an array of samples, each as it is kept.
+ */
+export function fromFolder(read, { targets, outputShape }, seed) {
+  return inParts({ ...read, label: "class" }, { targets, outputs: outputShape.at(-1), seed });
+}
+
+function inParts({ source, uses, label, each, said }, { targets, outputs, seed }) {
   const all = [...uses.values()].flatMap(({ labels }) => labels);
   const { numbers, names } = outputsOf(all, { source, targets, outputs });
-  const values = [...uses.values()].map(({ inputs }) => inputs);
-  const inputs = preparation ? values : brought(task, values, inputShape);
   const found = {};
   let begin = 0;
-  [...uses].forEach(([use, { labels }], at) => {
-    found[use] = { inputs: inputs[at], targets: numbers.slice(begin, begin + labels.length), count: labels.length };
+  for (const [use, { inputs, labels }] of uses) {
+    found[use] = { inputs, targets: numbers.slice(begin, begin + labels.length), count: labels.length };
     begin += labels.length;
-  });
+  }
   const [, main] = [...uses][0], train = found.train ?? found[""], { val: validation = null, test = null } = found;
   const parts = validation ? { train, validation, test } : parted(train, test, seed, main.runs);
   const remarks = [...taken(names, targets), ...several(main.people), ...said];
-  const read = { things: "samples", label: "y", labels: all, each, said: remarks };
+  const read = { things: "samples", label, labels: all, each, said: remarks };
   return { ...parts, names, said: lineOf(source, parts, read) };
 }
 
@@ -211,8 +225,9 @@ function choose({ inputs, targets, count }, index) {
   };
 }
 
-/** Rows of `width` values at `index`, one after another, in an array of the same type. */
+/** Rows of `width` values at `index`, one after another, in an array of the same type; of samples in an array these. */
 export function gathered(values, width, index) {
+  if (Array.isArray(values)) return Array.from(index, (place) => values[place]);
   const found = new values.constructor(index.length * width);
   index.forEach((row, i) => found.set(values.subarray(row * width, (row + 1) * width), i * width));
   return found;

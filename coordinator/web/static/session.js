@@ -571,8 +571,9 @@ export class Session {
   }
 
   /**
-   * Return the answer of that model, Float32Array, to one sample, which is raw if the federation has a preparation; also while
-   * another model trains. Throws Error without a model.
+   * Return the answer of that model, Float32Array, to one sample, which is raw if the federation has a preparation, and the
+   * only one of an array if such samples are kept by themselves; also while another model trains. Throws Error without a
+   * model.
    */
   async predict(sample) {
     const tensors = this.bestTensors();

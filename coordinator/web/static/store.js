@@ -2,7 +2,7 @@
  * What a device keeps between visits of its page, in IndexedDB: one database for each federation. Everything that one
  * `put` is given is kept together or not at all, so that a page may be closed at any moment.
  */
-const ENTRIES = "entries";
+const ENTRIES = "entries", PATIENCE_MILLISECONDS = 2000;
 
 /** The database of a federation in this browser. */
 export class Store {
@@ -51,7 +51,9 @@ function done(request) {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(explained(request.error));
-    request.onblocked = () => reject(new Error("this federation is open in another tab; close that one first"));
+    // What blocks at first may be this page's own connection, which takes a moment to close.
+    request.onblocked = () => setTimeout(
+      () => reject(new Error("this federation is open in another tab; close that one first")), PATIENCE_MILLISECONDS);
   });
 }
 

@@ -1,16 +1,17 @@
-// "Try it": what the model that this device holds says about a drawing, a picture or a movement.
+// "Try it": what the model that this device holds says about a drawing, a picture, a sound or a movement.
 
 import { Drawing } from "./drawing.js";
 import { Recorder } from "./motion.js";
-import { readerOf } from "./pictures.js";
-import { givenShape } from "./raw.js";
-import { sampleOf, waysOf } from "./give.js";
+import { givenShape, mediumOf } from "./raw.js";
+import { chosenSample, recordedSample, sampleOf, waysOf } from "./give.js";
+import { Microphone } from "./sounds.js";
 import { $, classNames, element, percent, put, show } from "./words.js";
 
 const SHOWN = 5; // classes in the list of scores
 const HINTS = {
   draw: "Draw something: the model answers when you lift the pen.",
   pictures: "Choose or take a picture: the model says what it is.",
+  sounds: "Choose or record a sound: the model says what it is.",
   motion: "Move: the model says what you are doing.",
   row: "Fill in a row: the model says its class.",
   file: "",
@@ -41,18 +42,21 @@ export class Trial {
       found: (values) => this.#attempt(() => this.#predict(values)),
       failed: (error) => this.#stop(error),
     });
+    this.microphone = new Microphone();
     const press = (id, act) => $(id).addEventListener("click", () => this.#attempt(act));
     press("trial-clear", () => this.drawing.clear());
     press("trial-choose", () => $("trial-file").click());
     press("trial-take", () => $("trial-camera").click());
+    press("trial-sound-choose", () => $("trial-sound").click());
+    press("trial-sound-record", () => this.#record());
     press("trial-record", () => this.#watch());
     press("export", () => this.#export());
     $("trial-row").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#attempt(() => this.#row());
     });
-    for (const id of ["trial-file", "trial-camera"]) {
-      $(id).addEventListener("change", () => this.#attempt(() => this.#picture($(id))));
+    for (const id of ["trial-file", "trial-camera", "trial-sound"]) {
+      $(id).addEventListener("change", () => this.#attempt(() => this.#chosen($(id))));
     }
   }
 
@@ -70,6 +74,8 @@ export class Trial {
     $("trial-draw").hidden = !canPredict || way !== "draw";
     $("trial-row").hidden = !canPredict || way !== "row";
     $("trial-pictures").hidden = !canPredict || ![first, ...others].includes("pictures");
+    $("trial-sounds").hidden = !canPredict || way !== "sounds";
+    $("trial-sound-record").hidden = !Microphone.isThere;
     $("trial-motion").hidden = !canPredict || way !== "motion";
     $("export").hidden = !canPredict;
     show($("trial-hint"), canPredict ? HINTS[way] : NOTHING);
@@ -90,10 +96,21 @@ export class Trial {
     else await this.#predict(this.drawing.image(this.shape));
   }
 
-  async #picture(input) {
+  async #chosen(input) {
     const [file] = input.files;
     input.value = "";
-    if (file) await this.#predict(await readerOf(this.federation.task).file(file, this.shape));
+    if (file) await this.#ask(await chosenSample(this.federation, file));
+  }
+
+  async #record() {
+    if (this.microphone.isOn) return this.microphone.stop();
+    put($("trial-sound-record"), "Stop");
+    try {
+      const sample = await recordedSample(this.federation, this.microphone);
+      if (sample !== null) await this.#ask(sample);
+    } finally {
+      put($("trial-sound-record"), "Record a sound");
+    }
   }
 
   async #watch() {
@@ -114,7 +131,8 @@ export class Trial {
   }
 
   /** Ask for the model's answer to a sample, and show it. */
-  async #ask(input) {
+  async #ask(sample) {
+    const input = mediumOf(this.federation.raw) ? [sample] : sample;
     const question = (this.newest += 1);
     const { scores } = await this.request({ do: "predict", input });
     if (question === this.newest) this.#show(shares(scores), this.names);

@@ -6,8 +6,7 @@ import { threads } from "./engine.js";
 import { Paused, Stopped } from "./errors.js";
 import { readSamples } from "./files.js";
 import { compose, fillSkeleton } from "./onnx.js";
-import { RAW } from "./raw.js";
-import { Batches, EVALUATION_BATCH, gathered } from "./samples.js";
+import { Batches, EVALUATION_BATCH, fromFolder, gathered } from "./samples.js";
 import { Session } from "./session.js";
 import { Store } from "./store.js";
 import { Transport } from "./transport.js";
@@ -38,7 +37,7 @@ const state = {
 const NO_SAMPLES = { ...state.samples };
 
 const COMMANDS = {
-  open, add, file, clear, join, leave, forget,
+  open, add, file, folder, clear, join, leave, forget,
   pause: ({ reason }) => pause(reason), resume, predict, export: exportModel,
 };
 let turn = Promise.resolve();
@@ -130,10 +129,10 @@ async function open({ federation, token }) {
 
 /** Return what the screen needs of a preparation and of the targets. columns: empty where they are too many to type in. */
 function inWordsOf({ preparation, targets }) {
-  const { dtype, shape, axes, columns } = preparation ?? { columns: [] };
+  const { reader, dtype, shape, axes, free, rate, columns } = preparation ?? { columns: [] };
   const few = columns.length <= MOST_FIELDS && columns.flatMap(({ categories }) => categories).length <= MOST_CHOICES;
   return {
-    raw: preparation && { dtype, shape, axes }, columns: few ? columns : [],
+    raw: preparation && { reader, dtype, shape, axes, free, rate }, columns: few ? columns : [],
     names: targets?.names ?? [], column: targets?.column ?? null,
   };
 }
@@ -183,25 +182,41 @@ function ask(name) {
   });
 }
 
-/** Add samples. group: those that overlap, such as a recording's windows, have one, and all get the same use. */
+/**
+ * Add samples. inputs: their values in one array, or an array of such as are kept by themselves. group: those that overlap,
+ * such as a recording's windows, have one, and all get the same use.
+ */
 async function add({ inputs, targets, group }) {
-  const size = inputs.length / targets.length;
-  const { preparation, samplesDigest: of } = session.manifest, kind = RAW[preparation?.dtype ?? "float32"];
-  const nothing = { inputs: new kind(), targets: new Int32Array(), groups: [] };
+  const { samplesDigest: of } = session.manifest, nothing = { inputs: inputs.slice(0, 0), targets: new Int32Array(), groups: [] };
   const before = samples?.source === "added" && fits(samples) ? samples : nothing;
-  const all = { source: "added", inputs: new kind(before.inputs.length + inputs.length), size, of };
-  all.inputs.set(before.inputs);
-  all.inputs.set(inputs, before.inputs.length);
+  const all = { source: "added", inputs: joined(before.inputs, inputs), size: inputs.length / targets.length, of };
   all.targets = Int32Array.from([...before.targets, ...targets]);
   all.groups = [...before.groups, ...Array.from(targets, (_, place) => group ?? `${before.targets.length + place}`)];
   await keep(all);
 }
 
+function joined(one, other) {
+  if (Array.isArray(one)) return [...one, ...other];
+  const both = new one.constructor(one.length + other.length);
+  both.set(one);
+  both.set(other, one.length);
+  return both;
+}
+
 /** Take the samples of a file, split by `seed`. */
-async function file({ id, file, seed = crypto.getRandomValues(new Uint32Array(1))[0] }) {
-  const { manifest } = session;
-  const { names, said, train, validation, test } = await readSamples(file, manifest, BigInt(seed));
-  await keep({ source: "files", parts: { train, validation, test }, names, said, of: manifest.samplesDigest });
+async function file({ id, file, seed = anySeed() }) {
+  return take(id, await readSamples(file, session.manifest, BigInt(seed)));
+}
+
+/** Take the samples of a folder as `readFolder` returns it, split by `seed`. */
+function folder({ id, read, seed = anySeed() }) {
+  return take(id, fromFolder(read, session.manifest, BigInt(seed)));
+}
+
+const anySeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
+
+async function take(id, { names, said, train, validation, test }) {
+  await keep({ source: "files", parts: { train, validation, test }, names, said, of: session.manifest.samplesDigest });
   say("read", { id, said });
 }
 
@@ -419,8 +434,9 @@ function propertiesOf({ preparation, targets, outputShape }, names) {
   if (names.length) found.class_names = JSON.stringify(all);
   if (targets) found.targets = JSON.stringify({ kind: targets.kind, ...(targets.column ? { column: targets.column } : {}) });
   if (preparation) {
-    const { dtype, shape, axes, columns } = preparation;
-    found.preparation = JSON.stringify({ dtype, shape, axes, columns });
+    const { reader, dtype, shape, free, axes, rate, step, columns } = preparation;
+    const known = { ...(rate === null ? {} : { rate }), ...(step === null ? {} : { step }) };
+    found.preparation = JSON.stringify({ reader, dtype, shape, free, axes, ...known, columns });
   }
   return found;
 }
