@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from onnx import ModelProto
 
 from sparrow.export.bounds import samples_at_once
@@ -26,7 +27,7 @@ from sparrow.export.forms import load_form
 from sparrow.export.ort_format import write_ort
 from sparrow.export.preparation import Preparer, compose, draw_raw
 from sparrow.export.report import Figures, Report, measure
-from sparrow.export.running import CHUNK, Parity, accuracy, compare, predict
+from sparrow.export.running import CHUNK, Parity, Raws, accuracy, batches_of, compare, first_of, predict
 from sparrow.export.samples import Array, Samples, draw_inputs, parity_inputs
 from sparrow.export.source import Source
 
@@ -64,7 +65,7 @@ class Reference:
     preparation."""
 
     name: str
-    inputs: Array
+    inputs: Raws
     outputs: Array
 
 
@@ -95,7 +96,7 @@ def export_model(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         export, dense = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
         dense.write_bytes(front.before(plain).SerializeToString(deterministic=True))
-        at_once = samples_at_once(plain, CHUNK)
+        at_once = front.at_once(samples_at_once(plain, CHUNK))
         if reference is None:
             inputs = front.parity_inputs(plain, samples)
             reference = Reference("the dense model", inputs, predict(dense, inputs, at_once))
@@ -107,7 +108,8 @@ def export_model(
         mine, theirs = (_figures(path, samples, at_once) for path in (export, dense))
         _check_accuracy(built, mine, theirs, options.accuracy_limit)
         if options.measured:
-            costs = measure(export, dense, reference.inputs[:1], lambda: doing("measuring"))
+            (sample,) = batches_of(first_of(reference.inputs, 1), 1)
+            costs = measure(export, dense, sample, lambda: doing("measuring"))
             mine, theirs = replace(mine, costs=costs[0]), replace(theirs, costs=costs[1])
         report = Report(
             path=str(output),
@@ -153,21 +155,25 @@ class _Front:
         bare.metadata_props.extend(kept)
         return bare
 
-    def prepared(self, raw: Array) -> Array:
+    def prepared(self, raw: Raws) -> Array:
         """Return the inputs of raw samples."""
-        return raw if self.preparer is None else self.preparer(raw)
+        return np.asarray(raw) if self.preparer is None else self.preparer(raw)
+
+    def at_once(self, most: int) -> int:
+        """Return how many samples of the written file are run at a time, of ``most`` of the model's."""
+        return min(most, self.preparer.at_once) if self.composes and self.preparer is not None else most
 
     def prepared_samples(self, samples: Samples) -> Samples:
         """Return the samples as the passes take them."""
         calibration = self.prepared(samples.calibration)
         return Samples(self.prepared(samples.inputs), samples.labels, calibration)
 
-    def parity_inputs(self, plain: ModelProto, samples: Samples | None) -> Array:
+    def parity_inputs(self, plain: ModelProto, samples: Samples | None) -> Raws:
         """Return inputs of the written file to compare by: the samples, and drawn ones."""
         description = self.source.manifest.preparation
         if not self.composes or description is None:
-            prepared = None if samples is None else self.prepared_samples(samples)
-            return parity_inputs(prepared, partial(draw_inputs, plain))
+            plain_samples = None if samples is None else self.prepared_samples(samples)
+            return parity_inputs(plain_samples, partial(draw_inputs, plain))
         return parity_inputs(samples, partial(draw_raw, description))
 
 
@@ -217,7 +223,7 @@ def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) 
 
     Rounded weights differ, and so do dynamic models, which are other predictors.
     """
-    alone = predict(path, reference.inputs[:ALONE], 1)
+    alone = predict(path, first_of(reference.inputs, ALONE), 1)
     parity = compare(predict(path, reference.inputs, at_once), reference.outputs)
     single = compare(alone, reference.outputs[:ALONE])
     parity = replace(parity, max_difference=max(parity.max_difference, single.max_difference))

@@ -10,7 +10,7 @@ import numpy as np
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors
 
-SAID = {"dtype", "shape", "axes", "columns", "steps", "missing"}
+SAID = {"reader", "dtype", "shape", "free", "axes", "rate", "step", "columns", "channels", "steps", "missing"}
 """Fields of a preparation that an exported file has."""
 
 
@@ -37,7 +37,8 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
     if targets is not None:
         found["targets"] = _json(targets.model_dump(mode="json", include={"kind", "column"}, exclude_none=True))
     if manifest.preparation is not None:
-        found["preparation"] = _json(manifest.preparation.model_dump(mode="json", include=SAID))
+        described = manifest.preparation.model_dump(mode="json", include=SAID, exclude_none=True)
+        found["preparation"] = _json(described)
     return {**found, **{name: str(value) for name, value in known.items() if value is not None}}
 
 

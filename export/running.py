@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,29 @@ def runtime() -> Any:
     return onnxruntime
 
 
-def predict(path: Path, inputs: Array, at_once: int) -> Array:
-    """Return the outputs [N, ...] of the file for inputs [N, *input_shape], ``at_once`` of which are run at a time.
+Raws = Array | Sequence[Array]
+"""Samples in one array [N, ...], or one by one, because their lengths differ."""
+
+
+def batches_of(samples: Raws, at_once: int) -> Iterator[Array]:
+    """Yield batches [n, ...] of at most ``at_once`` samples; of samples one by one, each alone."""
+    if isinstance(samples, np.ndarray):
+        for start in range(0, len(samples), at_once):
+            yield samples[start : start + at_once]
+    else:
+        for place in range(len(samples)):
+            yield samples[place][None]
+
+
+def first_of(samples: Raws, count: int) -> Raws:
+    """Return the first samples, at most ``count``."""
+    if isinstance(samples, np.ndarray):
+        return samples[:count]
+    return [samples[place] for place in range(min(count, len(samples)))]
+
+
+def predict(path: Path, inputs: Raws, at_once: int) -> Array:
+    """Return the outputs [N, ...] of the file for its inputs, at most ``at_once`` of which are run at a time.
 
     Raises ExportError for a file that cannot be run."""
     onnxruntime = runtime()
@@ -37,9 +59,7 @@ def predict(path: Path, inputs: Array, at_once: int) -> Array:
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
-        parts = [
-            session.run(None, {name: inputs[start : start + at_once]})[0] for start in range(0, len(inputs), at_once)
-        ]
+        parts = [session.run(None, {name: batch})[0] for batch in batches_of(inputs, at_once)]
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from None
     return np.concatenate(parts)

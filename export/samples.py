@@ -14,6 +14,7 @@ from onnx import ModelProto, TensorProto
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.reading import read_file, read_options
 from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.running import Raws, first_of
 from sparrow.export.skeleton import INPUT
 
 __all__ = ["Samples", "read_samples"]
@@ -28,11 +29,11 @@ _TYPES = {TensorProto.FLOAT: "float32", TensorProto.INT64: "int64", TensorProto.
 
 @dataclass(frozen=True)
 class Samples:
-    """inputs [N, *input_shape] and, where known, labels [N]; calibration [M, *input_shape], to measure ranges with."""
+    """inputs [N, *input_shape] or raw samples and, if known, labels [N]; calibration, to measure ranges with."""
 
-    inputs: Array
+    inputs: Raws
     labels: Array | None
-    calibration: Array
+    calibration: Raws
 
     def labelled(self, ignored: int | None) -> Samples:
         """Return those whose label is not ``ignored``; all, if that leaves none."""
@@ -115,12 +116,18 @@ def draw_inputs(model: ModelProto, count: int, seed: int = 0) -> Array:
     return chance.integers(0, min(rows, default=1), (count, *shape)).astype(dtype)
 
 
-def parity_inputs(samples: Samples | None, draw: Callable[[int], Array]) -> Array:
+def parity_inputs(samples: Samples | None, draw: Callable[[int], Raws]) -> Raws:
     """Return the samples, and drawn inputs to make them ``PARITY_INPUTS``. draw: gives as many as it is asked for."""
     if samples is None:
         return draw(PARITY_INPUTS)
-    missing = PARITY_INPUTS - len(samples.inputs)
-    return np.concatenate([samples.inputs, draw(missing)]) if missing > 0 else samples.inputs
+    given = samples.inputs
+    missing = PARITY_INPUTS - len(given)
+    if missing <= 0:
+        return given
+    drawn = draw(missing)
+    if isinstance(given, np.ndarray) and isinstance(drawn, np.ndarray):
+        return np.concatenate([given, drawn])
+    return [*first_of(given, PARITY_INPUTS), *drawn]
 
 
 def _fitting(inputs: Array, model: ModelProto, what: str) -> Array:

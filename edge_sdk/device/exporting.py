@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,16 +67,23 @@ def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> E
 
 def reference_of(engine: Engine, task: Task) -> Reference:
     """Return inputs of the validation data, raw if they were prepared, and the engine's outputs for them."""
-    inputs, outputs = [], []
+    inputs: list[Any] = []
+    outputs = []
     begin = time.monotonic()
     prepared = task.prepared
     for batch in task.validation if prepared is None else prepared.validation:
-        given, targets = as_arrays(batch)
-        if prepared is not None:
-            given = fitting(given, prepared.preparer)
+        given, targets = batch
+        if prepared is None:
+            given, targets = as_arrays(batch)
+        else:
+            if not isinstance(given, list):
+                given = fitting(as_arrays(batch)[0], prepared.preparer)
             batch = prepared.preparer(given), targets
         inputs.append(given)
         outputs.append(engine.scores([batch])[0])
         if sum(map(len, inputs)) >= SAMPLES or time.monotonic() - begin > SECONDS:
             break
-    return Reference(engine.title, np.concatenate(inputs)[:SAMPLES], np.concatenate(outputs)[:SAMPLES])
+    found = np.concatenate(outputs)[:SAMPLES]
+    if any(isinstance(each, list) for each in inputs):
+        return Reference(engine.title, [one for each in inputs for one in each][:SAMPLES], found)
+    return Reference(engine.title, np.concatenate(inputs)[:SAMPLES], found)

@@ -30,6 +30,9 @@ RAW_TYPES: tuple[str, ...] = get_args(RawType)
 OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
 """Initialisers of a graph that each device fills with its own statistics."""
 
+Reader = Literal["rows", "arrays", "images", "audio", "recordings"]
+"""How files become raw samples: rows of a table, arrays of an npz file, pictures, sounds, or windows of recordings."""
+
 UNKNOWN = -1
 """Index of a category that the preparation does not name; it becomes zeros."""
 
@@ -55,19 +58,27 @@ class Column(_Record):
 class Preparation(_Record):
     """Description of a preparation.
 
-    dtype, shape: of one raw sample. steps: what the graph does, in order, for people. axes: letters of the raw axes,
-    such as HWC; empty for rows. columns: of a table, in the order of a raw row. mean, deviation: statistics of the
-    publisher's raw training samples, one entry for each column (0 and 1 for categories) or channel, by which a device
-    notices other units; empty if they are not published. channel: the raw axis, 0 being the first of a sample, whose
-    entries they belong to. own: the standardisation uses each device's own statistics, which never leave it. missing:
-    NaN stands for a missing number, and the graph puts the mean in its place.
+    reader: how files become raw samples. dtype, shape: of one raw sample; axes in ``free`` may be shorter than that.
+    rate: samples per second along the time axis. step: seconds between the beginnings of two windows of a recording.
+    steps: what the graph does, in order, for people. axes: letters of the raw axes, such as HWC; empty for rows.
+    columns: of a table, in the order of a raw row. channels: names of a recording's columns, in the order of its raw
+    axis ``channel``. mean, deviation: statistics of the publisher's raw training samples, one entry for each column (0
+    and 1 for categories) or channel, by which a device notices other units; empty if they are not published. channel:
+    the raw axis, 0 being the first of a sample, whose entries they belong to. own: the standardisation uses each
+    device's own statistics, which never leave it. missing: NaN stands for a missing number, and the graph puts the mean
+    in its place.
     """
 
+    reader: Reader = "arrays"
     dtype: RawType = "float32"
     shape: tuple[Size, ...] = Field(max_length=7)
+    free: tuple[Annotated[int, Field(ge=0, le=6)], ...] = Field(default=(), max_length=7)
+    rate: float | None = Field(default=None, gt=0, le=1e6)
+    step: float | None = Field(default=None, gt=0, le=86_400)
     steps: tuple[Text, ...] = Field(default=(), max_length=32)
     axes: str = Field(default="", max_length=7, pattern=r"^[A-Z]*$")
     columns: tuple[Column, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    channels: tuple[Text, ...] = Field(default=(), max_length=MOST_COLUMNS)
     mean: tuple[float, ...] = Field(default=(), max_length=MOST_COLUMNS)
     deviation: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=MOST_COLUMNS)
     channel: int = Field(default=0, ge=0, le=6)
@@ -80,10 +91,14 @@ class Preparation(_Record):
             raise ValueError(f"{len(self.columns)} columns make float32 rows of that length, not {self.shape}")
         if len({column.name for column in self.columns}) < len(self.columns):
             raise ValueError("a column stands twice")
+        if self.channels and self.shape[self.channel : self.channel + 1] != (len(set(self.channels)),):
+            raise ValueError(f"{len(self.channels)} channels are not those of axis {self.channel} of {self.shape}")
         if len(self.mean) != len(self.deviation):
             raise ValueError(f"{len(self.mean)} means stand beside {len(self.deviation)} deviations")
         if self.mean and (self.channel >= len(self.shape) or self.shape[self.channel] != len(self.mean)):
             raise ValueError(f"{len(self.mean)} means are not those of axis {self.channel} of {self.shape}")
+        if any(axis >= len(self.shape) for axis in self.free) or len(set(self.free)) < len(self.free):
+            raise ValueError(f"the free axes {self.free} are not those of {self.shape}")
         if self.own and self.mean:
             raise ValueError("statistics are each device's own, and published; leave one of them out")
         return self

@@ -1,14 +1,15 @@
-"""Readers of raw samples from tables (CSV, TSV, parquet) and numpy files (npz, npy).
+"""Readers of raw samples from tables (CSV, TSV, parquet), numpy files (npz, npy), and folders of pictures or sounds.
 
 They take what a file says and guess nothing in silence: a value that cannot be read is refused with its line, its
 column and the option that helps, and each reading of a doubtful form is said. Neither torch nor pandas is used; pyarrow
-is imported for parquet files.
+is imported for parquet files, Pillow for pictures, soundfile and soxr for sounds.
 """
 
 from __future__ import annotations
 
+from edge_sdk.reading.decoded import Decoded, join
 from edge_sdk.reading.files import read_file
 from edge_sdk.reading.options import ReadOptions, read_options
 from edge_sdk.reading.samples import Raw, class_order
 
-__all__ = ["Raw", "ReadOptions", "class_order", "read_file", "read_options"]
+__all__ = ["Decoded", "Raw", "ReadOptions", "class_order", "join", "read_file", "read_options"]

@@ -78,7 +78,7 @@ def _of_federation(
             f"{called} has samples of shape {array.shape[1:]}, the federation's are rows of the {len(columns)} columns "
             f"{some(columns)}, in this order"
         )
-    if array.shape[1:] != preparation.shape:
+    if not _fits(array.shape[1:], preparation):
         swap = ""
         if array.ndim > 2 and sorted(array.shape[1:]) == sorted(preparation.shape):
             swap = "; its axes seem to be in another order, transpose it with numpy.transpose"
@@ -88,3 +88,11 @@ def _of_federation(
     if columns:
         said.append(f"{called} was read as the columns {some(columns)}, in this order")
     return preparation.axes
+
+
+def _fits(shape: tuple[int, ...], preparation: Preparation) -> bool:
+    """Return whether samples have the federation's shape, free axes being at most as long."""
+    return len(shape) == len(preparation.shape) and all(
+        length == wanted or (axis in preparation.free and length < wanted)
+        for axis, (length, wanted) in enumerate(zip(shape, preparation.shape, strict=True))
+    )

@@ -1,4 +1,4 @@
-"""A data file to raw samples, whatever its format: its content decides, not its name."""
+"""A data file or folder to raw samples, whatever its format: its content decides, not its name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from pathlib import Path
 
 from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading.archives import read_archive
+from edge_sdk.reading.dialect import open_text
 from edge_sdk.reading.errors import DataError, NoData
+from edge_sdk.reading.folders import read_folder, read_single
+from edge_sdk.reading.listings import files_column, read_listed
+from edge_sdk.reading.media import medium_of, other_reader
 from edge_sdk.reading.options import ReadOptions
+from edge_sdk.reading.parquet import open_parquet
+from edge_sdk.reading.recordings import read_recordings
 from edge_sdk.reading.samples import Raw
-from edge_sdk.reading.tables import read_table
+from edge_sdk.reading.tables import Table, read_table
+from edge_sdk.reading.windows import is_recordings
 
 ARCHIVES = (".npz", ".npy")
 
@@ -24,18 +31,20 @@ def read_file(
     shape: tuple[int, ...] | None = None,
     labelled: bool = True,
 ) -> dict[str, Raw]:
-    """Return a file's samples by use: all as ``""``, or train and perhaps val, test and public of an npz file.
+    """Return the samples of a file or folder by use: all as ``""``, or train and perhaps val, test and public.
 
     preparation, targets: the federation's; then columns are matched by name, and samples and labels must be of its
     kind. shape: that of the model's inputs, in a federation without a preparation. labelled: whether labels are needed;
-    if not, they are left out. Raises DataError.
+    if not, they are left out, and a single picture or sound, or a folder of them, can be read. Raises DataError, and
+    MissingPart if a package that reads such files is not installed.
     """
     place = Path(path).expanduser()
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
     if place.is_dir():
-        raise DataError(f"{path}: is a folder; name one file in it")
+        return read_folder(place, options, preparation=preparation, targets=targets, labelled=labelled)
     if _is_archive(place):
+        options.refuse(str(path), "holds arrays", "rate", "window", "step", "time", "unreadable")
         return read_archive(
             place,
             str(path),
@@ -45,16 +54,30 @@ def read_file(
             shape=shape,
             labelled=labelled,
         )
-    raw = read_table(
-        place,
-        str(path),
-        options,
-        parquet=_is_parquet(place),
-        preparation=preparation,
-        targets=targets,
-        labelled=labelled,
-    )
-    return {"": raw}
+    medium = medium_of(place)
+    if medium is not None:
+        return {"": read_single(place, medium, options, preparation, labelled)}
+    table = open_parquet(place, str(path), options) if _is_parquet(place) else open_text(place, str(path), options)
+    return {"": _read(table, options, preparation, targets, labelled)}
+
+
+def _read(
+    table: Table, options: ReadOptions, preparation: Preparation | None, targets: Targets | None, labelled: bool
+) -> Raw:
+    measured = preparation is not None and (preparation.axes == "TC" or bool(preparation.columns))
+    files = files_column(table, options, measured=measured)
+    if files is not None:
+        return read_listed(table, files, options, preparation=preparation, targets=targets, labelled=labelled)
+    if options.time is not None and options.window is None and preparation is None:
+        raise DataError(
+            f"{table.source}: time={options.time} is of recordings; say how to cut them, as in window=2.56s"
+        )
+    if is_recordings(options, preparation):
+        return read_recordings(table, options, preparation=preparation, targets=targets, labelled=labelled)
+    if preparation is not None and preparation.reader in ("images", "audio"):
+        raise other_reader(table.source, "is a table that lists no such files", preparation)
+    options.refuse(table.source, "is a table of rows", "rate", "window", "step", "time", "unreadable")
+    return read_table(table, options, preparation=preparation, targets=targets, labelled=labelled).raw
 
 
 def _start(place: Path) -> bytes:

@@ -6,6 +6,11 @@
     decimal=comma      decimal sign: point, comma      delimiter=semicolon   comma, semicolon, tab, pipe, space
     encoding=cp1252    of a text                       skip=1                lines left out below the header
     axes=NHWC          axes of an npz file's samples
+    rate=16000         samples per second that sounds and recordings are resampled to
+    window=2.56s       windows of a recording: s, ms, or a number of samples
+    step=1.28s         from window to window, as window; by default half of it
+    time=NAME          column of a recording's times
+    unreadable=skip    leave out pictures and sounds that cannot be read
 
 Other entries belong to the dealing (``edge_sdk.tasks.dealing``).
 """
@@ -23,6 +28,11 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space":
 DECIMALS = {"point": ".", "comma": ","}
 AXES = "NCHWTF"
 """Samples, channels, height, width, time, features."""
+HIGHEST_RATE = 1_000_000
+LONGEST = 86_400
+"""Seconds of a window."""
+MOST_SAMPLES = 10_000_000
+"""Of a window."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,10 @@ class ReadOptions:
     label: column of the labels. target: what they are. drop: columns left out. missing: leave rows without a value out,
     or put the mean in its place. decimal, delimiter: as the characters; a space stands for any run of blanks. axes: of
     an npz file's samples, N first. skip: lines left out between header and samples, such as a row of units.
-    categories: columns that hold names although they look like numbers, or have many.
+    categories: columns that hold names although they look like numbers, or have many. rate: samples per second that
+    sounds and recordings are resampled to. window, step: length of a recording's windows, and from the beginning of one
+    to that of the next; seconds as float, samples as int. time: column of a recording's times. unreadable: leave out
+    pictures and sounds that cannot be read.
     """
 
     label: str | None = None
@@ -45,12 +58,26 @@ class ReadOptions:
     axes: str | None = None
     skip: int = 0
     categories: tuple[str, ...] = ()
+    rate: float | None = None
+    window: float | None = None
+    step: float | None = None
+    time: str | None = None
+    unreadable: Literal["skip"] | None = None
 
     def __post_init__(self) -> None:
         _choice("target", self.target, ("class", "number"))
         _choice("missing", self.missing, ("drop", "mean"))
         _choice("decimal", self.decimal, DECIMALS.values())
         _choice("delimiter", self.delimiter, DELIMITERS.values())
+        _choice("unreadable", self.unreadable, ("skip",))
+        if self.rate is not None and not 0 < self.rate <= HIGHEST_RATE:
+            raise BadOption(f"--data: rate={self.rate:g}; give samples per second, above 0 and up to {HIGHEST_RATE:,}")
+        for key, length in (("window", self.window), ("step", self.step)):
+            if length is not None and not 0 < length <= (LONGEST if isinstance(length, float) else MOST_SAMPLES):
+                raise BadOption(
+                    f"--data: {key}={length}; give seconds above 0 and up to {LONGEST:,}, as in {key}=2.56s, or a "
+                    f"number of samples up to {MOST_SAMPLES:,}"
+                )
         if self.delimiter == self.decimal == ",":
             raise BadOption("--data: delimiter=comma,decimal=comma; a comma cannot be both, leave one of them out")
         if self.skip < 0:
@@ -74,9 +101,15 @@ class ReadOptions:
         for key, names in (("drop", self.drop), ("categories", self.categories)):
             if not all(names):
                 raise BadOption(f"--data: {key}={'+'.join(names)}; name columns, separated by +, as in {key}=id+time")
-        both = [name for name in self.drop if name in self.categories or name == self.label]
+        both = [name for name in self.drop if name in self.categories or name in (self.label, self.time)]
         if both:
             raise BadOption(f"--data: drop={both[0]} leaves out a column that another option uses; name it once")
+
+    def refuse(self, source: str, what: str, *keys: str) -> None:
+        """Raise BadOption if one of these options is given, which such data do not use."""
+        for key in keys:
+            if getattr(self, key) not in (None, (), 0):
+                raise BadOption(f"{source}: {what}, so {key}= says nothing here; leave it out")
 
 
 def _choice(key: str, value: str | None, choices: Any) -> None:
@@ -127,6 +160,24 @@ def _count(key: str, text: str) -> int:
     return int(text)
 
 
+def _rate(key: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,9})?", text):
+        raise BadOption(f"--data: {key}={text}; give samples per second, as in {key}=16000")
+    return float(text)
+
+
+def _length(key: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|ms)|([0-9]{1,9})", text.lower())
+    if found is None:
+        raise BadOption(
+            f"--data: {key}={text}; give seconds, as in {key}=2.56s or {key}=2560ms, or a number of samples, as in "
+            f"{key}=128"
+        )
+    if found[3]:
+        return int(found[3])
+    return float(found[1]) if found[2] == "s" else float(found[1]) / 1_000
+
+
 def _one_of(choices: Mapping[str, str]) -> Any:
     def read(key: str, text: str) -> str:
         if text.lower() not in choices:
@@ -148,6 +199,11 @@ _READERS: Mapping[str, Any] = {
     "axes": _axes,
     "skip": _count,
     "categories": _names,
+    "rate": _rate,
+    "window": _length,
+    "step": _length,
+    "time": _text,
+    "unreadable": _one_of({"skip": "skip"}),
 }
 _EXAMPLES = {
     "label": "activity",
@@ -160,4 +216,9 @@ _EXAMPLES = {
     "axes": "NHWC",
     "skip": "1",
     "categories": "city",
+    "rate": "16000",
+    "window": "2.56s",
+    "step": "1.28s",
+    "time": "timestamp",
+    "unreadable": "skip",
 }

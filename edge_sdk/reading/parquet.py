@@ -39,11 +39,17 @@ class ParquetTable:
     delimiter: str = field(default="", init=False)
     unit: str = field(default="row", init=False)
 
-    def blocks(self, used: frozenset[int], texts: frozenset[int]) -> Iterator[ParquetBlock]:
-        """Yield the rows. used: columns to read, the others are empty; texts: those wanted as text in any case."""
+    def blocks(
+        self, used: frozenset[int], texts: frozenset[int], times: frozenset[int] = frozenset()
+    ) -> Iterator[ParquetBlock]:
+        """Yield the rows.
+
+        used: columns to read, the others are empty. texts: those wanted as text in any case. times: those that may
+        hold dates and times, which become ISO 8601 text.
+        """
         file = _open(self.path, self.source)
         stored = {place: file.schema_arrow.names[place] for place in sorted(used)}
-        for place in stored:
+        for place in stored.keys() - times:
             _check_type(self.source, self.names[place], file.schema_arrow.field(place).type)
         start = 1
         try:
@@ -111,6 +117,8 @@ def _values(column: Any, as_text: bool) -> Column:
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type
+    if types.is_timestamp(kind) or types.is_date(kind):
+        return ["" if value is None else str(value) for value in column.cast("timestamp[us]", safe=False).to_pylist()]
     numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
     if not numeric or as_text:
         return ["" if value is None or value != value else str(value) for value in column.to_pylist()]

@@ -86,9 +86,9 @@ def assign(
         free = [place for place in kept if place not in chosen and (names[place] == name or names[place] not in wanted)]
         chosen.append(_wanted(source, name, names, free, said))
     categories = {_named(source, "categories", name, names) for name in options.categories}
-    label = _label(source, names, [place for place in kept if place not in chosen], options, targets, labelled)
+    label = find_label(source, names, [place for place in kept if place not in chosen], options, targets, labelled)
     free = [place for place in kept if place not in (label, *chosen, *categories)]
-    person = _person(source, names, free)
+    person = find_person(source, names, free)
     run = next((place for place in free if names[place].casefold() == RUN), None)
     if person is not None:
         said.append(
@@ -150,7 +150,7 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
     return place
 
 
-def _label(
+def find_label(
     source: str,
     names: Sequence[str],
     kept: Sequence[int],
@@ -158,6 +158,7 @@ def _label(
     targets: Targets | None,
     labelled: bool,
 ) -> int | None:
+    """Return the position of the labels among ``kept``. Raises DataError if they are wanted and not found."""
     name = options.label or (targets.column if targets else None)
     if name is not None:
         place = find(name, names)
@@ -172,6 +173,9 @@ def _label(
             f"{source}: {whose}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME"
         )
     found = [place for place in kept if names[place].casefold() in LABELS]
+    # of x, y and z, as accelerometers have them, none is a label
+    if {"x", "y", "z"} <= {names[place].casefold() for place in kept}:
+        found = [place for place in found if names[place].casefold() != "y"]
     if len(found) > 1:
         alike = [names[place] for place in found]
         raise DataError(
@@ -191,7 +195,8 @@ def _is_value(name: str) -> bool:
     return number(name) is not None and not name.strip().isdecimal()
 
 
-def _person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
+def find_person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
+    """Return the position of the column among ``free`` that says who made a sample. Raises DataError."""
     found = [place for place in free if is_person(names[place])]
     if len(found) > 1:
         one, two = (names[place] for place in found[:2])

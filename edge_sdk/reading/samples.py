@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.preparation import Column
+from edge_sdk.protocol.preparation import Column, Reader
+from edge_sdk.reading.decoded import Decoded
 
 Kind = Literal["classes", "numbers"]
 
@@ -20,14 +21,15 @@ class Raw:
     """Samples of one use.
 
     source: their name in messages. inputs: [N, *shape], C-contiguous, of a raw type and native byte order; rows of a
-    table are float32 [N, columns]. labels: names of classes (str) or float32 numbers, [N]; None if unlabelled, as
-    ``kind`` is. columns: of a table. label: the column of labels as the file writes it. axes: letters of one sample's
-    axes, such as HWC; empty for rows. people: who made each sample, str [N]. runs: its unbroken recording, int [N].
-    classes: those that the file declares, in order. said: remarks for the user.
+    table are float32 [N, columns]; samples that are decoded when they are taken are ``Decoded``. labels: names of
+    classes (str) or float32 numbers, [N]; None if unlabelled, as ``kind`` is. columns: of a table of rows. label: the
+    column of labels as the file writes it. axes: letters of one sample's axes, such as HWC; empty for rows. people: who
+    made each sample, str [N]. runs: its unbroken recording, int [N]. classes: those that the file declares, in order.
+    said: remarks for the user. reader, rate, step, channels: as ``Preparation`` has them, to publish such samples.
     """
 
     source: str
-    inputs: NDArray[Any]
+    inputs: NDArray[Any] | Decoded
     labels: NDArray[Any] | None
     kind: Kind | None
     columns: tuple[Column, ...] = ()
@@ -37,6 +39,10 @@ class Raw:
     runs: NDArray[np.int64] | None = None
     classes: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
+    reader: Reader = "arrays"
+    rate: float | None = None
+    step: float | None = None
+    channels: tuple[str, ...] = ()
 
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")

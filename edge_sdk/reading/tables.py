@@ -7,9 +7,8 @@ looks these up, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from numpy.typing import NDArray
 
 from edge_sdk.protocol.preparation import Column, Preparation, Targets
 from edge_sdk.reading.categories import Names
-from edge_sdk.reading.dialect import Block, TextTable, explain, open_text
+from edge_sdk.reading.dialect import Block, TextTable, explain
 from edge_sdk.reading.errors import DataError
 from edge_sdk.reading.labels import Decided, Labels, Question, decide
 from edge_sdk.reading.numbers import is_missing
 from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.parquet import ParquetBlock, ParquetTable, open_parquet
+from edge_sdk.reading.parquet import ParquetBlock, ParquetTable
 from edge_sdk.reading.roles import Roles, assign
 from edge_sdk.reading.samples import Raw, is_integer, plural, some
 from edge_sdk.reading.tally import Tally
@@ -30,18 +29,25 @@ from edge_sdk.reading.tally import Tally
 Table = TextTable | ParquetTable
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A table's rows as samples. kept: which rows of the file they are, None for all; lines: of all rows."""
+
+    raw: Raw
+    kept: NDArray[np.bool_] | None
+    lines: NDArray[np.int64]
+
+
 def read_table(
-    path: Path,
-    source: str,
+    table: Table,
     options: ReadOptions,
     *,
-    parquet: bool,
     preparation: Preparation | None = None,
     targets: Targets | None = None,
     labelled: bool = True,
-) -> Raw:
-    """Return a table's samples. Raises DataError."""
-    table = open_parquet(path, source, options) if parquet else open_text(path, source, options)
+) -> Rows:
+    """Return a table's samples, a row each. Raises DataError."""
+    source = table.source
     roles = assign(source, table.names, options, preparation, targets, labelled)
     declared = _declared(source, roles, preparation)
     names_only = roles.categories | {place for place, column in declared.items() if column.categories}
@@ -60,8 +66,9 @@ def read_table(
 
     inputs = rows(seen.inputs)
     assert inputs is not None
-    return Raw(
+    raw = Raw(
         source=source,
+        reader="rows",
         inputs=np.ascontiguousarray(inputs),
         labels=None if decided is None else rows(decided.labels),
         kind=None if decided is None else decided.kind,
@@ -71,6 +78,7 @@ def read_table(
         runs=rows(runs),
         said=(*table.said, *roles.said, *said, *(decided.said if decided else ()), *dropped),
     )
+    return Rows(raw, kept, lines)
 
 
 @dataclass
@@ -105,8 +113,13 @@ def _declared(source: str, roles: Roles, preparation: Preparation | None) -> dic
 # --- the first pass
 
 
-def _blocks(table: Table, used: set[int], texts: set[int]) -> Iterator[Block | ParquetBlock]:
-    return table.blocks(frozenset(used), frozenset(texts)) if isinstance(table, ParquetTable) else table.blocks()
+def blocks_of(
+    table: Table, used: Set[int], texts: Set[int], times: Set[int] = frozenset()
+) -> Iterator[Block | ParquetBlock]:
+    """Yield the rows of the columns ``used``, as ``ParquetTable.blocks`` does."""
+    if isinstance(table, ParquetTable):
+        return table.blocks(frozenset(used), frozenset(texts), frozenset(times))
+    return table.blocks()
 
 
 def _first_pass(table: Table, roles: Roles, names_only: frozenset[int] | set[int], labelled: bool) -> _Seen:
@@ -119,7 +132,7 @@ def _first_pass(table: Table, roles: Roles, names_only: frozenset[int] | set[int
     column_of = {place: number for number, place in enumerate(roles.features)}
     matrices = []
     count = 0
-    for block in _blocks(table, tallied | texts | names_only, texts - tallied):
+    for block in blocks_of(table, tallied | texts | names_only, texts - tallied):
         columns: Sequence[Any] = block.columns
         matrix = np.full((len(block.lines), len(column_of)), np.nan, np.float32)
         for place, tally in seen.tallies.items():
@@ -296,7 +309,7 @@ def _names(
 ) -> dict[int, Names]:
     found = {place: Names() for place in roles.features if place in categories}
     rows = len(seen.inputs)
-    for block in _blocks(table, categories, categories):
+    for block in blocks_of(table, categories, categories):
         columns: Sequence[Any] = block.columns
         for place, names in found.items():
             names.add(columns[place], block.lines)

@@ -61,7 +61,7 @@ def _decoded(
     for source in sources:
         stat = source.stat()
         digest.update(f"|{source}|{stat.st_size}|{stat.st_mtime_ns}".encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparrow"
+    folder = cache_folder()
     path = folder / f"{name}-{digest.hexdigest()[:16]}.npy"
     if not path.exists():
         try:
@@ -74,6 +74,11 @@ def _decoded(
             ) from None
     # Copy on write, so that it is writable, as torch wants arrays; as nobody writes, processes share the pages.
     return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that may be made again: ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparrow"
 
 
 def _write(path: Path, images: Iterator[tuple[str, bytes]], count: int, shape: tuple[int, ...]) -> None:

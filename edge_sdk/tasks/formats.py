@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.reading import ReadOptions, read_file
+from edge_sdk.reading import Decoded, ReadOptions, read_file
 from edge_sdk.reading.errors import DataError, NoData
 from edge_sdk.reading.roles import PEOPLE
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
@@ -300,6 +300,7 @@ def read_table(path: Path) -> Part:
     """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
     raw = read_file(path, ReadOptions(target="class"))[""]
     assert raw.labels is not None
+    assert not isinstance(raw.inputs, Decoded), "rows of a table"
     names = next((column for column in raw.columns if column.categories not in ((), TRUTHS)), None)
     if names is not None:
         raise DataError(

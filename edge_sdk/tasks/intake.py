@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.reading import Decoded
 from edge_sdk.tasks import Batches, Task
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, Reshaped, label_names
+from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Reshaped, label_names
 
 LOADERS = ("train", "validation", "test", "public")
 MOST_NAMED = 12
@@ -226,6 +227,10 @@ class _Loader:
 
     def _take_arrays(self, batches: ArrayBatches) -> Batches:
         arrays = batches.arrays
+        if isinstance(arrays, Arrays | Chosen) and isinstance(arrays.inputs, Decoded):
+            # Files, which are read by the federation's description; each is checked when it is decoded.
+            self.labels(arrays.all_targets())
+            return batches
         if isinstance(arrays, Arrays):
             whole = (arrays.inputs, arrays.targets)
             found = self.pair(whole, "")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.reading import Decoded
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import Seeded, Task, as_arrays
 
@@ -55,9 +56,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors of torch are taken as arrays."""
+    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors of torch are taken as arrays.
 
-    inputs: Array
+    Inputs may also be decoded when they are taken; then ``take`` gives a list of them, since lengths may differ.
+    """
+
+    inputs: Any
     targets: Array
 
     def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class Arrays:
             raise DataError(f"{len(self.inputs)} inputs have {len(self.targets)} targets; give one target per input")
         if len(self.inputs) == 0:
             raise DataError("there are no samples; give at least one")
+        if isinstance(self.inputs, Decoded):
+            return
         inputs, targets = as_arrays((self.inputs, self.targets))
         object.__setattr__(self, "inputs", inputs)
         object.__setattr__(self, "targets", targets)
@@ -104,9 +110,10 @@ class Chosen:
     scale is given.
 
     ``inputs`` [N, ...] of any type and ``targets`` [N] are never copied whole; the index may name a sample twice.
+    Inputs may also be decoded when they are taken, as those of ``Arrays``.
     """
 
-    inputs: Array
+    inputs: Any
     targets: Array
     index: NDArray[np.intp]
     scale: Scale | None = None
@@ -121,7 +128,7 @@ class Chosen:
     def take(self, chosen: Positions) -> tuple[Array, Array]:
         """Return the inputs, scaled if that is wanted, and targets of ``chosen``."""
         rows = self.index[chosen]
-        inputs = np.take(self.inputs, rows, axis=0)
+        inputs = _take(self.inputs, rows)
         return inputs if self.scale is None else self.scale(inputs), np.take(self.targets, rows, axis=0)
 
     def all_targets(self) -> Array:
@@ -149,9 +156,11 @@ class Reshaped:
         return self.samples.all_targets()
 
 
-def _take(array: Array, chosen: Positions) -> Array:
-    taken: Array = array[chosen] if isinstance(chosen, slice) else np.take(array, chosen, axis=0)
-    return taken
+def _take(array: Any, chosen: Positions) -> Any:
+    if isinstance(array, Decoded):
+        places = range(*chosen.indices(len(array))) if isinstance(chosen, slice) else chosen
+        return [array[int(place)] for place in places]
+    return array[chosen] if isinstance(chosen, slice) else np.take(array, chosen, axis=0)
 
 
 @dataclass(frozen=True)

@@ -378,18 +378,83 @@ class Rescale(nn.Module):
         return outputs * self.deviation + self.mean
 
 
-def build_model(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None = None) -> nn.Module:
+class Broadcast(nn.Module):
+    """A block of broadcasted residual learning, [N,C,F,T] -> the same (BC-ResNet: Kim et al., arXiv:2106.04140, Eq. 2).
+
+    y = x + f2(x) + f1(mean over F of f2(x)): f2 is a depthwise convolution along frequency, f1 one along time with a
+    pointwise one, whose result is broadcast along frequency. Group norm in place of batch and sub-spectral norm,
+    because running statistics suit no device when the devices' data differ.
+    """
+
+    def __init__(self, channels: int, dilation: int = 1) -> None:
+        super().__init__()
+        self.frequency = nn.Conv2d(channels, channels, (3, 1), padding=(1, 0), groups=channels, bias=False)
+        self.norm2 = nn.GroupNorm(4, channels)
+        self.time = nn.Conv2d(
+            channels, channels, (1, 3), padding=(0, dilation), dilation=(1, dilation), groups=channels, bias=False
+        )
+        self.norm1 = nn.GroupNorm(4, channels)
+        self.point = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output."""
+        along = self.norm2(self.frequency(x))
+        pooled = along.mean(2, keepdim=True)
+        return F.relu(x + along + self.point(F.silu(self.norm1(self.time(pooled)))))
+
+
+def keyword_spotter(bands: int, outputs: int) -> nn.Module:
+    """[N,1,bands,frames] -> [N,outputs]: a small BC-ResNet over log-mel energies."""
+    wide = 32
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=nn.Conv2d(1, wide, 5, stride=(2, 2), padding=2, bias=False), norm0=nn.GroupNorm(4, wide), relu0=nn.ReLU()
+    )
+    for number, dilation in enumerate((1, 2, 4), 1):
+        layers[f"block{number}"] = Broadcast(wide, dilation)
+        if number < 3:
+            layers[f"pool{number}"] = nn.MaxPool2d((2, 1))
+    left = bands
+    for _ in range(3):
+        left = -(-left // 2) if left == bands else left // 2
+    layers["head"] = nn.Conv2d(wide, 64, (left, 1), bias=True)
+    layers["relu1"] = nn.ReLU()
+    layers["mean"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["out"] = nn.Linear(64, outputs)
+    return nn.Sequential(layers)
+
+
+def build_model(
+    shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None = None, *, sounds: bool = False
+) -> nn.Module:
     """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
 
-    scale: mean and standard deviation of a regression's targets, whose unit the outputs then have.
+    scale: mean and standard deviation of a regression's targets, whose unit the outputs then have. sounds: samples are
+    log-mel energies [1,bands,frames] (``keyword_spotter``). [C,T] with T of at least 8: convolutions of 5 along time
+    with group norm, ReLU and pooling by 2, then the mean over time and 64 hidden units.
 
     [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
     shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
     running statistics suit no device when the devices' data differ.
     """
+    if sounds and scale is None:
+        return keyword_spotter(shape[1], outputs)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     features = math.prod(shape)
-    if len(shape) == 3 and min(shape[1:]) >= 8:
+    if len(shape) == 2 and shape[1] >= 8:
+        channels, length = shape
+        for stage, wide in enumerate(WIDTHS, 1):
+            if length < 4:
+                break
+            layers[f"conv{stage}"] = nn.Conv1d(channels, wide, kernel_size=5, padding=2)
+            layers[f"norm{stage}"] = nn.GroupNorm(4, wide)
+            layers[f"relu{stage}"] = nn.ReLU()
+            layers[f"pool{stage}"] = nn.MaxPool1d(2)
+            channels, length = wide, length // 2
+        layers["mean"] = nn.AdaptiveAvgPool1d(1)
+        layers["flatten"] = nn.Flatten()
+        features = channels
+    elif len(shape) == 3 and min(shape[1:]) >= 8:
         channels, height, width = shape
         stage = 0
         while min(height, width) >= 4:

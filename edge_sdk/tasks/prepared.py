@@ -8,6 +8,9 @@ in its state folder: the model was trained on them, so later data must not move 
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +20,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.reading import Decoded
+from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import Batches, Prepared, Task, as_arrays
+from edge_sdk.tasks.decoding import cache_folder
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Samples
 from edge_sdk.tasks.preparing import Statistics, own_constants, statistics_of
 from sparrow.devices import memory
@@ -100,13 +107,14 @@ class _Kept:
         self._arrays: OrderedDict[tuple[int, str], tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, raw: Array, preparer: Preparer) -> Array:
-        """Return the prepared form of ``raw``, made once."""
+    def get(self, raw: Any, preparer: Preparer, room: int) -> Array:
+        """Return the prepared form of ``raw``, made once. room: bytes of memory; more goes to a file."""
         key = (id(raw), preparer.digest)
         with self._lock:
             if key not in self._arrays:
+                made = prepare_decoded(raw, preparer, room) if isinstance(raw, Decoded) else preparer(raw)
                 # The raw array is kept too, so that no other one gets its id.
-                self._arrays[key] = (raw, preparer(raw))
+                self._arrays[key] = (raw, made)
                 if len(self._arrays) > MOST_KEPT:
                     self._arrays.popitem(last=False)
             self._arrays.move_to_end(key)
@@ -114,6 +122,50 @@ class _Kept:
 
 
 _KEPT = _Kept()
+
+
+def prepare_decoded(samples: Decoded, preparer: Preparer, room: int) -> Array:
+    """Return the inputs of samples that are decoded one by one: in memory if they fit ``room``, else in a mapped file.
+
+    The file lies in the cache folder, named after the digests of samples and preparation, and is made once. Raises
+    DataError for a sample that cannot be decoded, or a cache that cannot be written.
+    """
+    first = preparer([samples[0]])
+    shape = (len(samples), *first.shape[1:])
+    size = first.nbytes * len(samples)
+    if size <= room:
+        made = np.empty(shape, first.dtype)
+        _fill(made, samples, preparer)
+        return made
+    name = hashlib.sha256(f"{samples.digest} {preparer.digest}".encode()).hexdigest()
+    path = cache_folder() / f"prepared-{name}.npy"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        os.close(handle)
+        try:
+            mapped = np.lib.format.open_memmap(draft, mode="w+", dtype=first.dtype, shape=shape)
+            _fill(mapped, samples, preparer)
+            mapped.flush()
+            del mapped
+            os.replace(draft, path)
+        except OSError as error:
+            os.unlink(draft)
+            raise DataError(
+                f"{path.parent}: {size / 1e6:.0f} MB of prepared samples cannot be kept there ({error}); set "
+                "XDG_CACHE_HOME to a folder with room"
+            ) from None
+        except BaseException:
+            os.unlink(draft)
+            raise
+    # Copy on write, so that it is writable, as torch wants arrays.
+    return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
+
+
+def _fill(made: Array, samples: Decoded, preparer: Preparer) -> None:
+    shown = tqdm(range(len(samples)), desc="preparing", unit="sample", delay=2, disable=None, leave=False)
+    for place in shown:
+        made[place] = preparer([samples[place]])[0]
 
 
 def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) -> Preparer:
@@ -180,6 +232,8 @@ def _prepared(batches: Batches, preparer: Preparer, room: int, name: str) -> Bat
     if not isinstance(batches, ArrayBatches):
         return PreparedBatches(batches, preparer)
     samples = batches.arrays
+    if isinstance(samples, Arrays | Chosen) and isinstance(samples.inputs, Decoded):
+        return replace(batches, arrays=replace(samples, inputs=_KEPT.get(samples.inputs, preparer, room)))
     try:
         if isinstance(samples, Arrays | Chosen):
             samples = replace(samples, inputs=fitting(samples.inputs, preparer))
@@ -187,7 +241,7 @@ def _prepared(batches: Batches, preparer: Preparer, room: int, name: str) -> Bat
     except BadArgument as error:
         raise BadArgument(f"the task's {name} data: {error}") from None
     if isinstance(samples, Arrays | Chosen) and first.nbytes * len(samples.inputs) <= room:
-        return replace(batches, arrays=replace(samples, inputs=_KEPT.get(samples.inputs, preparer)))
+        return replace(batches, arrays=replace(samples, inputs=_KEPT.get(samples.inputs, preparer, room)))
     return replace(batches, arrays=Streamed(samples, preparer))
 
 
@@ -213,6 +267,8 @@ def fitting(raw: Array, preparer: Preparer) -> Array:
 
 def _check_alone(batches: Batches, preparer: Preparer) -> None:
     """Raise GraphError unless samples give the same inputs alone as in a batch."""
+    if preparer.at_once == 1:
+        return
     first = next(iter(batches), None)
     if first is None:
         return
@@ -230,6 +286,8 @@ def entry_name(description: Preparation, place: int) -> str:
     """Return what a statistic is of: a column by name, a feature of a row, or a channel."""
     if description.columns:
         return description.columns[place].name
+    if description.channels:
+        return description.channels[place]
     return f"{'channel' if description.axes else 'feature'} {place}"
 
 

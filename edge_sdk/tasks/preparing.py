@@ -26,6 +26,13 @@ FLAT = 1e-6
 
 BYTE = 255.0
 
+MELS, FRAMES = 40, 100
+SHORTEST_HOP, LONGEST_HOP = 0.01, 0.02
+FRAME = 2.5
+"""Hops of a frame. Hops are as long as give about ``FRAMES`` of a sound, within these bounds, s."""
+QUIETEST = 1e-5
+"""Least energy of a mel band, of which a logarithm is taken."""
+
 
 @dataclass(frozen=True)
 class BuiltPreparation:
@@ -109,7 +116,8 @@ def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = Fa
     graph.node("Concat", *parts, axis=1, output="output")
     steps = ["standardise"] * bool(numbers) + ["one-hot"] * (len(numbers) < len(columns))
     shape = (len(columns),)
-    description = _describe("float32", shape, steps, found, own=own and bool(numbers), columns=tuple(columns))
+    more: dict[str, Any] = {"own": own and bool(numbers), "columns": tuple(columns), "reader": "rows"}
+    description = _describe("float32", shape, steps, found, **more)
     return BuiltPreparation(graph.model("float32", shape, (width,)), description)
 
 
@@ -135,15 +143,12 @@ def prepare_array(
         value = graph.node("Transpose", value, perm=[0, *(place + 1 for place in order)])
         made = tuple(shape[place] for place in order)
         steps.append(f"axes {axes} to {''.join(axes[place] for place in order)}")
-    if axes == "HW" or axes in ("CT", "TC"):
-        # The network of a user's own arrays takes images; a recording is one of [1, C, T].
+    if axes == "HW":
         value = graph.node("Unsqueeze", value, graph.constant(np.array([1], np.int64)))
         made = (1, *made)
     channel = 0 if axes in ("", "F") else max(axes.find("C"), 0)
     if axes == "HW":
         entries: tuple[int, ...] = (1, 1, 1)
-    elif axes in ("CT", "TC"):
-        entries = (1, made[1], 1)
     else:
         entries = (made[0], *(1,) * (len(made) - 1))
     if found is None:
@@ -155,6 +160,127 @@ def prepare_array(
         steps.append("standardise")
     description = _describe(dtype, shape, steps, found, own=own, axes=axes, channel=channel)
     return BuiltPreparation(graph.model(dtype, shape, made), description)
+
+
+@dataclass(frozen=True)
+class Hearing:
+    """How sounds become log-mel pictures.
+
+    rate: samples per second. clip: samples of a sound that count; a shorter one is followed by silence. frame, hop:
+    samples of a frame, and between the beginnings of two.
+    """
+
+    rate: int
+    clip: int
+    frame: int
+    hop: int
+
+    @classmethod
+    def of(cls, rate: int, longest: int) -> Hearing:
+        """Return frames for sounds of up to ``longest`` samples."""
+        hop = round(min(max(longest / FRAMES, SHORTEST_HOP * rate), LONGEST_HOP * rate))
+        frame = round(FRAME * hop)
+        return cls(rate, max(longest, 1 << (frame - 1).bit_length()), frame, hop)
+
+    @property
+    def frames(self) -> int:
+        """Frames of a clip."""
+        return 1 + (self.clip - self.bins) // self.hop
+
+    @property
+    def bins(self) -> int:
+        """Samples that a Fourier transform takes: the next power of two."""
+        return 1 << (self.frame - 1).bit_length()
+
+
+def mel_weights(rate: int, bins: int) -> NDArray[np.float32]:
+    """Return triangular filters, float32 [bins // 2 + 1, MELS], evenly spaced in mel from 20 Hz to half the rate.
+
+    mel(f) = 2595 log10(1 + f / 700).
+    """
+    frequencies = np.linspace(0, rate / 2, bins // 2 + 1)
+    lowest, highest = (2595 * np.log10(1 + each / 700) for each in (20.0, rate / 2))
+    edges = 700 * (10 ** (np.linspace(lowest, highest, MELS + 2) / 2595) - 1)
+    rising = (frequencies[:, None] - edges[None, :-2]) / np.diff(edges)[None, :-1]
+    falling = (edges[None, 2:] - frequencies[:, None]) / np.diff(edges)[None, 1:]
+    return np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+
+
+def prepare_sounds(
+    hearing: Hearing, longest: int, found: Statistics | None, *, step: float | None = None
+) -> BuiltPreparation:
+    """Return the preparation of mono sounds [N, T] of up to ``longest`` samples: log-mel energies [1, MELS, frames].
+
+    found: statistics by mel band of what the graph makes without them; None leaves it unscaled. step: seconds between
+    two windows of a recording, all of ``longest`` samples; None for whole sounds, whose lengths differ.
+    """
+    graph = _Graph()
+    clip, bins = hearing.clip, hearing.bins
+    padded = graph.node("Pad", "input", graph.constant(np.array([0, 0, 0, clip], np.int64)))
+    ends = (np.array([value], np.int64) for value in (0, clip, 1))
+    start, end, axis = (graph.constant(each) for each in ends)
+    cut = graph.node("Slice", padded, start, end, axis)
+    column = graph.node("Unsqueeze", cut, graph.constant(np.array([2], np.int64)))
+    window = np.zeros(bins, np.float32)
+    window[: hearing.frame] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(hearing.frame) / hearing.frame)
+    spectrum = graph.node(
+        "STFT",
+        column,
+        graph.constant(np.array(hearing.hop, np.int64)),
+        graph.constant(window),
+        graph.constant(np.array(bins, np.int64)),
+        onesided=1,
+    )
+    squares = graph.node("Mul", spectrum, spectrum)
+    power = graph.node("ReduceSum", squares, graph.constant(np.array([3], np.int64)), keepdims=0)
+    mels = graph.node("MatMul", power, graph.constant(mel_weights(hearing.rate, bins)))
+    logs = graph.node("Log", graph.node("Max", mels, graph.constant(np.array(QUIETEST, np.float32))))
+    steps = [f"{MELS} log-mel bands of {hearing.frame} samples every {hearing.hop}"]
+    if found is not None:
+        logs = _standardised(graph, logs, found, range(MELS), (MELS,), own=False)
+        steps.append("standardise")
+    turned = graph.node("Transpose", logs, perm=[0, 2, 1])
+    graph.node("Unsqueeze", turned, graph.constant(np.array([1], np.int64)), output="output")
+    windows = step is not None
+    description = Preparation(
+        reader="recordings" if windows else "audio",
+        dtype="float32",
+        shape=(longest,),
+        free=() if windows else (0,),
+        rate=hearing.rate,
+        step=step,
+        axes="T",
+        steps=tuple(steps),
+    )
+    taken: tuple[int | str, ...] = (longest,) if windows else ("samples",)
+    return BuiltPreparation(graph.model("float32", taken, (1, MELS, hearing.frames)), description)
+
+
+def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[int, ...]) -> BuiltPreparation:
+    """Return the preparation of pictures [N, H, W, 3] of bytes: resized to ``size``, channels first, in [0, 1].
+
+    shape, free: of the raw pictures, as ``Preparation`` has them.
+    """
+    graph = _Graph()
+    value = "input"
+    steps = []
+    if free or shape[:2] != size:
+        # As bytes: a picture of 4096 x 4096 takes 50 MB so, and 250 MB as floats. Rounding is half a level at most.
+        sizes = graph.constant(np.array(size, np.int64))
+        value = graph.node("Resize", value, "", "", sizes, mode="linear", antialias=1, axes=[1, 2])
+        steps.append(f"resize to {size[0]} x {size[1]}")
+    value = graph.node("Transpose", graph.node("Cast", value, to=1), perm=[0, 3, 1, 2])
+    graph.node("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
+    description = Preparation(
+        reader="images",
+        dtype="uint8",
+        shape=(*shape[:2], 3),
+        free=free,
+        axes="HWC",
+        steps=(*steps, "axes HWC to CHW", "scale by 1/255"),
+    )
+    names = tuple(f"axis_{axis}" if axis in free else length for axis, length in enumerate((*shape[:2], 3)))
+    return BuiltPreparation(graph.model("uint8", names, (3, *size)), description)
 
 
 def _describe(
@@ -219,7 +345,7 @@ class _Graph:
         self._initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))
         return name
 
-    def model(self, dtype: str, shape: tuple[int, ...], made: tuple[int, ...]) -> bytes:
+    def model(self, dtype: str, shape: tuple[int | str, ...], made: tuple[int, ...]) -> bytes:
         import onnx.helper
 
         kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))

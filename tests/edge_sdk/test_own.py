@@ -332,7 +332,7 @@ def test_numbers_have_no_classes_to_deal_by(tmp_path):
 def test_what_one_file_for_all_cannot_be_is_explained(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         part(tmp_path / "none.npz", index=0, of=2)
-    with pytest.raises(DataError, match="is a folder; name one file"):
+    with pytest.raises(DataError, match="holds no picture and no sound"):
         part(tmp_path, index=0, of=2)
     with pytest.raises(BadOption, match="--data FILE"):
         own.load(None, device="pi", seed=0, batch_size=8)

@@ -103,7 +103,7 @@ def test_a_users_own_batches_are_prepared_as_they_come(shuffles):
     preparer = counting(raw)
     task = prepared(Task("t", None, None, data, data), preparer)
     assert len(task.train) == 3
-    assert one_pass(task).shape == (24, 1, 6, 32)
+    assert one_pass(task).shape == (24, 6, 32)
     assert hasattr(task.train, "shuffled") == shuffles
     if shuffles:
         mixed = np.concatenate([inputs for inputs, _ in task.train.shuffled(np.random.default_rng(1))])

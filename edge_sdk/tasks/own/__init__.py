@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.reading import Raw, class_order, read_file, read_options
+from edge_sdk.reading import Decoded, Raw, class_order, read_file, read_options
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays
@@ -105,7 +105,7 @@ def _people(raw: Raw) -> list[str]:
 def _take(raw: Raw, chosen: Array) -> Raw:
     return replace(
         raw,
-        inputs=raw.inputs[chosen],
+        inputs=raw.inputs.take(chosen) if isinstance(raw.inputs, Decoded) else raw.inputs[chosen],
         labels=labels_of(raw)[chosen],
         people=None if raw.people is None else raw.people[chosen],
         runs=None if raw.runs is None else raw.runs[chosen],

@@ -24,12 +24,14 @@ class Publishing:
     """The additions of a federation's publisher to its file.
 
     classes: their names in the order of the outputs; empty: those of the file. spare: outputs for names that only some
-    devices know. own: each device standardises by its own statistics.
+    devices know. own: each device standardises by its own statistics. size: side of the square that pictures are
+    resized to; None: their own size if it is the same for all and at most ``LARGEST_OWN``, otherwise ``USUAL``.
     """
 
     classes: tuple[str, ...] = ()
     spare: int = 0
     own: bool = False
+    size: int | None = None
 
 
 PLAIN = Publishing()

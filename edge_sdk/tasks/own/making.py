@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.reading import Raw, class_order
+from edge_sdk.reading import Decoded, Raw, class_order
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import OWN, Seeded, Task
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Samples, ScaledError, cross_entropy
 from edge_sdk.tasks.own.labels import Known, Labelled, Publishing, some
-from edge_sdk.tasks.preparing import BuiltPreparation, prepare_array, prepare_rows, statistics_of
+from edge_sdk.tasks.preparing import (
+    BuiltPreparation,
+    Hearing,
+    prepare_array,
+    prepare_pictures,
+    prepare_rows,
+    prepare_sounds,
+    statistics_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,9 +33,24 @@ METRICS_OF_NUMBERS = ("rmse", "mae", "r2")
 FEW = 20
 """Different whole numbers, up to which labels may have been meant as classes."""
 
+Inputs = Array | Decoded
+"""Raw samples, in memory or decoded when they are taken."""
 
-def build_preparation(raw: Raw, training: Array, kind: str, publishing: Publishing) -> BuiltPreparation:
+LARGEST_OWN, USUAL, LARGEST_PICTURE = 96, 64, 4096
+"""Sides of pictures, in pixels."""
+
+LONGEST_SOUND = 30
+"""Seconds."""
+
+
+def build_preparation(raw: Raw, training: Inputs, kind: str, publishing: Publishing) -> BuiltPreparation:
     """Return the preparation to publish, from raw training samples."""
+    if raw.axes == "HWC" and isinstance(raw.inputs, Decoded):
+        return _prepare_pictures(raw.inputs, publishing)
+    if raw.axes == "T":
+        return _prepare_sounds(raw, training, publishing)
+    assert not isinstance(raw.inputs, Decoded), "pictures and sounds alone are decoded late"
+    assert not isinstance(training, Decoded), "as all samples"
     if raw.columns:
         return prepare_rows(raw.columns, statistics_of([training], 0, raw.columns), own=publishing.own)
     dtype, shape, axes = raw.inputs.dtype.name, tuple(raw.inputs.shape[1:]), raw.axes
@@ -37,7 +61,43 @@ def build_preparation(raw: Raw, training: Array, kind: str, publishing: Publishi
             raise BadOption("--standardise device: grey images are standardised by the publisher's statistics alone")
         return prepare_array(dtype, shape, axes, statistics_of([training[..., None]], 2))
     channel = max(axes.find("C"), 0)
-    return prepare_array(dtype, shape, axes, statistics_of([training], channel), own=publishing.own)
+    built = prepare_array(dtype, shape, axes, statistics_of([training], channel), own=publishing.own)
+    if raw.step is None:
+        return built
+    windows = {"reader": "recordings", "rate": raw.rate, "step": raw.step, "channels": raw.channels}
+    return replace(built, description=built.description.model_copy(update=windows))
+
+
+def _prepare_pictures(pictures: Decoded, publishing: Publishing) -> BuiltPreparation:
+    side = publishing.size
+    height, width = pictures.shape[:2]
+    if side is not None:
+        size = (side, side)
+    elif not pictures.free and max(height, width) <= LARGEST_OWN:
+        size = (height, width)
+    else:
+        size = (USUAL, USUAL)
+    # Devices may have pictures of other sizes than the publisher.
+    return prepare_pictures(size, (LARGEST_PICTURE, LARGEST_PICTURE, 3), (0, 1))
+
+
+def _prepare_sounds(raw: Raw, training: Inputs, publishing: Publishing) -> BuiltPreparation:
+    """Return the preparation of sounds: log-mel energies, standardised by band over the publisher's training part."""
+    # Here, because ONNX Runtime is imported with them.
+    from sparrow.export.preparation import Preparer
+    from sparrow.export.running import batches_of
+
+    assert raw.rate is not None, "sounds have a rate"
+    if publishing.own:
+        raise BadOption("--standardise device: sounds are standardised by the publisher's statistics alone")
+    rate = round(raw.rate)
+    windows = raw.step is not None
+    length = raw.inputs.shape[0] if isinstance(raw.inputs, Decoded) else raw.inputs.shape[1]
+    longest = length if windows else LONGEST_SOUND * rate
+    hearing = Hearing.of(rate, length)
+    plain = Preparer(prepare_sounds(hearing, longest, None, step=raw.step).graph)
+    bands = (plain(each[None] if each.ndim == 1 else each)[:, 0] for each in batches_of(training, 1))
+    return prepare_sounds(hearing, longest, statistics_of(bands, 0), step=raw.step)
 
 
 def make_task(
@@ -61,7 +121,7 @@ def make_task(
     public = parts.get("public")
     return Task(
         name=known.task or OWN,
-        model=Seeded(partial(_build, shape, outputs[0], scale if numbers else None)),
+        model=Seeded(partial(_build, shape, outputs[0], scale if numbers else None, _hears(preparation, known))),
         loss=ScaledError(read.targets.deviation) if numbers else cross_entropy,
         train=ArrayBatches(parts["train"], batch_size),
         validation=ArrayBatches(parts["validation"], EVALUATION_BATCH),
@@ -84,10 +144,27 @@ def prepared_shape(preparation: BuiltPreparation) -> tuple[int, ...]:
     return tuple(dim.dim_value for dim in tensor.shape.dim[1:])
 
 
-def _build(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None) -> nn.Module:
+def _hears(preparation: BuiltPreparation | None, known: Known) -> bool:
+    """Return whether samples are sounds, for which there is a network of their own."""
+    description = known.preparation if preparation is None else preparation.description
+    return description is not None and description.axes == "T"
+
+
+def _build(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None, sounds: bool) -> nn.Module:
     from edge_sdk.tasks.models import build_model
 
-    return build_model(shape, outputs, scale)
+    return build_model(shape, outputs, scale, sounds=sounds)
+
+
+def _label_of(raw: Raw) -> str:
+    """Return what the labels of classes are called: folders name classes, an npz file y."""
+    return raw.label or ("class" if isinstance(raw.inputs, Decoded) else "y")
+
+
+def _shape_of(inputs: Inputs) -> str:
+    """Return type and shape of a sample; the largest, if they differ."""
+    shape, free = (inputs.shape, inputs.free) if isinstance(inputs, Decoded) else (inputs.shape[1:], ())
+    return f"{'up to' if free else 'each'} {inputs.dtype} {'x'.join(map(str, shape))}"
 
 
 def describe(
@@ -111,11 +188,11 @@ def describe(
         names, found = np.unique(known, return_counts=True)
         each = dict(zip(map(str, names), found.tolist(), strict=True))
         listed = [f"{name} {each[name]:,}" for name in class_order(each)]
-        text += f"; {raw.label or 'y'}: {some(listed)}"
+        text += f"; {_label_of(raw)}: {some(listed)}"
     if raw.columns:
         text += f"; columns {some([column.name for column in raw.columns])}"
     else:
-        text += f"; each {raw.inputs.dtype} {'x'.join(map(str, raw.inputs.shape[1:]))}"
+        text += f"; {_shape_of(raw.inputs)}"
     spare = [name for name in read.class_names[len(read.targets.names) :] if name]
     if spare and read.targets.names:
         text += f"; spare outputs were taken for {some(spare)}, which the federation does not name"

@@ -12,7 +12,7 @@ import numpy as np
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.protocol.preparation import Preparation, Targets
-from edge_sdk.reading import Raw, ReadOptions, class_order, read_file
+from edge_sdk.reading import Decoded, Raw, ReadOptions, class_order, join, read_file
 from edge_sdk.reading.errors import BadOption, DataError, NoData
 from edge_sdk.tasks import OWN, Task
 from edge_sdk.tasks.datasets import Dataset
@@ -148,7 +148,8 @@ def _numbered(whole: Whole, known: Known, publishing: Publishing) -> Dataset:
 @lru_cache(maxsize=8)
 def _whole_preparation(whole: Whole, samples: bytes, publishing: Publishing) -> BuiltPreparation:
     """Kept, for a process that simulates many devices. samples: indices, which as an array could not be looked up."""
-    training = whole.raw.inputs[np.frombuffer(samples, np.intp)]
+    chosen, inputs = np.frombuffer(samples, np.intp), whole.raw.inputs
+    training = inputs.take(chosen) if isinstance(inputs, Decoded) else inputs[chosen]
     return build_preparation(whole.raw, training, whole.kind, publishing)
 
 
@@ -164,8 +165,6 @@ def read_whole(
     place = Path(path).expanduser()
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
-    if place.is_dir():
-        raise DataError(f"{path}: is a folder; name one file in it")
     stamp = place.stat().st_mtime_ns
     return _read_whole(path, str(place.resolve()), stamp, options, preparation, targets, shape)
 
@@ -188,7 +187,7 @@ def _read_whole(
     if len(parts) > 1:
         raw = replace(
             first,
-            inputs=np.concatenate([each.inputs for each in parts]),
+            inputs=join([each.inputs for each in parts]),
             labels=np.concatenate([labels_of(each) for each in parts]),
             people=_joined(path, [each.people for each in parts], "a person"),
             runs=_joined(path, [each.runs for each in parts], "a run"),

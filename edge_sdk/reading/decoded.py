@@ -1,0 +1,76 @@
+"""Samples in files, decoded one by one when they are taken."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.reading.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded(Sequence[NDArray[Any]]):
+    """Samples that are decoded when they are taken.
+
+    places: the argument of ``decode`` for each sample; it names the file in messages. decode: returns one sample,
+    C-contiguous; raises DataError, naming the file. dtype: of all samples. shape: the largest length of each axis.
+    free: axes whose length varies. digest: SHA-256 over names, sizes and time stamps of the files, and the options that
+    change samples; the same files give the same.
+    """
+
+    places: tuple[Any, ...]
+    decode: Callable[[Any], NDArray[Any]]
+    dtype: str
+    shape: tuple[int, ...]
+    free: tuple[int, ...]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> NDArray[Any]:  # type: ignore[override]
+        """Return one sample. Raises DataError if its file cannot be read, or has changed."""
+        sample = self.decode(self.places[index])
+        fits = len(sample.shape) == len(self.shape) and all(
+            length <= most if axis in self.free else length == most
+            for axis, (length, most) in enumerate(zip(sample.shape, self.shape, strict=True))
+        )
+        if not fits:
+            raise DataError(
+                f"{self.places[index]}: now has shape {sample.shape}, it had at most {self.shape} when the data were "
+                "read; start again"
+            )
+        return sample
+
+    def take(self, chosen: NDArray[Any]) -> Decoded:
+        """Return the samples at these positions, or where a mask is True; shape and free axes stay."""
+        positions = np.arange(len(self))[chosen]
+        digest = hashlib.sha256(self.digest.encode() + positions.astype("<i8").tobytes()).hexdigest()
+        return replace(self, places=tuple(self.places[place] for place in positions.tolist()), digest=digest)
+
+
+def join(parts: Sequence[NDArray[Any] | Decoded]) -> NDArray[Any] | Decoded:
+    """Return the samples of parts of the same data, one after the other."""
+    late = [part for part in parts if isinstance(part, Decoded)]
+    if len(late) < len(parts):
+        return np.concatenate(parts)
+    return _join(late)
+
+
+def _join(parts: Sequence[Decoded]) -> Decoded:
+    first = parts[0]
+    assert all(part.decode == first.decode and part.dtype == first.dtype for part in parts), "of the same data"
+    shapes = list(zip(*(part.shape for part in parts), strict=True))
+    varying = {axis for axis, lengths in enumerate(shapes) if len(set(lengths)) > 1}
+    return replace(
+        first,
+        places=tuple(place for part in parts for place in part.places),
+        shape=tuple(map(max, shapes)),
+        free=tuple(sorted(varying.union(*(part.free for part in parts)))),
+        digest=hashlib.sha256("|".join(part.digest for part in parts).encode()).hexdigest(),
+    )

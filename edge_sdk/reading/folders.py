@@ -1,0 +1,192 @@
+"""Folders of pictures or sounds to listings.
+
+    ROOT/CLASS/FILE                    a folder for each class
+    ROOT/train/CLASS/FILE              the same with parts; val and test beside train
+    ROOT/FILE                          if labels are not wanted
+
+Hidden files, and those that systems leave behind, are no samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edge_sdk.protocol.preparation import Preparation, Targets
+from edge_sdk.reading.errors import BadOption, DataError
+from edge_sdk.reading.media import Listing, Medium, counted, medium_of, read_listing, take
+from edge_sdk.reading.options import ReadOptions
+from edge_sdk.reading.samples import Kind, Raw, plural, some
+
+USES = ("train", "val", "test")
+
+_JUNK = frozenset(("thumbs.db", "desktop.ini", "__macosx", "__pycache__"))
+
+_WANTED = (
+    "a folder for each class is wanted, as in {0}/CLASS/FILE, or {0}/train/CLASS/FILE with val and test beside train"
+)
+
+_UNUSED = ("label", "drop", "missing", "decimal", "delimiter", "encoding", "axes", "skip", "categories", "time")
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    medium: Medium
+    use: str
+    label: str
+
+
+def read_folder(
+    root: Path,
+    options: ReadOptions,
+    *,
+    preparation: Preparation | None = None,
+    targets: Targets | None = None,
+    labelled: bool = True,
+) -> dict[str, Raw]:
+    """Return a folder's samples by use, as ``read_file``. All parts have the same shape, free axes and remarks."""
+    options.refuse(str(root), "is a folder", *_UNUSED)
+    said: list[str] = []
+    found = _found(root, labelled, said)
+    medium = _medium(root, found)
+    kind: Kind | None = None
+    labels = None
+    if labelled:
+        kind = "classes"
+        _check_classes(root, options, targets, [file.label for file in found])
+        labels = np.array([file.label for file in found], np.str_)
+    paths = tuple(file.path for file in found)
+    listing = Listing(str(root), medium, paths, labels, kind, said=tuple(said))
+    raw, places = read_listing(listing, options, preparation)
+    uses = np.array([file.use for file in found], np.str_)[places]
+    parts = {use: np.flatnonzero(uses == use) for use in ("", *USES)}
+    return {use: take(raw, chosen) for use, chosen in parts.items() if len(chosen)}
+
+
+def read_single(
+    path: Path, medium: Medium, options: ReadOptions, preparation: Preparation | None, labelled: bool
+) -> Raw:
+    """Return one picture or sound as a sample without a label. Raises DataError."""
+    if labelled:
+        raise DataError(
+            f"{path}: is one {medium} and says no class; give its folder's parent, with a folder for each class, or a "
+            "table with the columns file and label"
+        )
+    options.refuse(str(path), f"is a {medium}", *_UNUSED)
+    return read_listing(Listing(str(path), medium, (path,)), options, preparation)[0]
+
+
+def _found(root: Path, labelled: bool, said: list[str]) -> list[_File]:
+    folders, files = _entries(root)
+    if not folders and (files or not labelled):
+        return _flat(root, files, labelled, said)
+    parts = _parts(root, folders, labelled)
+    found: list[_File] = []
+    ignored: list[Path] = []
+    beside = list(files)
+    nested: list[Path] = []
+    empty: list[str] = []
+    for use, above in parts.items():
+        classes = folders if above == root else _entries(above)[0]
+        beside += [] if above == root else _entries(above)[1]
+        for folder in classes:
+            inner, own = _entries(folder)
+            media = [(path, medium_of(path)) for path in own]
+            used = [_File(path, medium, use, folder.name) for path, medium in media if medium is not None]
+            ignored += [path for path, medium in media if medium is None]
+            nested += inner
+            if not used:
+                empty.append(str(folder.relative_to(root)))
+            found += used
+    if not found:
+        raise DataError(_nothing(root, folders, [*ignored, *beside], nested))
+    if beside:
+        were = "was" if len(beside) == 1 else "were"
+        said.append(f"{plural(len(beside), 'file')} beside the folders of classes {were} left out: {counted(beside)}")
+    if ignored:
+        were = "is" if len(ignored) == 1 else "are"
+        said.append(f"{plural(len(ignored), 'file')} {were} no pictures or sounds and left out: {counted(ignored)}")
+    if nested:
+        said.append(f"{plural(len(nested), 'folder')} within folders of classes left out: {some(nested, 3)}")
+    if empty:
+        said.append(f"without a file that is read, so no class: {some(empty)}")
+    return found
+
+
+def _flat(root: Path, files: list[Path], labelled: bool, said: list[str]) -> list[_File]:
+    media = [(path, medium_of(path)) for path in files]
+    found = [_File(path, medium, "", "") for path, medium in media if medium is not None]
+    ignored = [path for path, medium in media if medium is None]
+    if not found:
+        raise DataError(_nothing(root, [], files, []))
+    if labelled:
+        raise DataError(
+            f"{root}: holds {plural(len(found), 'file')} and no folders; {_WANTED.format(root)}; or list the files in "
+            "a table with the columns file and label, and name that"
+        )
+    if ignored:
+        said.append(f"{plural(len(ignored), 'file')} left out: {counted(ignored)}")
+    return found
+
+
+def _nothing(root: Path, folders: list[Path], files: list[Path], nested: list[Path]) -> str:
+    if nested:
+        return f"{root}: {folders[0].name} holds only folders, such as {nested[0].name}; {_WANTED.format(root)}"
+    held = [plural(len(folders), "folder")] if folders else []
+    held += [counted(files)] if files else []
+    return f"{root}: holds no picture and no sound ({' and '.join(held) or 'it is empty'}); {_WANTED.format(root)}"
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return folders and files in order of name, but none that are hidden or left by systems."""
+    try:
+        shown = sorted(
+            (path for path in folder.iterdir() if not path.name.startswith(".") and path.name.lower() not in _JUNK),
+            key=lambda path: path.name,
+        )
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror or error}); check its permissions") from None
+    folders = [path for path in shown if path.is_dir()]
+    return folders, [path for path in shown if not path.is_dir()]
+
+
+def _parts(root: Path, folders: list[Path], labelled: bool) -> dict[str, Path]:
+    """Return the folders above those of classes, by use. Raises DataError."""
+    uses = {folder.name.lower(): folder for folder in folders if folder.name.lower() in USES and _entries(folder)[0]}
+    if not uses:
+        return {"": root}
+    others = [folder.name for folder in folders if folder not in uses.values()]
+    if others:
+        raise DataError(
+            f"{root}: {some(uses.values())} holds folders of classes, but {some(others)} stands beside it; the parts "
+            "are called train, val and test: rename or remove it"
+        )
+    if "train" not in uses and labelled:
+        raise DataError(f"{root}: has {some(uses)}, but no train; add it, or name one of them")
+    return {use: uses[use] for use in USES if use in uses}
+
+
+def _medium(root: Path, found: list[_File]) -> Medium:
+    counts = Counter(file.medium for file in found)
+    if len(counts) > 1:
+        examples = [
+            f"{plural(count, medium)}, such as {next(f.path.relative_to(root) for f in found if f.medium == medium)}"
+            for medium, count in sorted(counts.items())
+        ]
+        raise DataError(f"{root}: holds {' and '.join(examples)}; put them into folders of their own")
+    return found[0].medium
+
+
+def _check_classes(root: Path, options: ReadOptions, targets: Targets | None, names: list[str]) -> None:
+    advice = "list the files in a table with the columns file and label"
+    if targets is not None and targets.kind == "numbers":
+        raise DataError(f"{root}: folders name classes, but the federation predicts numbers; {advice}")
+    if options.target == "number":
+        raise BadOption(f"{root}: target=number, but folders name classes; leave it out, or {advice}")
+    long = next((name for name in names if len(name) > 200), None)
+    if long is not None:
+        raise DataError(f"{root}: the folder {long[:40]}... has {len(long)} characters, at most 200; rename it")

@@ -1,0 +1,207 @@
+"""Tables of long recordings, a row for each moment, to windows: float32 [N, T, C].
+
+A new recording begins where the label, the person, or a column such as ``recording`` changes, and where the time goes
+back or jumps by more than ``JUMP`` periods. The rate is 1 / median step. Rows that are missing within a recording are
+interpolated. A window lies within one recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.preparation import Column, Preparation, Targets
+from edge_sdk.reading.categories import Names
+from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.media import other_reader
+from edge_sdk.reading.options import ReadOptions
+from edge_sdk.reading.roles import find, folded
+from edge_sdk.reading.samples import Raw, plural, some
+from edge_sdk.reading.tables import Rows, Table, blocks_of, read_table
+from edge_sdk.reading.times import UNITS, read_times, said_of_unit, time_column, unit_found, unit_named
+from edge_sdk.reading.windows import cut_of, rate_of, remark, starts
+
+SESSIONS = ("recording", "run", "session", "file")
+"""Names of columns that say which recording a row is of, in any case."""
+
+JUMP = 5
+"""Periods between two rows, from which on they are of two recordings."""
+
+GAP = 1.5
+"""Periods between two rows, from which on some are missing between them."""
+
+LIKE = 0.01
+"""Difference of two rates, as a share, up to which rows are taken as they are."""
+
+
+def read_recordings(
+    table: Table,
+    options: ReadOptions,
+    *,
+    preparation: Preparation | None = None,
+    targets: Targets | None = None,
+    labelled: bool = True,
+) -> Raw:
+    """Return the windows of a table's recordings. Raises DataError."""
+    source = table.source
+    if preparation is not None and preparation.axes == "T":
+        raise other_reader(source, "is a table of measurements", preparation)
+    options.refuse(source, "holds recordings", "axes", "categories", "unreadable")
+    cut = cut_of(source, options, preparation)
+    wanted = rate_of(source, options, preparation)
+    time = time_column(table, options)
+    label = options.label or (targets.column if targets else None)
+    label_place = None if label is None else find(label, table.names)
+    sessions = [
+        place
+        for place, name in enumerate(table.names)
+        if folded(name) in SESSIONS and place not in (time, label_place) and name not in options.drop
+    ]
+    aside = tuple(table.names[place] for place in (time, *sessions))
+    rows = read_table(
+        table,
+        replace(options, drop=(*options.drop, *aside), time=None),
+        preparation=_by_name(preparation),
+        targets=targets,
+        labelled=labelled,
+    )
+    _check_channels(rows.raw, preparation)
+    values, dates = read_times(table, time, rows.lines, options)
+    kept = ~np.isnan(values)
+    if rows.kept is not None:
+        kept &= rows.kept
+    raw = _of_rows(rows, kept)
+    codes: list[NDArray[np.integer]] = [_codes(table, place)[kept] for place in sessions]
+    codes += [np.unique(each, return_inverse=True)[1] for each in (raw.labels, raw.people) if each is not None]
+    values = values[kept]
+    steps = np.diff(values)
+    together = np.ones(len(steps), np.bool_)
+    for each in codes:
+        together &= np.diff(each) == 0
+    step = _median(source, table.names[time], steps[together])
+    said = list(raw.said)
+    unit = "s" if dates else unit_named(table.names[time])
+    if unit is None:
+        unit = unit_found(float(values[0]), step, wanted)
+        said.append(said_of_unit(table.names[time], unit, step))
+    seconds = (values - values[0]) * UNITS[unit]
+    own = float(f"{1 / (step * UNITS[unit]):.6g}")
+    breaks = ~together | (steps < 0) | (steps > JUMP * step * (1 + 1e-9))
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(values)]
+    resampled = wanted is not None and abs(own / wanted - 1) > LIKE
+    rate = own if wanted is None else wanted
+    said.append(f"rows have {own:g} per second" + (f" and were resampled to {rate:g}" if resampled else ""))
+    gaps = ~breaks & (steps > GAP * step)
+    if gaps.any():
+        lost = int(np.rint(steps[gaps] / step - 1).sum())
+        said.append(f"interpolated: {plural(lost, 'missing reading')} in {plural(int(gaps.sum()), 'gap')}")
+    window, shift = cut.samples(source, rate)
+    inputs = raw.inputs
+    assert isinstance(inputs, np.ndarray), "of a table"
+    pieces, firsts, runs, counts = [], [], [], []
+    for start, end in pairwise(edges):
+        piece = inputs[start:end]
+        if resampled or gaps[start : end - 1].any():
+            piece = _resampled(seconds[start:end], piece, rate)
+        number = len(starts(len(piece), window, shift))
+        counts.append(number)
+        if number:
+            views = np.lib.stride_tricks.sliding_window_view(piece, window, axis=0)[::shift]
+            pieces.append(np.ascontiguousarray(views.transpose(0, 2, 1)))
+            firsts += [start] * number
+            runs += [len(counts) - 1] * number
+    said.append(remark(source, counts, None if raw.labels is None else raw.labels[edges[:-1]]))
+    said.append(f"channels: {some((column.name for column in raw.columns), 12)}")
+    return replace(
+        raw,
+        inputs=np.concatenate(pieces),
+        labels=None if raw.labels is None else raw.labels[firsts],
+        people=None if raw.people is None else raw.people[firsts],
+        runs=np.array(runs, np.int64),
+        columns=(),
+        channels=tuple(column.name for column in raw.columns),
+        axes="TC",
+        said=tuple(said),
+        reader="recordings",
+        rate=rate,
+        step=shift / rate,
+    )
+
+
+def _by_name(preparation: Preparation | None) -> Preparation | None:
+    """Return the federation's channels as columns of a table, which are found by name; None if it names none."""
+    if preparation is None or not preparation.channels:
+        return None
+    columns = tuple(Column(name=name) for name in preparation.channels)
+    return Preparation(reader="rows", shape=(len(columns),), columns=columns, missing=preparation.missing)
+
+
+def _check_channels(raw: Raw, preparation: Preparation | None) -> None:
+    if raw.kind == "numbers":
+        raise DataError(
+            f"{raw.source}: the labels of a recording's rows are numbers; windows have classes: if these are some, add "
+            "target=class, or name another column: label=NAME"
+        )
+    named = next((column.name for column in raw.columns if column.categories), None)
+    if named is not None:
+        raise DataError(
+            f"{raw.source}: the column {named} holds names, and a recording's channels are numbers; leave it out: "
+            f"drop={named}"
+        )
+    if preparation is not None and preparation.shape[1] != len(raw.columns):
+        raise DataError(
+            f"{raw.source}: has {len(raw.columns)} channels ({some((column.name for column in raw.columns), 12)}), the "
+            f"federation's recordings have {preparation.shape[1]}; leave others out with drop="
+        )
+
+
+def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
+    """Return those rows of the file that are ``kept``; ``rows`` may have lost some already."""
+    if not kept.any():
+        raise DataError(f"{rows.raw.source}: each row lacks a value, so missing=drop leaves none; drop columns instead")
+    chosen = kept if rows.kept is None else kept[rows.kept]
+    raw = rows.raw
+    return replace(
+        raw,
+        inputs=raw.inputs[chosen],  # type: ignore[index]
+        labels=None if raw.labels is None else raw.labels[chosen],
+        people=None if raw.people is None else raw.people[chosen],
+    )
+
+
+def _codes(table: Table, place: int) -> NDArray[np.int32]:
+    names = Names()
+    for block in blocks_of(table, {place}, {place}):
+        columns: Sequence[Any] = block.columns
+        names.add(map(str, columns[place]), block.lines)
+    return names.codes()
+
+
+def _median(source: str, name: str, steps: NDArray[np.float64]) -> float:
+    """Return the median step forwards. Raises DataError if most rows have the time of the row before."""
+    forwards = steps[steps > 0]
+    if not len(forwards):
+        raise DataError(
+            f"{source}: {name} does not grow from row to row; sort the rows by time, recording after recording"
+        )
+    if np.count_nonzero(steps == 0) > len(forwards):
+        raise DataError(
+            f"{source}: most rows have the {name} of the row before, so the rate is not known; write times with more "
+            "digits, or sort the rows recording after recording"
+        )
+    return float(np.median(forwards))
+
+
+def _resampled(seconds: NDArray[np.float64], piece: NDArray[Any], rate: float) -> NDArray[np.float32]:
+    """Return rows at ``rate`` per second, interpolated linearly."""
+    count = int((seconds[-1] - seconds[0]) * rate + 1e-6) + 1
+    grid = seconds[0] + np.arange(count) / rate
+    made = np.empty((count, piece.shape[1]), np.float32)
+    for channel in range(piece.shape[1]):
+        made[:, channel] = np.interp(grid, seconds, piece[:, channel])
+    return made

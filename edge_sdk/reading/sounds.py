@@ -1,0 +1,331 @@
+"""Sound files to mono float32 in [-1, 1], whole or in windows. soundfile and soxr are imported when one is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.errors import MissingPart
+from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.reading.decoded import Decoded
+from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.fingerprints import fingerprint
+from edge_sdk.reading.looking import look_at_each
+from edge_sdk.reading.options import ReadOptions
+from edge_sdk.reading.samples import plural, some
+from edge_sdk.reading.windows import cut_of, is_recordings, rate_of, remark, starts
+
+KINDS = "WAV, FLAC, OGG, AIFF or MP3"
+
+LONGEST, SHORTEST = 30.0, 0.01
+"""Seconds of a sound."""
+
+HIGHEST_RATE = 16_000
+"""Samples per second of whichever files have more, unless an option or the federation says otherwise."""
+
+_BLOCK = 1 << 20
+"""Frames in memory when a file is looked at."""
+
+_LOUDEST = 2.0
+"""Decoders of lossy formats overshoot 1 a little; files of floats on another scale do so by far."""
+
+_CUT_SHORT = re.compile(r"(?:data|SSND) : ([0-9]+) \(should be ([0-9]+)\)")
+
+_UNKNOWN_SIZE = 1 << 31
+"""Programs that write to a pipe put at least this into the header."""
+
+Span = tuple[float, float]
+"""Beginning and end of a part of a file, s."""
+
+
+class Place(NamedTuple):
+    """Part of a file, in its own frames."""
+
+    path: str
+    start: int
+    frames: int
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class Hear:
+    """Decode a place at ``rate`` samples per second, to ``length`` samples if it is a window."""
+
+    rate: float
+    length: int | None = None
+
+    def __call__(self, place: Place) -> NDArray[np.float32]:
+        """Return samples, [T]. Raises DataError, naming the file; MissingPart without soundfile or soxr."""
+        with _Opened(place.path) as file:
+            file.seek(place.start)
+            samples = _mono(file.read(place.frames, dtype="float32", always_2d=True))
+            own = float(file.samplerate)
+        if len(samples) < place.frames:
+            raise DataError(f"{place.path}: has become shorter since the data were read; start again")
+        length = resampled_length(place.frames, own, self.rate) if self.length is None else self.length
+        if own != self.rate:
+            samples = _soxr(place.path).resample(samples, own, self.rate)
+        # resampling gives a sample more or fewer
+        samples = np.pad(samples[:length], (0, max(0, length - len(samples))))
+        return np.ascontiguousarray(np.clip(samples, -1, 1), np.float32)
+
+
+@dataclass(frozen=True)
+class _Sound:
+    """A file as decoded once. frames: at its own rate."""
+
+    rate: float
+    frames: int
+    channels: int
+    silent: bool
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """Samples of files. positions: of each sample the file among those given. runs: of windows, the recording."""
+
+    samples: Decoded
+    positions: NDArray[np.intp]
+    rate: float
+    step: float | None
+    runs: NDArray[np.int64] | None
+    said: tuple[str, ...]
+
+
+def resampled_length(frames: int, own: float, rate: float) -> int:
+    """Return the number of samples of ``frames`` after resampling."""
+    return max(1, math.floor(frames * rate / own + 0.5))
+
+
+def read_sounds(
+    source: str,
+    paths: Sequence[Path],
+    spans: Sequence[Span] | None,
+    labels: NDArray[Any] | None,
+    options: ReadOptions,
+    preparation: Preparation | None,
+) -> Sounds:
+    """Return the sounds that can be read, or their windows. Each file is decoded once.
+
+    spans: the part of each file that counts, None for all of it. labels: of each file, for remarks. Raises DataError,
+    naming the file; MissingPart without soundfile or soxr.
+    """
+    windowed = is_recordings(options, preparation)
+    wanted = rate_of(source, options, preparation)
+    sounds: dict[Path, _Sound] = {}
+
+    def look(path: Path) -> None:
+        sounds[path] = _look(path, whole=spans is None and not windowed)
+
+    distinct = list(dict.fromkeys(paths))
+    _, said = look_at_each(distinct, look, "sound", options)
+    kept = [place for place, path in enumerate(paths) if path in sounds]
+    found = list(sounds.values())
+    rate = wanted if wanted is not None else _commonest(found)
+    said += _remarks(found, rate, chosen=wanted is None)
+    parts = []
+    for place in kept:
+        sound = sounds[paths[place]]
+        whole = (0.0, sound.frames / sound.rate)
+        start, end = whole if spans is None else _inside(paths[place], spans[place], whole[1])
+        parts.append(Part(paths[place], sound, start, end))
+    if windowed:
+        return _windows(source, parts, kept, labels, rate, options, preparation, said)
+    places = []
+    for part in parts:
+        first = round(part.start * part.sound.rate)
+        last = min(part.sound.frames, round(part.end * part.sound.rate))
+        _check_length(part.path, (last - first) / part.sound.rate, spans is not None)
+        places.append(Place(str(part.path), first, last - first))
+    lengths = [resampled_length(place.frames, part.sound.rate, rate) for place, part in zip(places, parts, strict=True)]
+    _check_federation(parts, lengths, rate, preparation)
+    free = (0,) if len(set(lengths)) > 1 else ()
+    digest = fingerprint("sounds", [part.path for part in parts], rate, spans)
+    samples = Decoded(tuple(places), Hear(rate), "float32", (max(lengths),), free, digest)
+    return Sounds(samples, np.array(kept, np.intp), rate, None, None, tuple(said))
+
+
+class Part(NamedTuple):
+    """Part of a sound, from ``start`` to ``end`` in seconds."""
+
+    path: Path
+    sound: _Sound
+    start: float
+    end: float
+
+
+def _windows(
+    source: str,
+    parts: Sequence[Part],
+    kept: Sequence[int],
+    labels: NDArray[Any] | None,
+    rate: float,
+    options: ReadOptions,
+    preparation: Preparation | None,
+    said: list[str],
+) -> Sounds:
+    window, step = cut_of(source, options, preparation).samples(source, rate)
+    places, positions, runs, counts = [], [], [], []
+    for run, (part, place) in enumerate(zip(parts, kept, strict=True)):
+        own = part.sound.rate
+        begins = starts(math.floor((part.end - part.start) * rate + 1e-6), window, step)
+        counts.append(len(begins))
+        for begin in begins:
+            first = round((part.start + begin / rate) * own)
+            frames = min(math.ceil(window * own / rate), part.sound.frames - first)
+            places.append(Place(str(part.path), first, frames))
+            positions.append(place)
+            runs.append(run)
+    said.append(remark(source, counts, None if labels is None else labels[list(kept)]))
+    digest = fingerprint("windows", [part.path for part in parts], rate, window, places)
+    return Sounds(
+        Decoded(tuple(places), Hear(rate, window), "float32", (window,), (), digest),
+        np.array(positions, np.intp),
+        rate,
+        step / rate,
+        np.array(runs, np.int64),
+        tuple(said),
+    )
+
+
+# --- one file
+
+
+class _Opened:
+    """Context manager: a soundfile.SoundFile, whose errors become a DataError."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import soundfile
+        except (ImportError, OSError):  # OSError: without the library libsndfile
+            raise MissingPart(f"{path}: sounds need soundfile: pip install 'sparrow-fl[data]'") from None
+        self._soundfile = soundfile
+        self._path = path
+
+    def __enter__(self) -> Any:
+        try:
+            if Path(self._path).stat().st_size == 0:
+                raise DataError(f"{self._path}: is empty; copy the sound anew")
+            self._file = self._soundfile.SoundFile(self._path)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read ({error.strerror or error})") from None
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).removeprefix(f"Error opening {self._path!r}: ")
+            if "not recognised" in reason or isinstance(error, (TypeError, ValueError)):
+                raise DataError(f"{self._path}: is not a sound ({KINDS})") from None
+            raise DataError(f"{self._path}: cannot be read as a sound ({reason})") from None
+        return self._file
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._file.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise DataError(f"{self._path}: cannot be read as a sound ({error}); copy it anew") from None
+
+
+def _soxr(path: str) -> Any:
+    try:
+        import soxr
+    except ImportError:
+        raise MissingPart(f"{path}: sounds of another rate need soxr: pip install 'sparrow-fl[data]'") from None
+    return soxr
+
+
+def _mono(frames: NDArray[np.float32]) -> NDArray[np.float32]:
+    return frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1, dtype=np.float32)
+
+
+def _look(path: Path, *, whole: bool) -> _Sound:
+    """Decode a file in blocks. whole: it is one sample. Raises DataError."""
+    frames, loudest, silent = 0, 0.0, True
+    with _Opened(str(path)) as file:
+        promised, rate, channels, extra = file.frames, float(file.samplerate), file.channels, file.extra_info
+        if whole and promised / rate > LONGEST:
+            _check_length(path, promised / rate, False)
+        while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+            if not np.isfinite(block).all():
+                raise DataError(f"{path}: has samples that are infinite or not a number; write it anew")
+            frames += len(block)
+            loudest = max(loudest, float(np.abs(block).max()))
+            silent = silent and not block.any()
+    cut = _CUT_SHORT.search(extra)
+    truncated = frames < promised or "File ended unexpectedly" in extra
+    if cut is not None:
+        truncated = truncated or int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE
+    if truncated:
+        raise DataError(f"{path}: is truncated, it ends after {frames / rate:.3g} s; copy it anew")
+    if loudest > _LOUDEST:
+        raise DataError(f"{path}: has samples up to {loudest:g}, beyond 1; scale them to -1 to 1")
+    if whole:
+        _check_length(path, frames / rate, False)
+    return _Sound(rate, frames, channels, silent)
+
+
+def _check_length(path: Path, seconds: float, span: bool) -> None:
+    what = "its part " if span else ""
+    if seconds > LONGEST:
+        raise DataError(
+            f"{path}: {what}lasts {seconds:.1f} s, at most {LONGEST:g} s are read as one sample; window=2.56s cuts it "
+            "into windows"
+        )
+    if seconds < SHORTEST:
+        raise DataError(f"{path}: {what}lasts {seconds * 1e3:.3g} ms, at least {SHORTEST * 1e3:g} ms are needed")
+
+
+def _inside(path: Path, span: Span, seconds: float) -> Span:
+    start, end = span
+    if end > seconds + 0.01:
+        raise DataError(f"{path}: lasts {seconds:.3f} s, but a part of it is to end at {end:g} s; correct the table")
+    return start, min(end, seconds)
+
+
+# --- all files
+
+
+def _commonest(sounds: Sequence[_Sound]) -> float:
+    counts = Counter(sound.rate for sound in sounds)
+    most = max(counts.values())
+    return min(HIGHEST_RATE, *(rate for rate, times in counts.items() if times == most))
+
+
+def _remarks(sounds: Sequence[_Sound], rate: float, *, chosen: bool) -> list[str]:
+    said = []
+    others = [sound.rate for sound in sounds if sound.rate != rate]
+    if others:
+        rates = some(f"{other:,.6g}" for other in sorted(set(others)))
+        remedy = "; rate= keeps another rate" if chosen else ""
+        were = "was" if len(others) == 1 else "were"
+        said.append(f"{plural(len(others), 'sound')} of {rates} Hz {were} resampled to {rate:,.6g} Hz{remedy}")
+    elif chosen:
+        said.append(f"sounds have {rate:,.6g} samples per second")
+    several = sum(sound.channels > 1 for sound in sounds)
+    if several:
+        said.append(f"the channels of {plural(several, 'sound')} were averaged")
+    silent = sum(sound.silent for sound in sounds)
+    if silent:
+        said.append(f"{plural(silent, 'sound')} {'is' if silent == 1 else 'are'} silent")
+    return said
+
+
+def _check_federation(
+    parts: Sequence[Part], lengths: Sequence[int], rate: float, preparation: Preparation | None
+) -> None:
+    if preparation is None:
+        return
+    wanted = preparation.shape[0]
+    for part, length in zip(parts, lengths, strict=True):
+        if length > wanted or (length < wanted and not preparation.free):
+            most = "at most " if preparation.free else ""
+            raise DataError(
+                f"{part.path}: lasts {length / rate:.3f} s, the federation's sounds last {most}{wanted / rate:.3f} s; "
+                "cut it"
+            )
