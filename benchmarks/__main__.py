@@ -157,7 +157,7 @@ def _options(parser: Parser) -> None:
     own.add_argument(
         "--data",
         default="",
-        help="an npz or CSV file with the samples of all devices; a folder, a pattern or a path with {index} or {name} "
+        help="a file or folder with the samples of all devices; a folder, a pattern or a path with {index} or {name} "
         "for an npz file per device; for other tasks their --data",
     )
     own.add_argument(

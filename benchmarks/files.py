@@ -16,8 +16,9 @@ PLACES = ("{index}", "{name}")
 def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[str, ...]:
     """Return the files of the first ``devices`` devices (None: all); () if the devices share ``data``.
 
-    data: a folder of npz files or tables; a pattern such as ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in
-    it, which are 0, 1, ... and device-0, device-1, .... Files of a folder or pattern are in the order of their names.
+    data: a folder of npz files or tables, or of folders that hold a folder for each class; a pattern such as
+    ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in it, which are 0, 1, ... and device-0, device-1, ....
+    Files of a folder or pattern are in the order of their names.
     Only a user's own files (the task npz) are such. Raises DataError, NoData.
     """
     if task != OWN or not data:
@@ -25,9 +26,12 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
     if any(place in data for place in PLACES):
         found = _numbered(data, devices)
     elif Path(data).is_dir():
-        found = sorted(str(path) for path in Path(data).iterdir() if path.name.lower().endswith(SUFFIXES))
+        files, folders = _in_order(Path(data))
+        parts = {folder.name.lower() for folder in folders} & {"train", "val", "test"}
+        found = list(map(str, files or [folder for folder in folders if not parts and _in_order(folder)[1]]))
         if not found:
-            raise NoData(f"--data {data}: the folder has no {', '.join(SUFFIXES)} files; it needs one per device")
+            # A folder for each class of pictures or sounds, which is dealt to all devices as one file is.
+            return ()
     elif set(data) & set("*?["):
         found = sorted(glob(data))
         if not found:
@@ -44,11 +48,18 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
     return tuple(found[:devices])
 
 
+def _in_order(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the tables and npz files of a folder, and its folders, in order of name; none that are hidden."""
+    shown = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
+    files = [path for path in shown if path.name.lower().endswith(SUFFIXES)]
+    return files, [path for path in shown if path.is_dir()]
+
+
 def _numbered(data: str, devices: int | None) -> list[str]:
     found: list[str] = []
     while devices is None or len(found) < devices:
         path = data.replace("{index}", str(len(found))).replace("{name}", f"device-{len(found)}")
-        if not Path(path).is_file():
+        if not Path(path).exists():
             if not found:
                 raise NoData(
                     f"--data {data}: there is no file {path}; {{index}} is 0, 1, ... and {{name}} device-0, device-1, "

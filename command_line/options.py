@@ -44,6 +44,22 @@ def add_wait(parser: argparse.ArgumentParser, default: float | None = 0.0) -> No
     )
 
 
+def add_skip_unreadable(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--skip-unreadable``, for which ``with_skipped`` stands."""
+    parser.add_argument(
+        "--skip-unreadable", action="store_true", help="leave out pictures and sounds that cannot be read"
+    )
+
+
+def with_skipped(data: str | None, options: argparse.Namespace) -> str | None:
+    """Return the text of ``--data`` with the reading option that ``--skip-unreadable`` asks for, if it was given."""
+    if not options.skip_unreadable:
+        return data
+    if data is None:
+        raise WrongUsage("--skip-unreadable is for files of your own: add --data")
+    return f"{data},unreadable=skip"
+
+
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add the option ``--json``. more: what else there is to say of it."""
     parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")

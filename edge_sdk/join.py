@@ -52,7 +52,14 @@ from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line import allocator
 from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
+from sparrow.command_line.options import (
+    add_help_settings,
+    add_json,
+    add_server,
+    add_skip_unreadable,
+    add_wait,
+    with_skipped,
+)
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
@@ -691,7 +698,7 @@ def _command(options: argparse.Namespace) -> None:
         policy = _policy(options.policy, dict(options.limit))
         result = join(
             options.server,
-            data=options.data,
+            data=with_skipped(options.data, options),
             federation=options.federation,
             name=options.device_name,
             state_dir=options.state_dir,
@@ -725,7 +732,8 @@ def _options(parser: Parser) -> None:
     add_server(parser)
     read.add_federation_to_join(parser)
     parser.add_argument("--device-name", metavar="NAME", help="unique in the federation (default: the host's name)")
-    parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
+    parser.add_argument("--data", help="this device's data, as its task wants it: a file or folder, or index=0,of=5")
+    add_skip_unreadable(parser)
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
     parser.add_argument(
         "--budget",

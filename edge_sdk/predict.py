@@ -17,8 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.errors import MissingPart, SdkError
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.exits import Exit
-from sparrow.command_line.options import add_json
+from sparrow.command_line.options import add_json, add_skip_unreadable, with_skipped
 
 __all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_classes"]
 
@@ -374,13 +374,13 @@ def top_classes(scores: Array, count: int) -> NDArray[np.intp]:
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
-def read_inputs(data: str, predictor: Predictor) -> Array:
-    """Return raw samples from a file, as the model takes them: a table, an npz or an npy file.
+def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
+    """Return raw samples from a file or folder, as the model takes them; one by one if they are decoded from files.
 
     data: the path, and perhaps options as ``--data`` of ``sparrow join`` has them. Raises PredictError, DataError.
     """
     from edge_sdk.protocol.preparation import Preparation, Targets
-    from edge_sdk.reading import read_file, read_options
+    from edge_sdk.reading import Decoded, read_file, read_options
 
     path, options, rest = read_options(data)
     if rest:
@@ -405,6 +405,8 @@ def read_inputs(data: str, predictor: Predictor) -> Array:
     raw = parts.get("", parts.get("test", next(iter(parts.values()))))
     for text in raw.said:
         print(f"{path}: {text}", file=sys.stderr)
+    if isinstance(raw.inputs, Decoded):
+        return raw.inputs
     return raw.inputs.astype(predictor.dtype, copy=False)
 
 
@@ -416,6 +418,8 @@ class _Predicted:
     outputs: Array
     seconds: float
     alone: Timing | None = None
+    files: list[str] = field(default_factory=list)
+    """Of each sample, if each is a file."""
 
 
 def _show(found: _Predicted, top: int) -> str:
@@ -424,11 +428,13 @@ def _show(found: _Predicted, top: int) -> str:
     predictor = found.predictor
     if predictor.target is not None:
         for number, values in enumerate(outputs.reshape(count, -1)):
-            lines.append(f"sample {number}: {predictor.target} {', '.join(f'{value:.6g}' for value in values)}")
+            lines.append(
+                f"{_called(found, number)}: {predictor.target} {', '.join(f'{value:.6g}' for value in values)}"
+            )
     elif outputs.ndim == 2:
         for number, classes in enumerate(top_classes(outputs, top)):
             named = ", ".join(f"{predictor.named(index)} (score {outputs[number, index]:.3f})" for index in classes)
-            lines.append(f"sample {number}: {named}")
+            lines.append(f"{_called(found, number)}: {named}")
     else:
         lines.append(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
     lines.append(f"{count} samples in {found.seconds * 1e3:.2f} ms, {found.seconds * 1e3 / count:.3f} ms each")
@@ -439,6 +445,10 @@ def _show(found: _Predicted, top: int) -> str:
             f"energy {joules} ({alone.energy})"
         )
     return "\n".join(lines)
+
+
+def _called(found: _Predicted, number: int) -> str:
+    return found.files[number] if found.files else f"sample {number}"
 
 
 def _as_json(found: _Predicted, top: int) -> str:
@@ -460,6 +470,7 @@ def _as_json(found: _Predicted, top: int) -> str:
         {
             "properties": predictor.properties,
             "samples": len(outputs),
+            "files": found.files or None,
             "output_shape": list(outputs.shape[1:]),
             "classes": classes,
             "numbers": numbers,
@@ -467,6 +478,10 @@ def _as_json(found: _Predicted, top: int) -> str:
             "alone": alone,
         }
     )
+
+
+def _first(inputs: Array | Sequence[Array]) -> Array:
+    return inputs[:1] if isinstance(inputs, np.ndarray) else inputs[0][None]
 
 
 def _measured(predictor: Predictor, sample: Array) -> Timing:
@@ -482,8 +497,9 @@ def _options(parser: Parser) -> None:
         "--input",
         required=True,
         metavar="FILE",
-        help="raw samples: CSV, TSV, parquet, npz or npy, and options",
+        help="raw samples: a table, npz, npy, picture or sound, or a folder of these, and options",
     )
+    add_skip_unreadable(parser)
     parser.add_argument("--output", type=Path, help="write the raw outputs to this .npy file")
     parser.add_argument("--top", type=int, default=1, help="classes to show per sample (default 1)")
     parser.add_argument("--threads", type=int, help="threads to use (default: ONNX Runtime decides)")
@@ -512,10 +528,10 @@ def _run(options: argparse.Namespace) -> None:
         chunk=options.chunk,
         report=lambda trouble: print(f"warning: {trouble}", file=sys.stderr, flush=True),
     )
-    inputs = read_inputs(options.input, watched.current)
+    inputs = read_inputs(with_skipped(options.input, options) or "", watched.current)
     show = _as_json if options.json else _show
     found = _predict(watched.current, inputs, options.output)
-    print(show(replace(found, alone=_measured(watched.current, inputs[:1])), options.top), flush=True)
+    print(show(replace(found, alone=_measured(watched.current, _first(inputs))), options.top), flush=True)
     while options.watch is not None:
         time.sleep(options.watch)
         if watched.refresh():
@@ -523,13 +539,17 @@ def _run(options: argparse.Namespace) -> None:
             print(show(_predict(watched.current, inputs, options.output), options.top), flush=True)
 
 
-def _predict(predictor: Predictor, inputs: Array, output: Path | None) -> _Predicted:
-    start = time.perf_counter()
-    outputs = predictor(inputs)
-    seconds = time.perf_counter() - start
+def _predict(predictor: Predictor, inputs: Array | Sequence[Array], output: Path | None) -> _Predicted:
+    seconds = 0.0
+    parts = []
+    for batch in [inputs] if isinstance(inputs, np.ndarray) else (one[None] for one in inputs):
+        start = time.perf_counter()
+        parts.append(predictor(batch))
+        seconds += time.perf_counter() - start
+    outputs = np.concatenate(parts)
     if output is not None:
         _write(output, outputs)
-    return _Predicted(predictor, outputs, seconds)
+    return _Predicted(predictor, outputs, seconds, files=[str(place) for place in getattr(inputs, "places", ())])
 
 
 def _describe(predictor: Predictor) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -49,7 +49,14 @@ from edge_sdk.tasks import OWN, Task, load_task, own
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
-from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
+from sparrow.command_line.options import (
+    add_help_settings,
+    add_json,
+    add_server,
+    add_skip_unreadable,
+    add_wait,
+    with_skipped,
+)
 from sparrow.command_line.table import printable
 
 if TYPE_CHECKING:
@@ -76,6 +83,7 @@ ARGUMENTS = (
     "trust",
     "client",
     "patience_seconds",
+    "progress",
 )
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
@@ -96,6 +104,7 @@ def publish(
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     patience_seconds: float | None = PATIENCE_SECONDS,
+    progress: Callable[[str], object] = lambda doing: None,
     **settings: Any,
 ) -> FederationInfo:
     """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
@@ -113,6 +122,7 @@ def publish(
     without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch
     take it by themselves. admin_token: where the coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust:
     certificates for https. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
+    progress: is told what begins.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
@@ -146,7 +156,8 @@ def publish(
                 )
             wanted, model = CompareFederation(task=task, settings=asked), None
         else:
-            model = _Model(task.seeded(asked.seed), asked.method, running_statistics, blocks or {}, frozen_precision)
+            seeded = task.seeded(asked.seed)
+            model = _Model(seeded, asked.method, running_statistics, blocks or {}, frozen_precision, progress)
             if replace:
                 return transport.replace_model(name, checkpoint.save(model.described(compiled=compiled), ""))
             digest = model.manifest.model_digest
@@ -159,6 +170,7 @@ def publish(
             if model is None:
                 return transport.create_federation(request.model_dump_json().encode(), "application/json")
             body = checkpoint.save({**model.described(compiled=compiled), **model.weights()}, request.model_dump_json())
+            progress(f"sending {len(body) / 1e6:.1f} MB")
             return transport.create_federation(body, checkpoint.MEDIA_TYPE)
         except NameTaken:
             # Another device may have been first, meanwhile.
@@ -180,6 +192,7 @@ class _Model:
         running_statistics: RunningStatistics,
         blocks: Mapping[str, Sequence[int]],
         frozen_precision: FrozenPrecision,
+        progress: Callable[[str], object],
     ) -> None:
         from edge_sdk.publishing.frozen import freeze
         from edge_sdk.publishing.preparation import described as described_behind
@@ -187,7 +200,11 @@ class _Model:
         from edge_sdk.training.checking import check_task
         from edge_sdk.training.local import as_tensors
 
+        self._progress = progress
+        if task.preparation is not None:
+            progress("preparing the samples")
         task, self._preparation = prepare_to_publish(task)
+        progress("describing the model")
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
         self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
@@ -216,11 +233,13 @@ class _Model:
         if it is to be ``compiled``."""
         from edge_sdk.publishing.skeleton import make_skeleton
 
+        self._progress("compiling the forward pass")
         skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
         graphs: dict[GraphName, bytes] = {"skeleton": skeleton}
         if self._preparation is not None:
             graphs["preparation"] = self._preparation.graph
         if compiled:
+            self._progress("compiling the training step, which takes longest")
             graphs |= _compiled(self._task, self._example, self.manifest)
         vectors: dict[str, bytes] = {
             "manifest": self.manifest.with_graphs(graphs).model_dump_json().encode(),
@@ -365,12 +384,16 @@ def _run(options: argparse.Namespace) -> None:
     read_settings(settings, "--", options=True)
     name = options.task or (OWN if options.data else "digits")
     classes = tuple(each.strip() for each in (options.classes or "").split(",") if each.strip())
-    publishing = own.Publishing(classes, options.spare_classes, options.standardise == "device")
+    standardises = options.standardise == "device"
+    publishing = own.Publishing(classes, options.spare_classes, standardises, options.picture_size)
     if name != OWN and publishing != own.Publishing():
         raise WrongUsage(
-            f"--classes, --spare-classes and --standardise are for files of your own (--data FILE), not for {name}"
+            "--classes, --spare-classes, --standardise and --picture-size are for files of your own (--data FILE), "
+            f"not for {name}"
         )
-    task = load_to_publish(name, options.data, settings, device="publisher", publishing=publishing)
+    task = load_to_publish(
+        name, with_skipped(options.data, options), settings, device="publisher", publishing=publishing
+    )
     if isinstance(task, Task):
         for text in task.said:
             print(printable(text), file=sys.stderr)
@@ -383,17 +406,25 @@ def _run(options: argparse.Namespace) -> None:
         exist_ok=options.exist_ok,
         trust=tls.from_options(options),
         patience_seconds=options.wait,
+        progress=lambda doing: print(f"{doing} ...", file=sys.stderr, flush=True),
         **settings,
     )
     if info.notice:
         print(f"warning: {printable(info.notice)}", file=sys.stderr)
     owns = isinstance(task, Task)
+    least = info.settings.min_devices
     said = (
         f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
-        f"{info.settings.min_devices} devices",
-        f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data FILE' * owns}",
+        f"{least} device{'' if least == 1 else 's'}",
+        f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data PATH' * owns}",
     )
     print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))
+
+
+def _side(text: str) -> int:
+    if text.isdecimal() and 8 <= int(text) <= 512:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels from 8 to 512")
 
 
 def _statistics(text: str) -> str:
@@ -413,11 +444,13 @@ def _options(parser: Parser) -> None:
     add_federation(parser)
     add_server(parser)
     parser.add_argument("--task", help="a task built in or installed (default: digits)")
-    parser.add_argument("--data", metavar="FILE", help="or your own samples, as in FILE,label=activity")
+    parser.add_argument("--data", metavar="PATH", help="or your own samples, a file or folder: FILE,label=activity")
+    add_skip_unreadable(parser)
     parser.add_argument("--classes", metavar="A,B", help="all classes, in the order of the outputs")
     parser.add_argument(
         "--spare-classes", type=read.natural, default=0, metavar="N", help="outputs for classes devices bring"
     )
+    parser.add_argument("--picture-size", type=_side, metavar="N", help="side of pictures, 8 to 512 (default: 64)")
     parser.add_argument(
         "--standardise",
         type=_statistics,

@@ -1,4 +1,4 @@
-"""``sparrow data``: look at a file of samples as ``publish`` or ``join`` would read it, and change nothing.
+"""``sparrow data``: look at a file or folder of samples as ``publish`` or ``join`` would read it, and change nothing.
 
 sparrow data check kitchen.csv,label=activity            as it would be published
 sparrow data check bath.csv --federation falls           as it would be joined with
@@ -22,7 +22,7 @@ from edge_sdk.protocol.preparation import Preparation
 from edge_sdk.tasks import OWN, Task, collect_targets, count_examples, load_data_of, load_task
 from edge_sdk.tasks.preparing import Statistics
 from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.options import add_json, add_server, add_wait
+from sparrow.command_line.options import add_json, add_server, add_skip_unreadable, add_wait, with_skipped
 from sparrow.command_line.table import printable, table
 
 DEVICE = "check"
@@ -31,9 +31,10 @@ DEVICE = "check"
 
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    text = "read a file as publish or join would, and print what was found"
+    text = "read a file or folder as publish or join would, and print what was found"
     part = parts.add_parser("check", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    part.add_argument("data", metavar="FILE", help="a table or npz file, with options, as in FILE,label=activity")
+    part.add_argument("data", metavar="PATH", help="a file or folder, with options, as in FILE,label=activity")
+    add_skip_unreadable(part)
     part.add_argument(
         "--federation",
         type=read.federation,
@@ -49,8 +50,9 @@ def _options(parser: Parser) -> None:
 def _run(options: argparse.Namespace) -> None:
     info, manifest = _federation(options)
     settings = FederationSettings() if info is None else info.settings
+    data = with_skipped(options.data, options)
     given: dict[str, Any] = {"device": DEVICE, "seed": settings.seed, "batch_size": settings.batch_size}
-    task = load_task(OWN, options.data, **given) if manifest is None else load_data_of(manifest, options.data, **given)
+    task = load_task(OWN, data, **given) if manifest is None else load_data_of(manifest, data, **given)
     description = _description(task, manifest)
     found, differences = _statistics(task, description)
     if options.json:
@@ -82,7 +84,8 @@ def _description(task: Task, manifest: Manifest | None) -> Preparation | None:
 
 
 def _statistics(task: Task, description: Preparation | None) -> tuple[Statistics | None, list[tuple[str, str]]]:
-    if description is None:
+    if description is None or description.reader == "images" or description.axes == "T":
+        # Means of pixels and of sound pressures say nothing of a file.
         return None, []
     from edge_sdk.tasks.prepared import differences, raw_statistics
 
@@ -131,7 +134,7 @@ def _as_json(
     }
 
 
-COMMAND = Command("sparrow data", "Look at a file of samples before it is used.", _options, _run)
+COMMAND = Command("sparrow data", "Look at a file or folder of samples before it is used.", _options, _run)
 main = COMMAND.main
 
 
