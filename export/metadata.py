@@ -10,7 +10,20 @@ import numpy as np
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors
 
-SAID = {"reader", "dtype", "shape", "free", "axes", "rate", "step", "columns", "channels", "steps", "missing"}
+SAID = {
+    "reader",
+    "dtype",
+    "shape",
+    "free",
+    "axes",
+    "rate",
+    "step",
+    "columns",
+    "channel",
+    "channels",
+    "steps",
+    "missing",
+}
 """Fields of a preparation that an exported file has."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 from edge_sdk.protocol.preparation import Preparation, Targets
@@ -17,6 +18,7 @@ from edge_sdk.reading.parquet import open_parquet
 from edge_sdk.reading.recordings import read_recordings
 from edge_sdk.reading.samples import Raw
 from edge_sdk.reading.tables import Table, read_table
+from edge_sdk.reading.times import is_time
 from edge_sdk.reading.windows import is_recordings
 
 ARCHIVES = (".npz", ".npy")
@@ -77,7 +79,12 @@ def _read(
     if preparation is not None and preparation.reader in ("images", "audio"):
         raise other_reader(table.source, "is a table that lists no such files", preparation)
     options.refuse(table.source, "is a table of rows", "rate", "window", "step", "time", "unreadable")
-    return read_table(table, options, preparation=preparation, targets=targets, labelled=labelled).raw
+    raw = read_table(table, options, preparation=preparation, targets=targets, labelled=labelled).raw
+    timed = next((column.name for column in raw.columns if is_time(column.name)), None)
+    if timed is None or preparation is not None:
+        return raw
+    hint = f"the column {timed} is a feature: leave it out with drop={timed}, or cut recordings with window=2.56s"
+    return replace(raw, said=(*raw.said, hint))
 
 
 def _start(place: Path) -> bytes:

@@ -82,6 +82,12 @@ def read_listed(
             f"{source}: {table.unit} {lines[lost[0]]}, column {names[place]}: there is no file {files[lost[0]]} in "
             f"{table.path.parent} ({len(lost):,} missing in all); correct the name"
         )
+    if not span and len(there) < len(paths):
+        twice = next(row for row, path in enumerate(paths) if path in paths[:row])
+        raise DataError(
+            f"{source}: {table.unit} {lines[twice]}, column {names[place]}: {files[twice]} is listed again; list "
+            "a file once, or say which part of it each row is of, in seconds: columns start and end"
+        )
     said = [*table.said]
     further = [names[other] for other in range(len(names)) if other not in used and names[other] not in options.drop]
     if label is not None and not labelled:

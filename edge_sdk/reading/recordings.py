@@ -1,7 +1,7 @@
 """Tables of long recordings, a row for each moment, to windows: float32 [N, T, C].
 
 A new recording begins where the label, the person, or a column such as ``recording`` changes, and where the time goes
-back or jumps by more than ``JUMP`` periods. The rate is 1 / median step. Rows that are missing within a recording are
+back or jumps by more than ``JUMP`` periods. The rate is 1 / usual step. Rows that are missing within a recording are
 interpolated. A window lies within one recording.
 """
 
@@ -88,9 +88,15 @@ def read_recordings(
     unit = "s" if dates else unit_named(table.names[time])
     if unit is None:
         unit = unit_found(float(values[0]), step, wanted)
+        if unit is None:
+            name = table.names[time]
+            raise DataError(
+                f"{source}: {name} has a median step of {step:.6g}, which may be seconds or milliseconds; add the unit "
+                f"to its name, as in {name}_s or {name}_ms, or say how many readings a second has, as in rate=50"
+            )
         said.append(said_of_unit(table.names[time], unit, step))
     seconds = (values - values[0]) * UNITS[unit]
-    own = float(f"{1 / (step * UNITS[unit]):.6g}")
+    own = _plain(1 / (step * UNITS[unit]))
     breaks = ~together | (steps < 0) | (steps > JUMP * step * (1 + 1e-9))
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(values)]
     resampled = wanted is not None and abs(own / wanted - 1) > LIKE
@@ -183,7 +189,10 @@ def _codes(table: Table, place: int) -> NDArray[np.int32]:
 
 
 def _median(source: str, name: str, steps: NDArray[np.float64]) -> float:
-    """Return the median step forwards. Raises DataError if most rows have the time of the row before."""
+    """Return the usual step forwards: the mean of those near the median.
+
+    Raises DataError if most rows have the time of the row before.
+    """
     forwards = steps[steps > 0]
     if not len(forwards):
         raise DataError(
@@ -194,7 +203,15 @@ def _median(source: str, name: str, steps: NDArray[np.float64]) -> float:
             f"{source}: most rows have the {name} of the row before, so the rate is not known; write times with more "
             "digits, or sort the rows recording after recording"
         )
-    return float(np.median(forwards))
+    median = np.median(forwards)
+    # Times that jitter, or are rounded, are right on average; the median then is one of the rounded steps.
+    return float(forwards[(forwards > 0.5 * median) & (forwards < GAP * median)].mean())
+
+
+def _plain(rate: float) -> float:
+    """Return a rate that is an integer but for jitter as that integer."""
+    near = round(rate)
+    return float(near) if near and abs(rate / near - 1) < LIKE / 2 else float(f"{rate:.6g}")
 
 
 def _resampled(seconds: NDArray[np.float64], piece: NDArray[Any], rate: float) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.preparation import Preparation
 from edge_sdk.reading.decoded import Decoded
-from edge_sdk.reading.errors import DataError
+from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.reading.fingerprints import fingerprint
 from edge_sdk.reading.looking import look_at_each
 from edge_sdk.reading.options import ReadOptions
@@ -175,6 +175,11 @@ def _windows(
     said: list[str],
 ) -> Sounds:
     window, step = cut_of(source, options, preparation).samples(source, rate)
+    if window < SHORTEST * rate:
+        raise BadOption(
+            f"{source}: window={options.window} is {window / rate:.3g} s at {rate:g} samples per second, at least "
+            f"{SHORTEST:g} s are needed; for seconds write the unit, as in window=1s"
+        )
     places, positions, runs, counts = [], [], [], []
     for run, (part, place) in enumerate(zip(parts, kept, strict=True)):
         own = part.sound.rate

@@ -2,7 +2,7 @@
 
 A number's unit is said by the column's name, such as ``time_ms``. Otherwise numbers since 1970 show it by their size,
 and others by their median step: the unit that comes nearest the wanted rate or, without one, gives a rate above 1 and
-up to 1,000 per second; that is said.
+up to 1,000 per second; that is said. A step that may be of seconds or of milliseconds is refused.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ _ISO = re.compile(
 
 _SINCE_1970 = 3e8
 """The least number of seconds that is taken for a date, which is in 1979."""
+
+
+def is_time(name: str) -> bool:
+    """Return whether a column's name says that it holds times; ``t`` alone may be a temperature."""
+    return name.strip().casefold() != "t" and _NAME.fullmatch(name.strip().casefold()) is not None
 
 
 def time_column(table: Table, options: ReadOptions) -> int:
@@ -151,14 +156,17 @@ def unit_named(name: str) -> str | None:
     return next((unit for unit, words in _SPELLINGS.items() if word and re.fullmatch(words, word)), None)
 
 
-def unit_found(first: float, step: float, wanted: float | None) -> str:
-    """Return the unit of numbers that begin with ``first`` and have this median step. wanted: samples per second."""
+def unit_found(first: float, step: float, wanted: float | None) -> str | None:
+    """Return the unit of numbers that begin with ``first`` and have this median step; None if it may be s or ms.
+
+    wanted: samples per second.
+    """
     for unit, seconds in UNITS.items():
         if _SINCE_1970 <= first * seconds < 10 * _SINCE_1970:
             return unit
     if wanted is not None:
         return min(UNITS, key=lambda unit: abs(math.log(step * UNITS[unit] * wanted)))
-    return "s" if step < 1 else "ms" if step < 1e3 else "us" if step < 1e6 else "ns"
+    return "s" if step < 1 else None if step < 1e3 else "us" if step < 1e6 else "ns"
 
 
 def said_of_unit(name: str, unit: str, step: float) -> str:

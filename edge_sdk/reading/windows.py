@@ -13,6 +13,9 @@ from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.samples import class_order, plural, some
 
+SHORTEST = 4
+"""Readings of a window."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -28,6 +31,11 @@ class Cut:
         for key, given, length in (("window", self.window, window), ("step", self.step, step)):
             if length < 1:
                 raise BadOption(f"{source}: {key}={given}s holds no sample at {rate:g} per second; make it longer")
+        if window < SHORTEST:
+            raise BadOption(
+                f"{source}: window={self.window} is {plural(window, 'reading')}, {window / rate:.3g} s at {rate:g} per "
+                f"second, at least {SHORTEST} are needed; for seconds write window={self.window:g}s"
+            )
         return window, step
 
 

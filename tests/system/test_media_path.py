@@ -9,6 +9,7 @@ import soundfile
 import torch
 from PIL import Image
 
+from edge_sdk.predict import Predictor, read_inputs
 from edge_sdk.publish import load_to_publish
 from edge_sdk.reading import read_file
 from edge_sdk.simulation import in_process
@@ -153,6 +154,13 @@ def test_raw_samples_have_the_answers_of_training(client, tmp_path, compiling, k
     right = np.mean([CLASSES[scores.argmax()] == label for scores, (label, _) in zip(answers, fresh, strict=True)])
     assert right > 0.5
     assert results["bo"].accuracy_after > 0.5
+    predictor = Predictor(exported)
+    given = read_inputs(str(tmp_path / f"fresh-{kind}"), predictor)
+    alike = np.concatenate([predictor(np.asarray(one)[None]) for one in given])
+    if name != "recordings":
+        # Without labels, windows of a table may lie across recordings.
+        np.testing.assert_allclose(alike, answers, atol=1e-3 * np.abs(answers).max())
+    assert len(alike) >= 500
     # What is recorded otherwise must fail, or this test would prove nothing.
     wrong = read(write(tmp_path / f"wrong-{kind}", 90, 9, dim=20), said)
     answers = [CLASSES[predict_one(exported, raw).argmax()] == label for label, raw in wrong]

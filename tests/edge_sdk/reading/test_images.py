@@ -407,9 +407,16 @@ def test_labels_of_listed_pictures_may_be_numbers(save, read, tmp_path):
 
 def test_rows_without_a_label_are_left_out_on_demand(save, read, refused, tmp_path):
     save("1.png")
-    (tmp_path / "t.csv").write_text("file,label\n1.png,\n1.png,a\n")
+    save("2.png")
+    (tmp_path / "t.csv").write_text("file,label\n1.png,\n2.png,a\n")
     refused("line 2", "label is missing", name="t.csv")
     assert len(read({"missing": "drop"}, name="t.csv")[""].inputs) == 1
+
+
+def test_a_file_that_is_listed_twice_is_named(save, refused, tmp_path):
+    save("1.png")
+    (tmp_path / "t.csv").write_text("file,label\n1.png,a\n1.png,b\n")
+    refused("line 3", "1.png", "start and end", name="t.csv")
 
 
 def test_missing_files_are_named_by_line(save, refused, tmp_path):

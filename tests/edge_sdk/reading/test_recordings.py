@@ -121,7 +121,6 @@ def test_jitter_is_borne(read):
     ("name", "factor", "start"),
     [
         ("time", 1, 0),
-        ("time", 1_000, 0),
         ("timestamp", 1_000, 1.7e9),
         ("t", 1_000_000, 0),
         ("time", 1_000_000_000, 1.7e9),
@@ -140,12 +139,29 @@ def test_units_are_found(read, name, factor, start):
     assert ("was read as" in said(raw)) == (unit_named(name) is None)
 
 
+def test_a_step_of_seconds_or_milliseconds_is_asked_for(read, refused):
+    content = table([20 * row for row in range(40)])
+    refused(content, "time_ms", "rate=50")
+    assert read(content, options={"rate": 50.0}).rate == 50
+    refused(table(list(range(40))), "seconds or milliseconds")
+
+
+def test_times_that_are_rounded_have_the_rate_on_average(read):
+    times = [round(1_000 * row / 64) for row in range(400)]
+    assert read(table(times, name="time_ms")).rate == 64
+
+
+def test_a_window_without_its_unit_is_too_short(refused):
+    refused(table(regular(40)), "window=2s", options={"window": 2})
+
+
 @pytest.mark.parametrize(
     ("first", "step", "wanted", "unit"),
     [
         (0, 0.02, None, "s"),
-        (0, 20, None, "ms"),
-        (0, 1, None, "ms"),
+        (0, 20, None, None),
+        (0, 1, None, None),
+        (0, 20, 50.0, "ms"),
         (0, 1, 1.0, "s"),
         (0, 3_600, 1 / 3_600, "s"),
         (0, 20_000, None, "us"),
