@@ -360,3 +360,15 @@ def test_equal_seeds_give_equal_initial_weights(tmp_path):
     one, two = (load_arrays(tmp_path, x_train=images(20, 9, 9), y_train=labels(20)) for _ in range(2))
     for a, b in zip(*(task.seeded(0).model.parameters() for task in (one, two)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_every_part_has_recordings_of_each_class(tmp_path):
+    rows = ["time_s,x,label"]
+    for run in range(9):
+        rows += [f"{run * 100 + row / 10:.1f},{row},{'abc'[run % 3]}" for row in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(rows))
+    for seed in range(4):
+        task = own.load(f"{tmp_path / 't.csv'},window=20,step=10", device="d", seed=seed, batch_size=8)
+        for batches in (task.train, task.validation, task.test):
+            assert set(batches.arrays.all_targets().tolist()) == {0, 1, 2}
+        assert "recordings: 3 train, 3 check, 3 test" in task.said[0]

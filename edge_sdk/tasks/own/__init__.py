@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.reading import Decoded, Raw, class_order, read_file, read_options
@@ -29,7 +30,13 @@ from edge_sdk.tasks.loading import Arrays
 from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
 from edge_sdk.tasks.own.making import build_preparation, describe, make_task
 from edge_sdk.tasks.own.whole import load_part
-from edge_sdk.tasks.partition import split
+from edge_sdk.tasks.partition import Split, split
+
+SETS = 3
+"""Training, validation and test."""
+
+HELD_OUT, VALIDATION = 0.3, 0.15
+"""Share of all recordings for tests, and of the others for validation."""
 
 __all__ = ["Publishing", "classes_of", "load"]
 
@@ -70,9 +77,8 @@ def load(
     counts = {"train": len(uses["train"].inputs), "check": len(uses["validation"].inputs)}
     counts["test"] = len(uses["validation" if raw_test is None else "test"].inputs)
     steps = () if preparation is None else preparation.description.steps
-    said = describe(
-        path, training, read, counts, [each.labels for each in uses.values()], steps or known.steps, _people(training)
-    )
+    more = [*_people(training), *_recordings(uses)]
+    said = describe(path, training, read, counts, [each.labels for each in uses.values()], steps or known.steps, more)
     return make_task(numbered, preparation, read, known, said, batch_size=batch_size)
 
 
@@ -84,7 +90,8 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
     assert every is not None, "a file has all samples, or training samples"
     if "validation" in uses:
         return {"train": every, **uses}
-    found = split(len(every.inputs), seed, runs=every.runs)
+    found = _split_recordings(every, seed) if every.reader == "recordings" else None
+    found = found or split(len(every.inputs), seed, runs=every.runs)
     if "test" in uses:
         # The samples that the split would have held out are trained on.
         found = replace(found, train=np.union1d(found.train, found.test))
@@ -94,12 +101,44 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
     return {**own, **uses}
 
 
+def _split_recordings(every: Raw, seed: int) -> Split | None:
+    """Return a split of recordings class by class, so that each part has every class that has three recordings.
+
+    Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, rounded, but at least one
+    each. A class with fewer than three is trained on. None if each class has fewer, or labels are no classes.
+    """
+    if every.runs is None or every.kind != "classes":
+        return None
+    labels, chance = labels_of(every), np.random.default_rng(seed)
+    held: dict[str, list[NDArray[np.int64]]] = {"test": [], "validation": []}
+    for label in np.unique(labels):
+        runs = chance.permutation(np.unique(every.runs[labels == label]))
+        if len(runs) < SETS:
+            continue
+        tests = max(1, round(HELD_OUT * len(runs)))
+        checks = max(1, round(VALIDATION * (len(runs) - tests)))
+        held["test"].append(runs[:tests])
+        held["validation"].append(runs[tests : tests + checks])
+    if not held["test"]:
+        return None
+    is_test, is_check = (np.isin(every.runs, np.concatenate(held[use])) for use in ("test", "validation"))
+    return Split(*(np.flatnonzero(chosen) for chosen in (~(is_test | is_check), is_check, is_test)))
+
+
 def _people(raw: Raw) -> list[str]:
     """Return a remark on a file of several people that is taken as one device's."""
     names = [] if raw.people is None else sorted(map(str, np.unique(raw.people)))
     if len(names) < 2:
         return []
     return [f"it is of {len(names)} people, all taken as this device's; person=NAME takes one of {some(names)}"]
+
+
+def _recordings(uses: Mapping[str, Raw]) -> list[str]:
+    """Return a remark on how many recordings the parts have."""
+    names = {"train": "train", "validation": "check", "test": "test"}
+    held = {name: uses[use].runs for use, name in names.items() if use in uses and uses[use].reader == "recordings"}
+    counts = [f"{len(np.unique(runs))} {name}" for name, runs in held.items() if runs is not None]
+    return [f"recordings: {', '.join(counts)}"] if counts else []
 
 
 def _take(raw: Raw, chosen: Array) -> Raw:
