@@ -6,6 +6,7 @@ from glob import glob
 from pathlib import Path
 
 from edge_sdk.reading.errors import DataError, NoData
+from edge_sdk.reading.folders import USES
 from edge_sdk.tasks import OWN
 
 SUFFIXES = (".npz", ".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")
@@ -27,7 +28,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
         found = _numbered(data, devices)
     elif Path(data).is_dir():
         files, folders = _in_order(Path(data))
-        parts = {folder.name.lower() for folder in folders} & {"train", "val", "test"}
+        parts = {folder.name.lower() for folder in folders} & set(USES)
         found = list(map(str, files or [folder for folder in folders if not parts and _in_order(folder)[1]]))
         if not found:
             # A folder for each class of pictures or sounds, which is dealt to all devices as one file is.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from edge_sdk.reading.decoded import Decoded, join
 from edge_sdk.reading.files import read_file
+from edge_sdk.reading.media import take
 from edge_sdk.reading.options import ReadOptions, read_options
 from edge_sdk.reading.samples import Raw, class_order
 
-__all__ = ["Decoded", "Raw", "ReadOptions", "class_order", "join", "read_file", "read_options"]
+__all__ = ["Decoded", "Raw", "ReadOptions", "class_order", "join", "read_file", "read_options", "take"]

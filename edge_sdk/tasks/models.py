@@ -413,9 +413,8 @@ def keyword_spotter(bands: int, outputs: int) -> nn.Module:
         layers[f"block{number}"] = Broadcast(wide, dilation)
         if number < 3:
             layers[f"pool{number}"] = nn.MaxPool2d((2, 1))
-    left = bands
-    for _ in range(3):
-        left = -(-left // 2) if left == bands else left // 2
+    # The stem's stride rounds up, pooling down.
+    left = (bands + 1) // 2 // 4
     layers["head"] = nn.Conv2d(wide, 64, (left, 1), bias=True)
     layers["relu1"] = nn.ReLU()
     layers["mean"] = nn.AdaptiveAvgPool2d(1)

@@ -22,8 +22,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.reading import Decoded, Raw, class_order, read_file, read_options
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.reading import Raw, class_order, read_file, read_options, take
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays
@@ -95,9 +95,9 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
     if "test" in uses:
         # The samples that the split would have held out are trained on.
         found = replace(found, train=np.union1d(found.train, found.test))
-        own = {"train": _take(every, found.train), "validation": _take(every, found.validation)}
+        own = {"train": take(every, found.train), "validation": take(every, found.validation)}
     else:
-        own = {use: _take(every, getattr(found, use)) for use in ("train", "validation", "test")}
+        own = {use: take(every, getattr(found, use)) for use in ("train", "validation", "test")}
     return {**own, **uses}
 
 
@@ -139,16 +139,6 @@ def _recordings(uses: Mapping[str, Raw]) -> list[str]:
     held = {name: uses[use].runs for use, name in names.items() if use in uses and uses[use].reader == "recordings"}
     counts = [f"{len(np.unique(runs))} {name}" for name, runs in held.items() if runs is not None]
     return [f"recordings: {', '.join(counts)}"] if counts else []
-
-
-def _take(raw: Raw, chosen: Array) -> Raw:
-    return replace(
-        raw,
-        inputs=raw.inputs.take(chosen) if isinstance(raw.inputs, Decoded) else raw.inputs[chosen],
-        labels=labels_of(raw)[chosen],
-        people=None if raw.people is None else raw.people[chosen],
-        runs=None if raw.runs is None else raw.runs[chosen],
-    )
 
 
 def classes_of(files: Sequence[str]) -> tuple[str, ...]:

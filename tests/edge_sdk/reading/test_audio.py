@@ -7,7 +7,7 @@ import pytest
 import soundfile
 
 from edge_sdk.protocol.preparation import Preparation
-from edge_sdk.reading import Decoded, ReadOptions, read_file
+from edge_sdk.reading import Decoded
 from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.reading.sounds import resampled_length
 
@@ -25,27 +25,6 @@ def save(tmp_path):
         return path
 
     return save
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read(options=None, name="", **more):
-        return read_file(tmp_path / name, ReadOptions(**(options or {})), **more)
-
-    return read
-
-
-@pytest.fixture
-def refused(read):
-    def refused(*words, error=DataError, **more):
-        with pytest.raises(error) as raised:
-            read(**more)
-        said = str(raised.value)
-        assert all(word in said for word in words), said
-        assert "\n" not in said
-        return said
-
-    return refused
 
 
 def said(raw):

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from edge_sdk.protocol.preparation import Preparation, Targets
-from edge_sdk.reading import Decoded, ReadOptions, join, read_file
+from edge_sdk.reading import Decoded, join
 from edge_sdk.reading.errors import BadOption, DataError, NoData
 
 CHANCE = np.random.default_rng(0)
@@ -34,27 +34,6 @@ def save(tmp_path):
         return path
 
     return save
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read(options=None, name="", **more):
-        return read_file(tmp_path / name, ReadOptions(**(options or {})), **more)
-
-    return read
-
-
-@pytest.fixture
-def refused(read):
-    def refused(*words, error=DataError, **more):
-        with pytest.raises(error) as raised:
-            read(**more)
-        said = str(raised.value)
-        assert all(word in said for word in words), said
-        assert "\n" not in said
-        return said
-
-    return refused
 
 
 def said(raw):
