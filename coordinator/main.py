@@ -120,6 +120,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         sign_in,
     ):  # looked through in this order: devices call most often
         app.include_router(module.router)
+    app.include_router(federations.settings_router)
     problems.install(app)
     return app
 

@@ -14,13 +14,13 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from edge_sdk.device.demands import SecureOnly, read_known
+from edge_sdk.device.demands import Demands, SecureOnly, read_known
 from edge_sdk.device.trainable import exit_unless_trainable
 
 __all__ = ["Result", "join"]
@@ -46,8 +46,11 @@ from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.protocol import personal, tls
+from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
+from edge_sdk.protocol.ranges import Ranges, read_ranges
+from edge_sdk.protocol.signatures import is_fingerprint
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line import allocator
@@ -147,6 +150,10 @@ def join(
     memory_limit: int | None = None,
     require_secure: int | None = None,
     known_devices: Path | str | None = None,
+    publisher: str | None = None,
+    pin_model: bool = False,
+    require: Sequence[str] = (),
+    plain_metrics: bool = False,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     on_progress: Callable[[DeviceProgress], None] | None = None,
@@ -171,12 +178,15 @@ def join(
     and a federation with a training step; or ``auto``: ONNX Runtime where federation and method allow it and there is
     no GPU. memory_limit: bytes that training may take, all that the process holds included; by default what there is.
     require_secure: send updates under masks alone, in rounds that bear so many colluders (docs/privacy.md).
-    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. trust: certificates for
-    https. on_progress: called on this thread, in place of the bar and the lines that this function writes otherwise,
-    after each step of training and with each phase; what it raises ends the work, as Ctrl-C does. stop: a
-    threading.Event, or a function that returns whether to stop; looked at between two steps of training and, while the
-    device waits, every few seconds. The work is handed back then, the personal model stays as the last whole round has
-    left it, and the result is ``interrupted``. quiet: no progress bar.
+    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. publisher: the
+    fingerprint of the only publisher whose model is trained; None: the first one that this device meets in the
+    federation, which it remembers. pin_model: accept no replacement of the model. require: ranges of settings that
+    rounds must keep to, such as ``cohort>=10``. plain_metrics: report losses and accuracies in clear where a secure
+    federation asks for that. trust: certificates for https. on_progress: called on this thread, in place of the bar and
+    the lines that this function writes otherwise, after each step of training and with each phase; what it raises ends
+    the work, as Ctrl-C does. stop: a threading.Event, or a function that returns whether to stop; looked at between two
+    steps of training and, while the device waits, every few seconds. The work is handed back then, the personal model
+    stays as the last whole round has left it, and the result is ``interrupted``. quiet: no progress bar.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
@@ -187,7 +197,13 @@ def join(
     if on_progress is not None and not callable(on_progress):
         raise BadArgument(f"on_progress is a {type(on_progress).__name__}; give a function of one DeviceProgress")
     _check_numbers(budget, threads, memory_limit, patience_seconds)
-    demands = _demands(require_secure, known_devices)
+    demands = Demands(
+        _secure_only(require_secure, known_devices),
+        _fingerprint(publisher),
+        pin_model,
+        _ranges(require),
+        plain_metrics,
+    )
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
@@ -244,6 +260,7 @@ def join(
             except Stopped:
                 return _result_before(folder.progress(), name, 1.0 if budget is None else budget)
             tell.begin(session)
+            tell.say(session.trust.line)
             if session.identity_key is not None:
                 tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
             for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
@@ -283,7 +300,25 @@ def join(
             return result
 
 
-def _demands(require_secure: object, known_devices: Path | str | None) -> SecureOnly | None:
+def _fingerprint(text: object) -> str | None:
+    """Return the fingerprint of a publisher. Raises BadArgument."""
+    if text is None or (isinstance(text, str) and is_fingerprint(text)):
+        return text
+    raise BadArgument(
+        f"publisher={text!r} is no fingerprint; give the eight groups of four hexadecimal digits that sparrow publish "
+        f"has printed"
+    )
+
+
+def _ranges(texts: Sequence[str]) -> Ranges:
+    """Return the ranges that rounds must keep to. Raises BadArgument."""
+    try:
+        return read_ranges(texts)
+    except ProtocolError as error:
+        raise BadArgument(f"require: {error}") from None
+
+
+def _secure_only(require_secure: object, known_devices: Path | str | None) -> SecureOnly | None:
     """Return what this device demands of rounds. Raises BadArgument."""
     if require_secure is None and known_devices is None:
         return None
@@ -715,6 +750,10 @@ def _command(options: argparse.Namespace) -> None:
             memory_limit=options.memory_limit,
             require_secure=options.require_secure,
             known_devices=options.known_devices,
+            publisher=options.publisher,
+            pin_model=options.pin_model,
+            require=options.require,
+            plain_metrics=options.plain_metrics,
             trust=tls.from_options(options),
             quiet=options.quiet,
         )
@@ -795,6 +834,24 @@ def _options(parser: Parser) -> None:
         type=Path,
         metavar="FILE",
         help="likewise, and with these devices alone: lines NAME KEY",
+    )
+    parser.add_argument(
+        "--publisher",
+        metavar="FINGERPRINT",
+        help="train only a model signed by this publisher (default: the first one met)",
+    )
+    parser.add_argument("--pin-model", action="store_true", help="accept no replacement of the model")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="RANGE",
+        help="train only in rounds such as cohort>=10 or local_steps>=5; may be repeated",
+    )
+    parser.add_argument(
+        "--plain-metrics",
+        action="store_true",
+        help="report losses in clear where a secure federation asks for that",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="say more")

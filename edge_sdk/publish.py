@@ -9,10 +9,12 @@ A built-in task is a name, which needs no PyTorch here.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from edge_sdk.device.trainable import CannotTrain, exit_unless_trainable
@@ -31,11 +33,12 @@ from edge_sdk.arguments import add_federation, check_federation_name, read_setti
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
+from edge_sdk.methods import load_method
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.auto import chosen
-from edge_sdk.protocol.builtin import builtin_tasks
-from edge_sdk.protocol.errors import MissingPart
-from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.errors import ManifestError, MissingPart, ProtocolError
+from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     AUTO,
     CompareFederation,
@@ -44,8 +47,12 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
 )
 from edge_sdk.protocol.preparation import Targets
+from edge_sdk.protocol.publication import Terms, digests_of
+from edge_sdk.protocol.ranges import Ranges, read_ranges
+from edge_sdk.protocol.signatures import Publication
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
-from edge_sdk.tasks import OWN, Task, load_task, own
+from edge_sdk.publishing.signing import Publisher, terms_of
+from edge_sdk.tasks import OWN, Task, UnknownTask, load_task, own
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
@@ -83,6 +90,8 @@ ARGUMENTS = (
     "trust",
     "client",
     "patience_seconds",
+    "allow",
+    "publisher",
     "progress",
 )
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
@@ -104,6 +113,8 @@ def publish(
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     patience_seconds: float | None = PATIENCE_SECONDS,
+    allow: Sequence[str] = (),
+    publisher: Publisher | Path | None = None,
     progress: Callable[[str], object] = lambda doing: None,
     **settings: Any,
 ) -> FederationInfo:
@@ -122,7 +133,10 @@ def publish(
     without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch
     take it by themselves. admin_token: where the coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust:
     certificates for https. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
-    progress: is told what begins.
+    allow: ranges of settings that are signed with the model, such as ``cohort>=10`` or ``local_steps>=5``: devices
+    refuse rounds outside of them. Without one, a setting keeps its value or becomes more private, and two devices may
+    federate. publisher: who signs, or the file of a key, made where there is none; None: the user's own key
+    (``publishing.signing``). progress: is told what begins.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
@@ -143,12 +157,17 @@ def publish(
         raise BadArgument(
             "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
         )
+    ranges = _ranges(allow)
+    signer = publisher if isinstance(publisher, Publisher) else Publisher.load(publisher)
     own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
         transport.token = admin_token or token_of("admin", "enrolment", "observer")
+        before = None
         if replace:
-            asked = transport.federation(name).settings
+            there = transport.federation(name)
+            asked = there.settings
+            before = None if there.publisher is None else transport.publication(name).publication
         if isinstance(task, str):
             if blocks:
                 raise BadArgument(
@@ -159,7 +178,9 @@ def publish(
             seeded = task.seeded(asked.seed)
             model = _Model(seeded, asked.method, running_statistics, blocks or {}, frozen_precision, progress)
             if replace:
-                return transport.replace_model(name, checkpoint.save(model.described(compiled=compiled), ""))
+                vectors = model.described(compiled=compiled)
+                signed = signer.sign(_next_terms(name, model, asked, before, ranges))
+                return transport.replace_model(name, checkpoint.save({**vectors, **_as_vector(signed)}, ""))
             digest = model.manifest.model_digest
             asked = chosen(asked, model.manifest, classes=asked.method == AUTO and model.adjusts())
             wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
@@ -167,9 +188,17 @@ def publish(
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
+            # Devices get the method's own settings as the coordinator completes them, so these are what is signed.
+            asked = transport.completed(asked)
+            request = request.model_copy(update={"settings": asked})
             if model is None:
+                signed = signer.sign(_built_in_terms(name, str(task), asked, ranges))
+                request = request.model_copy(update={"publication": signed})
                 return transport.create_federation(request.model_dump_json().encode(), "application/json")
-            body = checkpoint.save({**model.described(compiled=compiled), **model.weights()}, request.model_dump_json())
+            vectors = model.described(compiled=compiled)
+            weights = model.weights()
+            signed = signer.sign(model.terms(name, asked, ranges, weights))
+            body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.model_dump_json())
             progress(f"sending {len(body) / 1e6:.1f} MB")
             return transport.create_federation(body, checkpoint.MEDIA_TYPE)
         except NameTaken:
@@ -201,6 +230,8 @@ class _Model:
         from edge_sdk.training.local import as_tensors
 
         self._progress = progress
+        self._method = method
+        self._graphs: dict[GraphName, bytes] = {}
         if task.preparation is not None:
             progress("preparing the samples")
         task, self._preparation = prepare_to_publish(task)
@@ -241,11 +272,19 @@ class _Model:
         if compiled:
             self._progress("compiling the training step, which takes longest")
             graphs |= _compiled(self._task, self._example, self.manifest)
+        self._graphs = graphs
         vectors: dict[str, bytes] = {
             "manifest": self.manifest.with_graphs(graphs).model_dump_json().encode(),
             **{str(name): graphs[name] for name in graphs},
         }
         return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
+
+    def terms(
+        self, name: str, settings: FederationSettings, ranges: Ranges, weights: Tensors, edition: int = 1
+    ) -> Terms:
+        """Return what is to be signed of the model, once it is described. weights: those that are published."""
+        manifest = self.manifest.with_graphs(self._graphs)
+        return _terms(name, manifest, self._graphs, settings, ranges, weights, edition)
 
     def weights(self) -> Tensors:
         """Return the weights, as they are, and the file of those that nobody trains."""
@@ -254,6 +293,65 @@ class _Model:
         everything = get_tensors(self._task.model, self.manifest, "published")
         frozen = {"sparrow.frozen": np.frombuffer(self._frozen, dtype=np.uint8)} if self._frozen else {}
         return {**everything, **frozen}
+
+
+def _ranges(texts: Sequence[str]) -> Ranges:
+    """Return the ranges to be signed. Raises BadArgument."""
+    try:
+        return read_ranges(texts)
+    except ProtocolError as error:
+        raise BadArgument(f"allow: {error}") from None
+
+
+def _as_vector(signed: Publication) -> Tensors:
+    return {"sparrow.publication": np.frombuffer(signed.model_dump_json().encode(), np.uint8)}
+
+
+def _built_in_terms(name: str, task: str, settings: FederationSettings, ranges: Ranges) -> Terms:
+    """Return what is to be signed of a federation of a built-in task. Raises BadArgument for one that is unknown."""
+    try:
+        known = load_builtin(task)
+    except ManifestError as error:
+        raise UnknownTask(str(error)) from None
+    return _terms(name, known.manifest, known.graphs, settings, ranges, {}, 1)
+
+
+def _terms(
+    name: str,
+    manifest: Manifest,
+    graphs: Mapping[GraphName, bytes],
+    settings: FederationSettings,
+    ranges: Ranges,
+    weights: Tensors,
+    edition: int,
+) -> Terms:
+    """Return what is to be signed. graphs: the published ones, of which the method may make others."""
+    compose = load_method(settings.method).compose
+    made = dict(graphs) if compose is None else compose(manifest, graphs, settings)[1]
+    first = {} if compose is not None else initial_values(manifest, settings.seed, weights)
+    try:
+        return terms_of(
+            name,
+            manifest,
+            settings,
+            graphs={graph: hashlib.sha256(content).hexdigest() for graph, content in made.items()},
+            weights=digests_of(first),
+            ranges=ranges,
+            edition=edition,
+        )
+    except ProtocolError as error:
+        raise BadArgument(f"allow: {error}") from None
+
+
+def _next_terms(
+    name: str, model: _Model, settings: FederationSettings, before: Publication | None, ranges: Ranges
+) -> Terms:
+    """Return what is to be signed of a new version of a federation's model; ranges stay, unless others are given."""
+    if before is None:
+        return model.terms(name, settings, ranges, {})
+    old = Terms.of(before)
+    terms = model.terms(name, settings, {**old.settings, **ranges}, {}, old.edition + 1)
+    return terms.model_copy(update={"weights": old.weights})
 
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
@@ -397,6 +495,7 @@ def _run(options: argparse.Namespace) -> None:
     if isinstance(task, Task):
         for text in task.said:
             print(printable(text), file=sys.stderr)
+    signer = Publisher.load()
     info = publish(
         options.server,
         options.federation,
@@ -406,6 +505,8 @@ def _run(options: argparse.Namespace) -> None:
         exist_ok=options.exist_ok,
         trust=tls.from_options(options),
         patience_seconds=options.wait,
+        allow=options.allow,
+        publisher=signer,
         progress=lambda doing: print(f"{doing} ...", file=sys.stderr, flush=True),
         **settings,
     )
@@ -416,6 +517,7 @@ def _run(options: argparse.Namespace) -> None:
     said = (
         f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
         f"{least} device{'' if least == 1 else 's'}",
+        f"signed by {signer.fingerprint}; devices can pin it with --publisher",
         f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data PATH' * owns}",
     )
     print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))
@@ -471,6 +573,13 @@ def _options(parser: Parser) -> None:
         default="auto",
         metavar="TYPE",
         help="of frozen parameters: float32, float16, or auto (default)",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="RANGE",
+        help="what devices are to accept, signed: cohort>=10, local_steps>=5; may be repeated",
     )
     parser.add_argument("--exist-ok", action="store_true", help="leave the same federation at that where it exists")
     add_wait(parser, PATIENCE_SECONDS)

@@ -69,6 +69,7 @@ COMMANDS = {
     "model": Source("sparrow.model", "list and download global models"),
     "data": Source("sparrow.data", "look at a file of samples before it is used", "device"),
     "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
+    "trust": Source("sparrow.trust", "accept another publisher of a model", "device"),
     "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),

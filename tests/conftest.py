@@ -22,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test writes into the state folder of whoever runs it: coordinators and devices keep theirs here.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sparrow-tests-")
 
+# Nor a publisher's key into that of their configuration.
+os.environ["SPARROW_PUBLISHER_KEY"] = os.path.join(os.environ["XDG_STATE_HOME"], "publisher.key")
+
 import hypothesis
 import numpy as np
 import pytest

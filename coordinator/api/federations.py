@@ -22,6 +22,7 @@ from edge_sdk.protocol.messages import (
     DeviceReport,
     Evaluation,
     FederationInfo,
+    FederationSettings,
     JoinLink,
     MakeJoinLink,
     ModelInfo,
@@ -29,6 +30,7 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
 )
 from edge_sdk.protocol.overview import Overview
+from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.api.access import (
     AdminOnly,
     MemberOnly,
@@ -44,9 +46,11 @@ from sparrow.coordinator.api.middleware.authentication import Identity, identify
 from sparrow.coordinator.api.packing import HEADERS, PackedRoute, packed_events, takes_gzip
 from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
+from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.web import links
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
+settings_router = APIRouter(prefix="/v1", tags=["federations"], route_class=PackedRoute)
 
 
 JSON_TYPE = "application/json"
@@ -80,6 +84,12 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
     return await coordinator.writers.run(coordinator.federations.create, wanted)
+
+
+@settings_router.post("/settings", dependencies=[AdminOnly])
+def complete_settings(settings: FederationSettings) -> FederationSettings:
+    """Return settings with all of the method's own ones, as a federation that is created with them has them."""
+    return completed(settings)
 
 
 @router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)
@@ -223,6 +233,12 @@ def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
     """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
     as_it_is = {"Cache-Control": "no-transform"}
     return Response(coordinator.federations.manifest(name).text, media_type="application/json", headers=as_it_is)
+
+
+@router.get("/{name}/publication", dependencies=[ProspectiveMemberOnly])
+def get_publication(name: str, coordinator: TheCoordinator) -> Published:
+    """Return what the author of the federation's model has signed; 404 if nothing is."""
+    return coordinator.federations.publication(name)
 
 
 @router.get("/{name}/model", dependencies=[MemberOnly])

@@ -40,6 +40,7 @@ from edge_sdk.protocol.messages import (
     ModelInfo,
 )
 from edge_sdk.protocol.preparation import Targets
+from edge_sdk.protocol.signatures import Publication, Published
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.errors import (
@@ -58,8 +59,9 @@ from sparrow.coordinator.errors import (
     callers_data,
     explain,
 )
-from sparrow.coordinator.methods import CoordinatorMethod, Published, Situation, load_method
-from sparrow.coordinator.models.global_models import Models, carry_out_replacement, settings_of
+from sparrow.coordinator.fleet import publications
+from sparrow.coordinator.methods import CoordinatorMethod, PublishedModel, Situation, load_method
+from sparrow.coordinator.models.global_models import Models, carry_out_replacement, record_publication, settings_of
 from sparrow.coordinator.models.judging import CHUNK, judge
 from sparrow.coordinator.rounds import rollback
 from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted, open_round
@@ -104,7 +106,8 @@ class Federations:
     def create(self, request: CreateFederation) -> FederationInfo:
         """Create a federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
         task = _built_in(request.task)
-        return self._create(request, task.manifest, {name: task.graphs[name] for name in task.manifest.graphs}, None)
+        files: dict[FileName, bytes] = {name: task.graphs[name] for name in task.manifest.graphs}
+        return self._create(request, task.manifest, files, None)
 
     def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
         """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
@@ -118,6 +121,7 @@ class Federations:
                 raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
             request = CreateFederation.model_validate_json(note)
             tensors, _ = checkpoint.load(body)
+            request = request.model_copy(update={"publication": _take_publication(tensors) or request.publication})
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
         with callers_data():
@@ -142,11 +146,13 @@ class Federations:
         with callers_data():
             tensors, _ = checkpoint.load(body)
             published = _take_manifest(tensors)
+            publication = _take_publication(tensors)
+            publications.check_replaced(federation, publication)
             graphs: dict[FileName, bytes] = {name: _taken(tensors, name) for name in published.graphs}
             if tensors:
                 raise BadContent(f"{next(iter(tensors))}: weights are not replaced; leave them out, or publish anew")
             method = _check_model(federation.method, published)
-            composed = _composed(method, Published(published, graphs, {}), settings_of(federation))
+            composed = _composed(method, PublishedModel(published, graphs, {}), settings_of(federation))
             manifest, graphs = method.manifest(composed.manifest, settings_of(federation)), dict(composed.files)
         has = self._models.manifest(federation)
         manifest = Manifest.model_validate({**manifest.model_dump(), "first_sha256": has.first_sha256})
@@ -161,8 +167,11 @@ class Federations:
                 "step_sha256: the federation's model has a training step, with which devices train without PyTorch, "
                 "and this version has none; publish one that compiles"
             )
+        signed = None
         with callers_data():
             _check_graphs(graphs, manifest)
+            if publication is not None:
+                signed = publications.checked(publication, name, published, manifest, settings_of(federation))
         self._models.add_files(federation.id, manifest, graphs)
         with self._store.writing() as db:
             now = find(db, name)
@@ -170,6 +179,11 @@ class Federations:
                 raise NotFound(f"{name} was deleted meanwhile, and published anew; try again")
             text = manifest.model_dump_json()
             now.replacement = None if text == now.manifest else text
+            now.replacement_publication = None
+            if signed is not None and now.replacement is None:
+                record_publication(now, signed)
+            elif signed is not None:
+                now.replacement_publication = signed.model_dump_json()
             if now.published is not None:
                 now.published = {**now.published, "model_digest": published.model_digest}
             if open_round(db, now) is None:
@@ -193,10 +207,11 @@ class Federations:
         settings = completed(chosen(request.settings, manifest, classes=published is None))
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
+        original, signed = manifest, None
         with callers_data():
             if published is not None:
                 manifest.check_tensors(published, what="the published weights", which="published")
-            composed = _composed(method, Published(manifest, published_files, published or {}), settings)
+            composed = _composed(method, PublishedModel(manifest, published_files, published or {}), settings)
             manifest, published_files = method.manifest(composed.manifest, settings), composed.files
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
@@ -206,6 +221,8 @@ class Federations:
                 manifest, published_files = manifest.with_values("first", first), {**published_files, "first": first}
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, composed.tensors), situation)
+            if request.publication is not None:
+                signed = publications.checked(request.publication, request.name, original, manifest, settings)
         fault = fault_of_model(model, settings)
         if fault is not None:
             raise BadContent(f"{fault}; publish smaller weights, or another precision")
@@ -246,6 +263,8 @@ class Federations:
                 published=published_as,
                 noise_key=secrets.token_bytes(32),
             )
+            if signed is not None:
+                record_publication(federation, signed)
             db.add(federation)
             db.flush()
             self._models.record(db, federation_id, files)
@@ -287,6 +306,7 @@ class Federations:
                 raise BadContent(f"rounds: {federation.round} have closed already; give at least as many")
             if changed:
                 check_settings(load_method(federation.method), self._models.manifest(federation), settings)
+                publications.check_changed(db, federation, settings)
             if (request.action == "rollback") != (request.model_version is not None):
                 raise BadContent("model_version: give it with the action rollback, and with no other")
             if request.model_version is not None:
@@ -423,6 +443,8 @@ class Federations:
             frozen_bytes=values.size(manifest, "frozen"),
             published_bytes=federation.published_bytes,
             manifest_digest=manifest.digest,
+            publisher=federation.publisher,
+            publication=federation.publication_sha256,
             replacing=federation.replacement is not None,
             input_shape=manifest.input_shape,
             output_shape=manifest.output_shape,
@@ -436,6 +458,11 @@ class Federations:
         """Return the manifest of the federation's model."""
         with self._store.reading() as db:
             return self._models.manifest(find(db, name))
+
+    def publication(self, name: str) -> Published:
+        """Return what the author of the federation's model has signed. Raises NotFound."""
+        with self._store.reading() as db:
+            return publications.read(db, find(db, name))
 
     def graph(self, name: str, graph: GraphName) -> bytes:
         """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
@@ -516,6 +543,13 @@ def _taken(tensors: Tensors, name: str) -> bytes:
         raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
 
 
+def _take_publication(tensors: Tensors) -> Publication | None:
+    """Take the publication out of a checkpoint; None if it has none. Raises BadContent."""
+    if "sparrow.publication" not in tensors:
+        return None
+    return Publication.model_validate_json(_taken(tensors, "publication"))
+
+
 def _take_manifest(tensors: Tensors) -> Manifest:
     """Take the manifest out of a checkpoint. Raises BadContent, TooLarge."""
     text = _taken(tensors, "manifest")
@@ -565,7 +599,7 @@ def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
             raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
 
 
-def _composed(method: CoordinatorMethod, published: Published, settings: FederationSettings) -> Published:
+def _composed(method: CoordinatorMethod, published: PublishedModel, settings: FederationSettings) -> PublishedModel:
     """Return the federation's model. Raises BadContent and SkeletonError for a published one that is none, or cannot be
     taken."""
     if method.compose is None:

@@ -54,7 +54,7 @@ class GlobalModel:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A model as it is published: its manifest, the files that this names, and weights by name.
 
     tensors: none for those whose first values are drawn from recipes.
@@ -306,7 +306,7 @@ class CoordinatorMethod:
     mixes_global: bool = False
     prepares: bool = False
     always_sends_values: bool = False
-    compose: Callable[[Published, FederationSettings], Published] | None = None
+    compose: Callable[[PublishedModel, FederationSettings], PublishedModel] | None = None
     manifest: Callable[[Manifest, FederationSettings], Manifest] = lambda published, settings: published
     start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
     aggregation: Aggregation = WEIGHTED_MEAN

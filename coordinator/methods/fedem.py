@@ -36,7 +36,7 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     CoordinatorMethod,
     MethodSettings,
-    Published,
+    PublishedModel,
     needs_sums_alone,
     own_settings,
     whole_model,
@@ -60,7 +60,7 @@ class FedEMSettings(MethodSettings):
     )
 
 
-def compose(published: Published, settings: FederationSettings) -> Published:
+def compose(published: PublishedModel, settings: FederationSettings) -> PublishedModel:
     """Return the mixture of ``components`` published models.
 
     Raises BadContent for a model that does not answer with a score of each class, SkeletonError for one whose targets
@@ -82,7 +82,7 @@ def compose(published: Published, settings: FederationSettings) -> Published:
     others = {name: file for name, file in published.files.items() if name not in mixed}
     files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
-    return Published(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
+    return PublishedModel(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
 
 
 def _may_run(graph: bytes) -> bool:

@@ -31,10 +31,11 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint, values
 from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
+from edge_sdk.protocol.manifest import Array, FileName, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
@@ -342,7 +343,8 @@ class Models:
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
         """Return the bundle of global values that an assignment sends down."""
         # A payload that is not cut for one device's neurons is the same for all that hold the same mask.
-        whose = None if assignment.full or assignment.ratio is None else assignment.id
+        whole = self._sends_whole(settings_of(federation), assignment)
+        whose = None if whole or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
@@ -363,8 +365,9 @@ class Models:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device, assignment)
-        if assignment.full:
+        if self._sends_whole(settings, assignment):
             mask, draw = model.mask, None
+            held = None
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
         if held is not None:
             mask = method.changed(model, held, situation)
@@ -377,6 +380,23 @@ class Models:
             known=known if isinstance(known, ElementMask) else None,
             signs=method.signs(model, situation),
         )
+
+    @staticmethod
+    def _sends_whole(settings: FederationSettings, assignment: Assignment) -> bool:
+        """Return whether a payload is the whole model: always in secure rounds, whose devices compare it."""
+        return assignment.full or (settings.secure and assignment.kind == Kind.train.value)
+
+    def sent(self, federation: Federation, version: int) -> tuple[Array, Mask | None]:
+        """Return the values of a global model as devices of a secure round decode them, float32, and its mask."""
+        manifest = self.manifest(federation)
+        model = self.model(federation, version)
+        precision = settings_of(federation).precision_of("down", Kind.train)
+        values = pack(manifest, model.tensors, model.mask)
+        if precision == "fp32":
+            return values, model.mask
+        return bundle.decode(
+            bundle.encode(manifest, values, model.mask, precision=precision), manifest
+        ).values, model.mask
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
         """Return the number of the round that made the model with this digest; None for an unknown or undone one.
@@ -421,11 +441,21 @@ def file_keys(federation: Federation, manifest: Manifest) -> set[str]:
     return {file_key(federation.id, digest) for each in manifests for digest in each.files.values()}
 
 
+def record_publication(federation: Federation, published: Published) -> None:
+    """Name what the author of a federation's model has signed in its records."""
+    federation.publication = published.model_dump_json()
+    federation.publisher = published.publication.publisher
+    federation.publication_sha256 = published.publication.digest
+
+
 def carry_out_replacement(federation: Federation) -> None:
     """Have the new version of the model that waits take the place of the one before; between rounds."""
     if federation.replacement is not None:
         federation.manifest, federation.replacement = federation.replacement, None
         federation.replacements += 1
+        if federation.replacement_publication is not None:
+            record_publication(federation, Published.model_validate_json(federation.replacement_publication))
+            federation.replacement_publication = None
         log.warning("%s: the graphs of its model are replaced", federation.name)
 
 

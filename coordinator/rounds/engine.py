@@ -338,7 +338,7 @@ class Rounds:
             asked = replace(work, kind=wire.Kind.keys) if secure else work
             count = self._hand_out(db, federation, current, asked, drawn, there)
             if secure:
-                self._secure.begin(db, federation, current)
+                self._secure.begin(db, federation, current, work.plan)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})

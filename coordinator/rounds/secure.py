@@ -33,12 +33,13 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.secure.consistency import round_digest, with_digest
 from edge_sdk.protocol.secure.fine import read_extras, statistics, words_of_extras
 from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
 from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod, Plan
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import assign, update_key
 from sparrow.coordinator.storage.store import Store
@@ -148,12 +149,18 @@ class SecureRounds:
     def __init__(self, store: Store, models: Models, clock: Callable[[], float], expire: Callable[..., None]) -> None:
         self._store, self._models, self._clock, self._expire = store, models, clock, expire
 
-    def begin(self, db: Session, federation: Federation, current: Round) -> None:
+    def begin(self, db: Session, federation: Federation, current: Round, plan: Plan) -> None:
         """Begin the first phase of a round, whose devices have just been asked for keys."""
+        values, mask = self._models.sent(federation, federation.model_version)
+        settings = settings_of(federation)
+        manifest = self._models.manifest(federation)
+        digest = round_digest(manifest, values, mask, settings, plan, current.number)
         # Of this round alone, and unforeseeable: keys and masks that follow from it are used once.
+        context = f"{federation.uid}|{current.number}|{secrets.token_hex(8)}"
         current.secure = {
             "phase": Kind.keys.value,
-            "context": f"{federation.uid}|{current.number}|{secrets.token_hex(8)}",
+            "context": with_digest(context, digest),
+            "plan": dict(plan),
         }
         for assignment in db.new:
             if isinstance(assignment, Assignment) and assignment.kind == Kind.keys.value:
@@ -284,6 +291,7 @@ class SecureRounds:
                 )
                 assignment.draw_key = cell["key"] if cell["ratio"] is not None else None
                 if kind is Kind.train:
+                    assignment.plan = said["plan"] or None
                     current.deadline_at = assignment.deadline_at
                 else:
                     assignment.deadline_at = now + settings.secure_phase_seconds
@@ -362,7 +370,7 @@ class SecureRounds:
         with self._store.reading() as db:
             ended.notes = self._notes(db, federation, current)
         ended.notes |= {
-            **({"metrics": metrics.means()} if settings.secure_metrics else {}),
+            **({"metrics": metrics.means()} if settings.masks_metrics else {}),
             "secure_cells": len(ended.sums),
             "secure_cells_without_sum": unopened,
             "secure_wrong_shares": wrong,
@@ -377,7 +385,7 @@ class SecureRounds:
         base = pack(manifest, model.tensors, mask)
         places = statistics(manifest, mask)
         total = scale.sum_of(opened[: len(base)])
-        asked = settings_of(federation).secure_metrics
+        asked = settings_of(federation).masks_metrics
         total[places], told = read_extras(opened[len(base) :], base[places], scale, metrics=asked)
         values = base + total / weight
         if settings_of(federation).noise_multiplier is None:  # else what one update adds is known to the last digit
@@ -629,7 +637,7 @@ def masked_fault(manifest: Manifest, settings: FederationSettings, decoded: bund
         return "an update of a secure round is sent masked, never as it is; update this SDK"
     if decoded.masked.dtype != WORDS[settings.secure_bits]:
         return f"masked values have {settings.secure_bits} bits here"
-    wanted = words_of_extras(manifest, decoded.mask, metrics=settings.secure_metrics)
+    wanted = words_of_extras(manifest, decoded.mask, metrics=settings.masks_metrics)
     if decoded.extras is None or len(decoded.extras) != wanted:
         return f"{wanted} words must follow the masked values, of running statistics and metrics; update this SDK"
     return None

@@ -40,6 +40,8 @@ class Federation(Base):
     wrong, last. ``secret`` is what its draws follow from (``rounds.draws``), ``noise_key`` what a private federation's
     noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
     for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
+    ``publication``: what the author of the model has signed (``publication.Published``), ``publisher`` the author's key
+    and ``publication_sha256`` the digest of the statement; ``replacement_publication`` is that of ``replacement``.
     ``arrivals`` numbers the updates of buffered rounds. ``replacement`` is the manifest of a new version of the model,
     which takes the place of ``manifest`` when the open round has closed; ``replacements`` counts these. An ``id`` is
     never given twice.
@@ -56,6 +58,7 @@ class Federation(Base):
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     manifest: Mapped[str] = mapped_column(Text, deferred=True)  # long, and read once: coordinator.models keeps it
     replacement: Mapped[str | None] = mapped_column(Text)
+    replacement_publication: Mapped[str | None] = mapped_column(Text, deferred=True)
     replacements: Mapped[int] = mapped_column(default=0, server_default="0")
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(String(32))
@@ -70,6 +73,9 @@ class Federation(Base):
     finished_at: Mapped[float | None]
     published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)  # only who publishes again asks
     noise_key: Mapped[bytes] = mapped_column(LargeBinary(32))
+    publication: Mapped[str | None] = mapped_column(Text, deferred=True)  # only who joins asks
+    publisher: Mapped[str | None] = mapped_column(String(64))
+    publication_sha256: Mapped[str | None] = mapped_column(String(64))
 
 
 class DeletedFederation(Base):

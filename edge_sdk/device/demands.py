@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.ranges import Ranges
 from edge_sdk.protocol.secure.messages import SecureWork
 
 _LINE = re.compile(r"^(\S+)\s+([0-9a-f]{64})$")
@@ -34,6 +35,22 @@ class SecureOnly:
             if unknown:
                 return f"{', '.join(sorted(unknown)[:5])}: not among the known devices, or with another identity key"
         return None
+
+
+@dataclass(frozen=True)
+class Demands:
+    """All that an owner demands.
+
+    secure: of secure rounds; None: updates may go without masks. publisher: the fingerprint of the only accepted
+    publisher; None: the first one met. pin_model: accept no replacement of the model. ranges: of settings.
+    plain_metrics: report losses and accuracies of secure rounds in clear if the federation asks for that, too.
+    """
+
+    secure: SecureOnly | None = None
+    publisher: str | None = None
+    pin_model: bool = False
+    ranges: Ranges = field(default_factory=dict)
+    plain_metrics: bool = False
 
 
 def read_known(path: Path | str) -> dict[str, str]:

@@ -8,7 +8,6 @@ Both are written before an answer is sent, so that a device that is killed gives
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +17,17 @@ from numpy.typing import NDArray
 
 from edge_sdk.device.demands import SecureOnly
 from edge_sdk.device.state import StateFolder
-from edge_sdk.methods import Job, Update
-from edge_sdk.methods.merging import sent_values
+from edge_sdk.device.trust import Trust
+from edge_sdk.methods import Job, Update, load_method
+from edge_sdk.methods.merging import is_whole, sent_values
+from edge_sdk.protocol.blocks import BlockMask
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_mask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.protocol.neurons import mask_digest
 from edge_sdk.protocol.secure import device, pads
+from edge_sdk.protocol.secure.consistency import digest_in, round_digest
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.messages import SecureWork, Statement
@@ -47,11 +50,19 @@ class Hidden:
 
 
 class SecureRound:
-    """The secure rounds of one device. identity: its private identity key, 32 bytes. demands: its owner's."""
+    """The secure rounds of one device.
 
-    def __init__(self, folder: StateFolder, name: str, identity: bytes, demands: SecureOnly | None = None) -> None:
-        self._folder, self._name, self._identity = folder, name, identity
+    identity: its private identity key, 32 bytes. demands: its owner's. trust: what it accepts of the federation.
+    """
+
+    def __init__(
+        self, folder: StateFolder, name: str, identity: bytes, demands: SecureOnly | None, trust: Trust
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._identity = identity
         self._demands = demands or SecureOnly()
+        self._trust = trust
 
     def answer(self, assignment: Assignment) -> bytes:
         """Return the answer to a phase, JSON. Raises BadSecret for what would give this device's update away."""
@@ -78,6 +89,7 @@ class SecureRound:
         kept = self._kept(work)
         if kept.work is None:
             raise BadSecret("the coordinator asks for an update before shares were told")
+        check_alone(job, update)
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
         own = min(float(count_examples(job.task.train)), work.largest_weight)
         if work.weight != own:
@@ -89,11 +101,26 @@ class SecureRound:
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
         words, clipped = scale.round(change, work.weight, chance)
         extras, beyond = hide_extras(moved, base[places], metrics, scale, work.weight, chance)
-        received = told_to_train(job, update, base)
-        kept, masked = device.mask(kept, self._name, work, np.concatenate([words, extras]), received)
+        mask = mask_digest(job.manifest, update.mask) if isinstance(update.mask, NeuronMask) else ""
+        kept, masked = device.mask(kept, self._name, work, np.concatenate([words, extras]), mask)
         self._keep(kept)
         count = len(words)
         return Hidden(masked[:count], masked[count:], device.state(kept, self._identity), clipped + beyond)
+
+    def check_round(self, job: Job) -> None:
+        """Raise BadSecret unless the model, settings and plan of a round are those that its devices have signed."""
+        received = job.received
+        if received is None or not is_whole(job.manifest, received):
+            raise BadSecret("the coordinator sends a part of the model; a secure round begins from all of it")
+        assignment = job.assignment
+        found = round_digest(
+            job.manifest, received.values, received.mask, assignment.settings, assignment.plan, assignment.round
+        )
+        if found != digest_in(self._kept(told(assignment)).context):
+            raise BadSecret(
+                "the model, settings or plan of this round are not those that its devices have signed; nothing is "
+                "trained"
+            )
 
     def _keys(self, work: SecureWork) -> bytes:
         kept = self._read()
@@ -107,6 +134,7 @@ class SecureRound:
         fault = self._demands.fault(work, self._name)
         if fault is not None:
             raise BadSecret(f"{fault}; no shares are told, and no update is sent")
+        self._trust.check_cohort(len(work.cohort))
         own = {self._name: pads.public_identity(self._identity).hex()}
         known = json.loads(self._folder.cached(PEERS) or b"{}") | own
         kept, shares = device.share(self._kept(work), self._name, work, known)
@@ -146,15 +174,30 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
     return change if norm <= longest else (change * (longest / norm * (1 - 1e-6))).astype(np.float32)
 
 
-def told_to_train(job: Job, update: Update, base: NDArray[np.float32]) -> str:
-    """Return the SHA-256 of what decides an update but for the data: the values received, mask, settings and round. It
-    is the same for all of a cell, or devices could be told to send next to nothing beside one."""
-    hasher = hashlib.sha256(base.data)
-    hasher.update(job.assignment.settings.model_dump_json().encode())
-    hasher.update(json.dumps([job.assignment.round, dict(job.assignment.plan)], sort_keys=True).encode())
-    if isinstance(update.mask, NeuronMask):
-        hasher.update(mask_digest(job.manifest, update.mask).encode())
-    return hasher.hexdigest()
+def check_alone(job: Job, update: Update) -> None:
+    """Raise BadSecret for an update that brings more than values, or whose mask says something of the data."""
+    if update.signs is not None or update.gradients is not None:
+        raise BadSecret("the coordinator asks for signs or gradients beside masked values; nothing is sent")
+    if not _follows(job, update):
+        raise BadSecret("the mask of this update is this device's own choice, which would be sent in clear")
+
+
+def _follows(job: Job, update: Update) -> bool:
+    """Return whether a mask follows from the assignment or the payload."""
+    mask, work = update.mask, job.assignment.work
+    if mask is None:
+        return True
+    if isinstance(mask, ElementMask):
+        return job.received is not None and same_mask(mask, job.received.mask)
+    if isinstance(mask, BlockMask):
+        # All blocks, or those parts alone that have no blocks.
+        return bool(mask.on.all()) or not mask.on.any()
+    if work is None:
+        return False
+    if same_mask(mask, draw_neurons(job.manifest, NeuronDraw(work.key, work.ratio))):
+        return True
+    active = load_method(job.assignment.settings.method).active
+    return active is not None and same_mask(mask, active.sample(job.manifest, work.ratio))
 
 
 def told(assignment: Assignment) -> SecureWork:

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
-from edge_sdk.device.demands import SecureOnly
+from edge_sdk.device.demands import Demands
 from edge_sdk.device.diagnosis import Diagnosis, diagnose
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.label_prior import LabelPrior
@@ -38,11 +38,12 @@ from edge_sdk.device.state import Best, Identity, NewData, Pending, StateFolder,
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.trust import Trust
 from edge_sdk.device.validation import digest_of
 from edge_sdk.device.values import load_values
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
-from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
+from edge_sdk.engines.training import TrainingDiverged, UnsoundModel, count_steps
 from edge_sdk.errors import (
     BadArgument,
     Damaged,
@@ -150,19 +151,26 @@ class Step:
 class Known:
     """The facts of a federation that a device needs before it can enrol; a fleet asks for them once.
 
-    preparation: the graph; None if the model takes samples as they are.
+    preparation: the graph; None if the model takes samples as they are. trust: what the fleet accepts of it.
     """
 
     info: FederationInfo
     manifest: Manifest
+    trust: Trust
     preparation: bytes | None = None
 
     @classmethod
     def of(cls, transport: Transport, federation: str) -> Known:
         """Ask for them."""
-        info, manifest = transport.federation(federation), transport.manifest(federation)
-        graph = transport.graph(federation, "preparation") if manifest.preparation is not None else None
-        return cls(info, manifest, graph)
+        info = transport.federation(federation)
+        manifest = transport.manifest(federation)
+        trust = Trust(federation, Demands())
+        trust.admit(info, manifest, lambda: transport.publication(federation))
+        graph = None
+        if manifest.preparation is not None:
+            graph = transport.graph(federation, "preparation")
+            check_digest(manifest, "preparation", graph)
+        return cls(info, manifest, trust, graph)
 
     def prepared(self, task: Task) -> Task:
         """Return a hosted device's task, its data checked and its samples prepared."""
@@ -218,13 +226,13 @@ class Session:
         watchdog: Watchdog | None = None,
         hosted: bool = False,
         engine: EngineChoice | Engine = "auto",
-        demands: SecureOnly | None = None,
+        demands: Demands | None = None,
         memory_limit: int | None = None,
     ) -> None:
         self._make_task = make_task
         self._memory_limit = memory_limit
         self._transport = transport
-        self._demands = demands
+        self._demands = demands or Demands()
         self._hosted = hosted
         self._watchdog = watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
@@ -254,6 +262,9 @@ class Session:
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
         self._method = load_method(self.info.method)
+        self._trust = known.trust if known else Trust(federation, self._demands, folder)
+        if known is None:
+            self._trust.admit(self.info, self.manifest, lambda: transport.publication(federation))
         self.differences: list[tuple[str, str]] = []
         task = self._load_task()
         self.frozen, self._first = Tensors(), Tensors()
@@ -316,6 +327,11 @@ class Session:
     def transport(self) -> Transport:
         """Return the transport that this session calls the coordinator with."""
         return self._transport
+
+    @property
+    def trust(self) -> Trust:
+        """Return what this device accepts of its federation."""
+        return self._trust
 
     @property
     def folder(self) -> StateFolder:
@@ -420,6 +436,8 @@ class Session:
         device of a fleet, whose engine is not its own.
         """
         manifest = self._load_manifest(digest)
+        info = self._transport.federation(self._federation)
+        self._trust.admit(info, manifest, lambda: self._transport.publication(self._federation))
         if manifest.tensors_digest != self.manifest.tensors_digest:
             raise ManifestError("the federation's model has other values than this device's; join under another name")
         if not self._own_graphs:
@@ -488,7 +506,7 @@ class Session:
         """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
         where the device sends updates under masks alone, and the federation has none."""
         if not self.info.settings.secure:
-            if self._demands is not None:
+            if self._demands.secure is not None:
                 raise CannotTrain(
                     f"{self._federation} is no secure federation, and this device sends updates under masks alone "
                     f"(require_secure); ask its operator for one with secure=true"
@@ -510,7 +528,7 @@ class Session:
         from edge_sdk.device.secure import SecureRound  # cryptography, an extra
 
         identity = bytes.fromhex(self._identity.identity_key)
-        return SecureRound(self._folder, self._identity.name, identity, self._demands)
+        return SecureRound(self._folder, self._identity.name, identity, self._demands.secure, self._trust)
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
         """Return the answer of ``call``; a device whose token has expired enrols again first.
@@ -609,6 +627,7 @@ class Session:
         try:
             if assignment.manifest_digest not in (None, self.manifest.digest):
                 self._take_new_version(assignment.manifest_digest)
+            self._trust.check(assignment.settings)
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._judge_best_again()
                 self._work(assignment, self._watched_work(assignment))
@@ -790,10 +809,7 @@ class Session:
             self._mask = mask
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
-        if self._demands is not None and not (job.assignment.settings.secure and job.assignment.kind is Kind.train):
-            raise ProtocolError(
-                "the coordinator asks for an update without masks, and this device sends none (require_secure)"
-            )
+        self._check_training(job)
         adjusted = self._adjusted(job)
         first = self._judge_first(adjusted)
         with self._telemetry.phase("train") as train:
@@ -806,14 +822,51 @@ class Session:
         statement: Statement | None = None
         if job.assignment.settings.secure and job.assignment.kind is Kind.train:
             with self._telemetry.phase("evaluate") as measured:
-                metrics = self._metrics(adjusted, trained, best) if job.assignment.settings.secure_metrics else None
+                metrics = self._metrics(adjusted, trained, best) if job.assignment.settings.masks_metrics else None
             first["evaluation"] = self.progress.evaluation.plus(measured.cost)
             hidden = self._secure.mask(job, update, metrics)
             update, statement = replace(update, values=hidden.values, extras=hidden.extras), hidden.statement
             trained = replace(trained, counts={**trained.counts, "clipped_values": hidden.clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
-        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost, statement))
+        report = _report(trained, job, download, train.cost, statement, tells=self._tells(job.assignment))
+        body, feedback = self._pack(job, update, report)
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
+
+    def _check_training(self, job: Job) -> None:
+        """Raise ProtocolError for a round that this device does not train in: it would reveal more than was agreed."""
+        assignment = job.assignment
+        secure = assignment.settings.secure
+        if self._demands.secure is not None and not (secure and assignment.kind is Kind.train):
+            raise ProtocolError(
+                "the coordinator asks for an update without masks, and this device sends none (require_secure)"
+            )
+        if secure and not self._method.sums:
+            raise ProtocolError(
+                f"{assignment.settings.method} on this device has no secure rounds; its updates are more than sums"
+            )
+        if secure and assignment.kind is not Kind.train:
+            raise ProtocolError(f"a secure federation has no work of kind {assignment.kind.value}; nothing is sent")
+        if secure:
+            self._secure.check_round(job)
+        self._trust.check_steps(count_steps(assignment.settings, self.task.train))
+        if assignment.round == 1 and self._begins_as_published(job):
+            self._trust.check_first_weights(whole_model(self.manifest, job.received))
+
+    def _begins_as_published(self, job: Job) -> bool:
+        """Return whether a payload of the first round must be the model as it was published, in its own values."""
+        received = job.received
+        settings = job.assignment.settings
+        exact = settings.precision_of("down", job.assignment.kind) == "fp32"
+        # With a buffer, a device may be given the model of a later round.
+        plain = received is not None and received.mask is None and settings.buffer is None
+        return exact and plain and self.manifest.outputs is None
+
+    def _tells(self, assignment: Assignment) -> bool:
+        """Return whether losses and accuracies may go up in clear."""
+        settings = assignment.settings
+        if not settings.secure:
+            return True
+        return self._demands.plain_metrics and not settings.masks_metrics
 
     def _personalise(self, job: Job, download: Phase) -> None:
         first = self._judge_first(job)
@@ -822,7 +875,7 @@ class Session:
             best = self._find_best(job, trained)
             train.flops = trained.flops
         trained = self._within_joules(job, trained, download, train.cost)
-        body = _report(job, trained, download, train.cost).encode()
+        body = _report(trained, job, download, train.cost, tells=self._tells(job.assignment)).encode()
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
 
     def _within_joules(self, job: Job, trained: Trained, download: Phase, train: Phase) -> Trained:
@@ -931,7 +984,7 @@ class Session:
             exists = _elements(job.received.mask) if job.received else None
             trained = evaluated.flops + finishing
             measured.flops = forward_flops(self.manifest, exists) * sum(judged) + trained
-        tells = not job.assignment.settings.secure_metrics
+        tells = self._tells(job.assignment)
         receipt = Receipt(
             personal=evaluated.personal if tells else None,
             global_model=evaluated.global_model if tells else None,
@@ -958,7 +1011,7 @@ class Session:
         held_out, validation = self._judge(state.personal)
         best = self._best_of(job, validation) if self._keeps_best else None
         receipt = Receipt(
-            personal=None if job.assignment.settings.secure_metrics else held_out,
+            personal=held_out if self._tells(job.assignment) else None,
             inference_flops=nonzero_flops(self.manifest, state.personal),
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
@@ -1221,9 +1274,10 @@ def _elements(mask: Mask | None) -> ElementMask | None:
     return mask if isinstance(mask, ElementMask) else None
 
 
-def _report(job: Job, trained: Trained, download: Phase, train: Phase, statement: Statement | None = None) -> str:
-    """Return the report of a round's training, as JSON."""
-    tells = not job.assignment.settings.secure_metrics
+def _report(
+    trained: Trained, job: Job, download: Phase, train: Phase, statement: Statement | None = None, *, tells: bool
+) -> str:
+    """Return the report of a round's training, as JSON. tells: whether it holds losses."""
     report = UpdateReport(
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",

@@ -68,6 +68,7 @@ from edge_sdk.protocol.messages import (
     Enrol,
     Enrolled,
     FederationInfo,
+    FederationSettings,
     HandBack,
     JoinLink,
     MakeJoinLink,
@@ -83,6 +84,7 @@ from edge_sdk.protocol.messages import (
     UploadCost,
 )
 from edge_sdk.protocol.overview import Overview
+from edge_sdk.protocol.signatures import MAX_STATEMENT, Published
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.table import printable
 
@@ -124,6 +126,8 @@ LONGEST_WAIT = 30.0
 LONGEST_PAUSE = 900.0
 """The longest pause that a coordinator may ask for, s."""
 LARGEST_ANSWER = 1024 * 1024
+LARGEST_PUBLICATION = 2 * (MAX_MANIFEST + MAX_STATEMENT)
+"""JSON within JSON: quotes take two bytes."""
 MAX_FILE = 8 * 1024**3
 """Bytes of a model that an operator downloads."""
 LARGEST_REFUSAL = 64 * 1024
@@ -312,6 +316,19 @@ class Transport:
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a federation's model."""
         return self._ask(Manifest, "GET", f"/v1/federations/{name}/manifest", most=MAX_MANIFEST)
+
+    def publication(self, name: str) -> Published:
+        """Return a federation's publication, as it came: the caller checks its signature."""
+        return self._ask(Published, "GET", f"/v1/federations/{name}/publication", most=LARGEST_PUBLICATION)
+
+    def completed(self, settings: FederationSettings) -> FederationSettings:
+        """Return settings with all of the method's own ones, as a federation would have them. Raises WrongSettings."""
+        try:
+            return self._ask(FederationSettings, "POST", "/v1/settings", **_json(settings))
+        except NotInstalled:
+            raise
+        except BadContent as refused:
+            raise WrongSettings(refused.detail) from refused
 
     def graph(self, name: str, graph: GraphName) -> bytes:
         """Return an ONNX graph of a federation's model, as it came: the caller compares it with the manifest."""

@@ -24,7 +24,7 @@ from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.bundle import Bundle, Signs
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
 from edge_sdk.protocol.secure.numbers import Words
@@ -184,6 +184,9 @@ class Evaluated:
     flops: int = 0
 
 
+Compose = Callable[[Manifest, Mapping[GraphName, bytes], FederationSettings], tuple[Manifest, dict[GraphName, bytes]]]
+
+
 class UnknownWork(ProtocolError):
     """The coordinator asks for work that the method does not have on this device; it is handed back."""
 
@@ -260,6 +263,10 @@ class DeviceMethod:
         the same, and sends the finished global model to every device.
     finish: trains a mixture of both once more, at the end, as ``finetune_epochs`` says and within the budget; returns
         the model and the FLOPs that it took.
+    compose: makes the federation's model of the published one: given the published manifest, graphs by name and the
+        settings, returns the manifest, without digests of graphs, and the graphs. None: the model is the published one.
+    sums: sums of its updates' values are all that the server half needs, under masks that follow from the assignment or
+        the payload. Devices take part in secure rounds of such methods only, and send nothing beside the values.
     engines: what its rounds can be trained with.
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
@@ -279,6 +286,8 @@ class DeviceMethod:
     picks_best: bool = True
     mixes_global: bool = False
     finish: Callable[[Job, Tensors], tuple[Tensors, int]] | None = None
+    compose: Compose | None = None
+    sums: bool = False
     engines: tuple[EngineName, ...] = ("onnx", "torch")
     acts: tuple[str, ...] = ()
 

@@ -53,5 +53,5 @@ def train(job: Job) -> Trained:
 
 
 APFL = DeviceMethod(
-    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("weight_moved",)
+    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("weight_moved",), sums=True
 )

@@ -47,5 +47,5 @@ def train(job: Job) -> Trained:
 
 
 DITTO = DeviceMethod(
-    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("pulled_steps",)
+    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("pulled_steps",), sums=True
 )

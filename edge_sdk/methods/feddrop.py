@@ -96,4 +96,5 @@ FEDDROP = DeviceMethod(
     adapt=adapt_global,
     active=ActiveNeurons(sample=sample_drawn, narrow=True),
     acts=("neurons_left_out",),
+    sums=True,
 )

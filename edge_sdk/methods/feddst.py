@@ -21,6 +21,6 @@ def train(job: Job) -> Trained:
 
 
 FEDDST = DeviceMethod(
-    train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("replaced", "positions_replaced")
+    train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("replaced", "positions_replaced"), sums=True
 )
 """Weights replaced by devices, of which the coordinator keeps some."""

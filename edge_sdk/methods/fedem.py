@@ -19,6 +19,7 @@ is what components are trained on, while r goes by their probabilities.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -28,17 +29,30 @@ from numpy.typing import NDArray
 from edge_sdk.engines.optimiser import Optimiser, rule_of
 from edge_sdk.engines.training import Divergence, LocalResult, count_steps
 from edge_sdk.errors import BadArgument
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    MethodSettings,
+    Trained,
+    Update,
+    own_settings,
+)
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, judge_held_out
 from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import GraphName, Manifest
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
 from edge_sdk.tasks import Task, count_examples
 
 Weights = NDArray[np.float64]
 """π, or the responsibilities of samples: [..., M], of sum 1."""
+
+MIXED: tuple[GraphName, ...] = ("skeleton", "step", "evaluation")
+"""Graphs of which a mixture has its own."""
 
 MOST_STEPS, SETTLED = 100, 1e-4
 """Of EM on components that stay: so many steps, or until no weight moves by more."""
@@ -51,6 +65,23 @@ def network(task: Task, manifest: Manifest) -> Task:
     if not task.classification:
         raise BadArgument("fedem mixes classifiers, and this task has no classes; join a federation of another method")
     return replace(task, model=Mixture(task.model, components_of(manifest), manifest.aliases))
+
+
+class Components(MethodSettings):
+    """FedEM's setting that devices read."""
+
+    components: int
+
+
+def compose(
+    manifest: Manifest, graphs: Mapping[GraphName, bytes], settings: FederationSettings
+) -> tuple[Manifest, dict[GraphName, bytes]]:
+    """Return the mixture's manifest, and its graphs of those of one model."""
+    from sparrow.export.mixture import mix  # here, because it needs onnx
+
+    number = own_settings(settings, Components).components
+    mixed = {name: mix(graphs[name], manifest, number) for name in MIXED if name in graphs}
+    return mixture_of(manifest, number), {**graphs, **mixed}
 
 
 def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Weights:
@@ -158,5 +189,12 @@ def _flops(manifest: Manifest, samples: int) -> int:
 
 
 FEDEM = DeviceMethod(
-    train=train, evaluate=evaluate, adapt=adapt, network=network, mixes_global=True, acts=("mixture_moved",)
+    train=train,
+    evaluate=evaluate,
+    adapt=adapt,
+    network=network,
+    mixes_global=True,
+    acts=("mixture_moved",),
+    compose=compose,
+    sums=True,
 )

@@ -146,4 +146,6 @@ def _public(job: Job) -> ArrayBatches:
     return ArrayBatches(Arrays(np.concatenate(inputs)[:wanted], np.concatenate(targets)[:wanted]), size)
 
 
-FEDMD = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt, check_data=check_data, acts=("digested",))
+FEDMD = DeviceMethod(
+    train=train, evaluate=evaluate_both, adapt=adapt, check_data=check_data, acts=("digested",), sums=True
+)

@@ -13,4 +13,6 @@ from __future__ import annotations
 from edge_sdk.methods import DeviceMethod
 from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, train_together
 
-FEDPER = DeviceMethod(train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))
+FEDPER = DeviceMethod(
+    train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",), sums=True
+)

@@ -15,5 +15,7 @@ from __future__ import annotations
 from edge_sdk.methods import DeviceMethod
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 
-FEDPROX = DeviceMethod(train=train_pulled, evaluate=evaluate_global, adapt=adapt_global, acts=("pulled_steps",))
+FEDPROX = DeviceMethod(
+    train=train_pulled, evaluate=evaluate_global, adapt=adapt_global, acts=("pulled_steps",), sums=True
+)
 """FedAvg with a proximal term of weight μ = ``method_settings["proximal_weight"]``; 0 is FedAvg bit for bit."""

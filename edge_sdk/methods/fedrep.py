@@ -22,4 +22,4 @@ def train(job: Job) -> Trained:
     return send_shared(job, replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps))
 
 
-FEDREP = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))
+FEDREP = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",), sums=True)

@@ -54,5 +54,6 @@ FEDSGC = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     acts=("replaced", "dropped_guided", "positions_replaced"),
+    sums=True,
 )
 """Weights replaced by devices, some of them guided, of which the coordinator keeps some."""

@@ -103,4 +103,5 @@ FEDSPU = DeviceMethod(
     mixes_global=True,
     finish=finish,
     acts=("frozen_neurons", "frozen_values"),
+    sums=True,
 )

@@ -288,4 +288,5 @@ FJORD = DeviceMethod(
     active=ActiveNeurons(sample=first_neurons, narrow=True),
     effort=effort,
     acts=("narrow_steps",),
+    sums=True,
 )

@@ -95,4 +95,5 @@ HETEROFL = DeviceMethod(
     adapt=adapt_global,
     active=ActiveNeurons(sample=first_neurons_up, narrow=True),
     acts=("neurons_left_out",),
+    sums=True,
 )

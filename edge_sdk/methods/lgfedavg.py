@@ -64,4 +64,4 @@ def adapt(job: Job) -> DeviceState:
     return adapt_part(job, job.manifest.blocks) if job.manifest.blocks else adapt_own_part(job)
 
 
-LGFEDAVG = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt, acts=("private_values",))
+LGFEDAVG = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt, acts=("private_values",), sums=True)

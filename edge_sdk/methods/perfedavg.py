@@ -216,4 +216,4 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     return StepsEffort(rehearsal, work, 4 if own.hessian == "hessian_free" else 2)
 
 
-PERFEDAVG = DeviceMethod(train=train, evaluate=evaluate, adapt=adapt, effort=effort, acts=("meta_steps",))
+PERFEDAVG = DeviceMethod(train=train, evaluate=evaluate, adapt=adapt, effort=effort, acts=("meta_steps",), sums=True)

@@ -161,4 +161,5 @@ PFEDME = DeviceMethod(
     effort=effort,
     mixes_global=True,
     acts=("envelope_steps",),
+    sums=True,
 )

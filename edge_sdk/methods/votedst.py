@@ -79,5 +79,7 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
     return np.concatenate([ballot(sums[name], vote.seats) for name, vote in votes.items()]), samples
 
 
-VOTEDST = DeviceMethod(train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("votes", "positions_replaced"))
+VOTEDST = DeviceMethod(
+    train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("votes", "positions_replaced"), sums=True
+)
 """FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""

@@ -146,6 +146,10 @@ def encode(
     hidden = vector.dtype.kind == "u"
     if vector.shape != (wanted,):
         raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
+    if hidden and (signs is not None or gradients is not None):
+        raise BundleError("masked values go up alone: signs and gradients beside them would be sent in clear")
+    if extras is not None and not hidden:
+        raise BundleError("extras belong to masked values; leave them out")
     if precision == "int8" and not quantised and not hidden:
         raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
     dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from edge_sdk.protocol.bundle import Precision
 from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
 from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork, Statement
+from edge_sdk.protocol.signatures import Publication
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -253,9 +254,10 @@ class FederationSettings(_Request):
     secure_dropouts: float = Field(
         default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may vanish in a phase"
     )
-    secure_metrics: bool = Field(
-        default=False,
-        description="With secure: losses and accuracies are summed under the masks, too, and told of no single device",
+    secure_metrics: bool | None = Field(
+        default=None,
+        description="With secure: losses and accuracies are summed under the masks, too, and reported of no single "
+        "device; unset: yes; false: sent in clear by devices whose owners agree (--plain-metrics)",
     )
     secure_phase_seconds: float = Field(
         default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase that trains nothing, s"
@@ -377,6 +379,11 @@ class FederationSettings(_Request):
         """Participations without improvement that stop a device: ``patience``, or its rule's own where it is unset."""
         return self.patience or (1 if self.early_stopping == "paper" else 10)
 
+    @property
+    def masks_metrics(self) -> bool:
+        """True if losses and accuracies go under the masks of secure rounds."""
+        return self.secure and self.secure_metrics is not False
+
     def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:
         """Return the number format of an assignment's payload, or of its update.
 
@@ -403,6 +410,9 @@ class CreateFederation(_Request):
         default=None, max_length=200, description="A built-in task; none where a manifest is published"
     )
     settings: FederationSettings = FederationSettings()
+    publication: Publication | None = Field(
+        default=None, description="What its author has signed; in a checkpoint the vector sparrow.publication"
+    )
 
 
 class CompareFederation(_Request):
@@ -492,6 +502,10 @@ class FederationInfo(Answer):
         default=0, description="Bytes of the publication: weights, manifest and graphs; 0: built in"
     )
     manifest_digest: str
+    publisher: Digest | None = Field(
+        default=None, description="Public key of who has signed the model; none: it is built in, or not signed"
+    )
+    publication: Digest | None = Field(default=None, description="SHA-256 of the signed statement")
     replacing: bool = Field(
         default=False, description="Whether a new version of the model takes its place when the open round has closed"
     )

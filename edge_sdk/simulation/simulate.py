@@ -36,6 +36,7 @@ from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
+from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.cluster import run_on_ray
 from edge_sdk.simulation.fleet import connect_to, run_fleet
@@ -187,7 +188,10 @@ def _create(
             with contextlib.suppress(Refused):
                 has = transport.federation(plan.federation).settings
                 settings |= {name: getattr(has, name) for name in left_out}
-        publish(server or in_process.ADDRESS, plan.federation, made, exist_ok=True, client=client, **settings)
+        # A simulation leaves no key behind.
+        signer = Publisher.new() if server is None else None
+        address = server or in_process.ADDRESS
+        publish(address, plan.federation, made, exist_ok=True, client=client, publisher=signer, **settings)
 
 
 def _several(values: Any) -> Sequence[Any]:

@@ -19,7 +19,7 @@ from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
-from sparrow.coordinator.methods import Published
+from sparrow.coordinator.methods import PublishedModel
 from sparrow.coordinator.methods.fedem import FEDEM
 from sparrow.export.errors import SkeletonError
 from sparrow.export.mixture import mix
@@ -29,7 +29,7 @@ DIGITS = load_builtin("digits")
 
 def composed(manifest=DIGITS.manifest, files=DIGITS.graphs, tensors=None, seed=0, **own):
     settings = completed(FederationSettings(method="fedem", seed=seed, method_settings=own))
-    return FEDEM.compose(Published(manifest, files, tensors or {}), settings)
+    return FEDEM.compose(PublishedModel(manifest, files, tensors or {}), settings)
 
 
 def test_a_mixture_has_each_tensor_once_for_each_component():

@@ -7,5 +7,6 @@ one change for masks: devices with the same mask form a *cell*, and each pair of
     numbers    updates as whole numbers modulo 2^b
     pads       keys, signatures, pads, and shares for one reader
     shamir     a secret as shares, of which some suffice
+    consistency   one digest of a round's model, graphs, settings and plan
     groups     cells, neighbours, and how many shares suffice
 """

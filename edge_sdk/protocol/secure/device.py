@@ -211,11 +211,13 @@ def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
     pads.check_signature(bytes.fromhex(identity), bytes.fromhex(keys.signature), context, keys.said(), name)
 
 
-def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words, base: str = "") -> tuple[RoundSecrets, Words]:
+def mask(
+    kept: RoundSecrets, name: str, work: SecureWork, words: Words, neurons: str = ""
+) -> tuple[RoundSecrets, Words]:
     """Return a device's numbers modulo 2^b, hidden. work: names who shared, by what they sealed for this device; pads
     are of those of its cell who shared, whose names the coordinator tells as ``left``. Raises BadSecret for a second
-    update, or other pads, in one round: the difference of two would show what one hides. base: the SHA-256 of what the
-    update is a difference from, which must be the same for all of the cell."""
+    update, or other pads, in one round: the difference of two would show what one hides. neurons: the digest of the
+    mask of neurons, which must be the same for all of the cell."""
     _check_context(kept, work)
     if kept.work is None:
         raise BadSecret("the coordinator asks for an update before shares were told")
@@ -235,7 +237,7 @@ def mask(kept: RoundSecrets, name: str, work: SecureWork, words: Words, base: st
     pads.add_streams(masked, [(seed_key(kept.seed, kept.context), True), *keys])
     digest = hashlib.sha256(masked.data).hexdigest()
     if not kept.masked:
-        scale = _digest(work.bits, work.value_range, work.largest_weight, base)
+        scale = _digest(work.bits, work.value_range, work.largest_weight, neurons)
         sealed = dict(work.sealed)
         return replace(kept, sealed=sealed, present=sorted(present), masked=digest, scale=scale), masked
     if kept.masked != digest:
@@ -326,7 +328,7 @@ def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: Secure
                 raise BadSecret(f"{other} was told of other devices than are said to be in its cell, or in the round")
             scales.add(statement.scale)
         if len(scales) > 1:
-            raise BadSecret("devices of one cell were told of different numbers or models; nothing is told")
+            raise BadSecret("devices of one cell were told of different numbers or masks; nothing is told")
         if name in cell and kept.scale not in scales:
             raise BadSecret("the coordinator has changed what this device has stated")
 

@@ -132,7 +132,10 @@ def check_signature(public: bytes, signature: bytes, context: str, said: Mapping
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _said(context, said))
     except (InvalidSignature, ValueError):
-        raise BadSecret(f"{name}: its keys are not signed by its identity key") from None
+        raise BadSecret(
+            f"{name}: its keys are not signed by its identity key for this round; either they are not its own, or it "
+            f"was told of another model, step or settings"
+        ) from None
 
 
 def _said(context: str, said: Mapping[str, str]) -> bytes:

@@ -766,7 +766,7 @@ def test_statements_that_are_forged_or_missing_or_of_other_things_are_refused(op
         (true.model_copy(update={"present": less}), "not signed"),
         (view.statements["d004"], "not signed"),
         (statement_of(opened, who, context="federation|4|n"), "not signed"),
-        (statement_of(opened, who, scale=64 * "1"), "different numbers or models"),
+        (statement_of(opened, who, scale=64 * "1"), "different numbers or masks"),
         (statement_of(opened, who, present=less), "other devices"),
         (statement_of(opened, who, present=other_cohort), "other devices"),
         (statement_of(opened, who, present=other_colluders), "other devices"),

@@ -1,0 +1,83 @@
+"""Publications of federations' models: checked when they come, kept, and handed out as they are.
+
+A coordinator cannot vouch for a model to devices; it only refuses early what they would refuse.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.publication import Terms
+from edge_sdk.protocol.ranges import faults
+from edge_sdk.protocol.signatures import Publication, Published, check_signature, fingerprint
+from sparrow.coordinator.errors import BadContent, NotFound, Unreadable
+from sparrow.coordinator.storage.tables import Federation
+
+
+def checked(
+    publication: Publication, name: str, original: Manifest, manifest: Manifest, settings: FederationSettings
+) -> Published:
+    """Return a publication as it is handed out. Raises BadContent if devices would refuse it.
+
+    original: the published manifest. manifest: the federation's, which a method may have made of it.
+    """
+    try:
+        terms = Terms.of(publication)
+        if find_spec("cryptography") is not None:
+            check_signature(publication)
+    except ProtocolError as error:
+        raise BadContent(f"publication: {error}") from None
+    if terms.federation != name:
+        raise BadContent(
+            f"publication: it is signed for the federation {terms.federation}, not for {name}; sign it anew"
+        )
+    if terms.manifest != original.digest:
+        raise BadContent("publication: it is signed for another manifest; publish with sparrow publish")
+    for graph, digest in manifest.graphs.items():
+        if terms.graphs.get(graph) != digest:
+            raise BadContent(
+                f"publication: the {graph} is not the signed one; publish with the coordinator's version of onnx"
+            )
+    wrong = faults(terms.settings, settings)
+    if wrong:
+        raise BadContent(f"publication: the settings lie outside of the signed ranges: {'; '.join(wrong)}")
+    return Published(publication=publication, manifest=None if original.digest == manifest.digest else original.text)
+
+
+def read(db: Session, federation: Federation) -> Published:
+    """Return a federation's publication. Raises NotFound if its model is not signed."""
+    text = db.scalar(select(Federation.publication).where(Federation.id == federation.id))
+    if text is None:
+        raise NotFound(f"the model of {federation.name} is built in, or was published without a signature")
+    try:
+        return Published.model_validate_json(text)
+    except ValueError as error:
+        raise Unreadable(f"the publication of {federation.name} cannot be read: {error}") from None
+
+
+def check_changed(db: Session, federation: Federation, settings: FederationSettings) -> None:
+    """Raise BadContent for changed settings that devices would refuse."""
+    if federation.publisher is None:
+        return
+    publication = read(db, federation).publication
+    wrong = faults(Terms.of(publication).settings, settings)
+    if wrong:
+        raise BadContent(
+            f"{'; '.join(wrong)}: the publisher of the model ({publication.fingerprint}) has signed this range, and "
+            f"devices refuse anything else; stay within it, or have the model published again"
+        )
+
+
+def check_replaced(federation: Federation, publication: Publication | None) -> None:
+    """Raise BadContent for an unsigned version of a signed model."""
+    if federation.publisher is not None and publication is None:
+        raise BadContent(
+            f"publication: the model of {federation.name} is signed by {fingerprint(federation.publisher)}, and "
+            f"devices refuse an unsigned version; publish with sparrow publish"
+        )

@@ -1,0 +1,154 @@
+"""The key with which the author of a model signs publications (``edge_sdk.protocol.publication``).
+
+It is made once and kept in ``~/.config/sparrow/publisher.key``, readable by its owner only; SPARROW_PUBLISHER_KEY names
+another file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.errors import MissingPart, ProtocolError
+from edge_sdk.protocol.manifest import GraphName, Manifest
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.publication import Terms
+from edge_sdk.protocol.ranges import Range, default_ranges, faults
+from edge_sdk.protocol.signatures import MAX_STATEMENT, Publication, fingerprint, signed_text
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+KEY_BYTES = 32
+VARIABLE = "SPARROW_PUBLISHER_KEY"
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """The author of models. key: the private Ed25519 key, 32 bytes."""
+
+    key: bytes
+
+    def __repr__(self) -> str:
+        return f"Publisher({self.fingerprint})"
+
+    @classmethod
+    def new(cls) -> Publisher:
+        """Return one with a new key that is kept nowhere. Raises MissingPart."""
+        return cls(_private_key_type().generate().private_bytes_raw())
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Publisher:
+        """Return the one whose key a file holds; the first time the key is made. Raises BadArgument, MissingPart."""
+        path = path or default_path()
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return cls._make(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArgument(f"the publisher's key {path} cannot be read ({error}); {_REMEDY}") from None
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise BadArgument(f"{path} is no publisher's key (64 hexadecimal digits); restore it, or {_REMEDY}")
+        _private_key_type()
+        return cls(key)
+
+    @classmethod
+    def _make(cls, path: Path) -> Publisher:
+        made = cls.new()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # A name of its own, so that two commands that start together keep one whole key.
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(f"{made.key.hex()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                return cls.load(path)
+            finally:
+                partial.unlink()
+        except OSError as error:
+            raise BadArgument(f"the publisher's key cannot be kept at {path} ({error}); {_REMEDY}") from None
+        return made
+
+    @property
+    def public(self) -> str:
+        """The public key, hexadecimal."""
+        return _private_key_type().from_private_bytes(self.key).public_key().public_bytes_raw().hex()
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that devices show and pin."""
+        return fingerprint(self.public)
+
+    def sign(self, terms: Terms) -> Publication:
+        """Return the signed terms. Raises ProtocolError for a statement that is too long."""
+        statement = terms.model_dump_json(exclude_none=True)
+        if len(statement) > MAX_STATEMENT:
+            raise ProtocolError(f"the publication has {len(statement):,} bytes, at most {MAX_STATEMENT:,} are accepted")
+        private = _private_key_type().from_private_bytes(self.key)
+        signature = private.sign(signed_text(statement)).hex()
+        return Publication(statement=statement, publisher=self.public, signature=signature)
+
+
+_REMEDY = f"set {VARIABLE} to a file that can"
+
+
+def default_path() -> Path:
+    """Return where the key is kept."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    root = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    try:
+        return Path(root).expanduser() / "sparrow" / "publisher.key"
+    except RuntimeError:
+        raise BadArgument(f"there is no home folder for the publisher's key; {_REMEDY}") from None
+
+
+def terms_of(
+    federation: str,
+    manifest: Manifest,
+    settings: FederationSettings,
+    *,
+    graphs: Mapping[GraphName, str],
+    weights: Mapping[str, str],
+    ranges: Mapping[str, Range],
+    edition: int = 1,
+) -> Terms:
+    """Return what an author signs of a model: by default its settings as they are, or more private.
+
+    manifest: the published one. graphs: SHA-256 of those that devices get. ranges: the author's, which take the place
+    of the default ones. Raises ProtocolError for settings outside of them.
+    """
+    wrong = faults(ranges, settings)
+    if wrong:
+        raise ProtocolError(f"the settings lie outside of the ranges to be signed: {'; '.join(wrong)}")
+    return Terms(
+        federation=federation,
+        edition=edition,
+        task=manifest.task,
+        manifest=manifest.digest,
+        graphs=dict(graphs),
+        weights=dict(weights),
+        settings={**default_ranges(settings), **ranges},
+    )
+
+
+def _private_key_type() -> type[Ed25519PrivateKey]:
+    """Return the library's type of private keys. Raises MissingPart."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    except ImportError:
+        raise MissingPart("publications are signed with cryptography: pip install 'sparrow-fl[publish]'") from None
+    return Ed25519PrivateKey
