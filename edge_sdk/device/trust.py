@@ -134,12 +134,9 @@ class Trust:
                     f"coordinator may have replaced it. Nothing is trained"
                 )
             return None
-        if (
-            known is not None
-            and before is not None
-            and known.digest == info.publication
-            and before.model == manifest.digest
-        ):
+        met = None if known is None else (known.publisher, known.digest)
+        unchanged = before is not None and before.model == manifest.digest
+        if known is not None and unchanged and met == (info.publisher, info.publication):
             self._check_publisher(known, before, known)
             return known
         published = fetch()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
+from edge_sdk.device.demands import Demands
 from edge_sdk.device.opening import as_taken, check_model, share_onnx, take_values
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
@@ -284,6 +285,8 @@ class Host:
                 announce=announce,
                 hosted=True,
                 engine=self._trainer.engine(task),
+                # A simulated device has no owner who could mind.
+                demands=Demands(plain_metrics=True),
             )
         except BaseException:
             folder.close()

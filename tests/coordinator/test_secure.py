@@ -26,6 +26,7 @@ from .fakes import DIGITS, LocalCoordinator
 SETTINGS = {
     "method": "fedavg",
     "secure": True,
+    "secure_metrics": False,
     "rounds": 1,
     "cohort": 8,
     "min_devices": 8,
