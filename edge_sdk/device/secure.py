@@ -21,6 +21,7 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.methods import Job, Update
 from edge_sdk.methods.merging import sent_values
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.protocol.neurons import mask_digest
@@ -81,7 +82,10 @@ class SecureRound:
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
         own = min(float(count_examples(job.task.train)), work.largest_weight)
         if work.weight != own:
-            raise BadSecret(f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}")
+            raise BadSecret(
+                f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}",
+                failure=Failure("secure-refused/weight"),
+            )
         base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
         change = _clipped(np.asarray(update.values, np.float32) - base, settings, scale)
         places = statistics(job.manifest, update.mask)
@@ -106,7 +110,9 @@ class SecureRound:
     def _shares(self, work: SecureWork) -> bytes:
         fault = self._demands.fault(work, self._name)
         if fault is not None:
-            raise BadSecret(f"{fault}; no shares are told, and no update is sent")
+            raise BadSecret(
+                f"{fault}; no shares are told, and no update is sent", failure=Failure("secure-refused/demands")
+            )
         own = {self._name: pads.public_identity(self._identity).hex()}
         known = json.loads(self._folder.cached(PEERS) or b"{}") | own
         kept, shares = device.share(self._kept(work), self._name, work, known)
@@ -119,7 +125,10 @@ class SecureRound:
     def _kept(self, work: SecureWork) -> RoundSecrets:
         kept = self._read()
         if kept is None or kept.context != work.context:
-            raise BadSecret("this device has no keys of this round: it lost its state, or was not asked for any")
+            raise BadSecret(
+                "this device has no keys of this round: it lost its state, or was not asked for any",
+                failure=Failure("secure-refused/state"),
+            )
         return kept
 
     def _read(self) -> RoundSecrets | None:
@@ -140,7 +149,8 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
         longest -= scale.most_rounded(len(change))
         if longest <= 0:
             raise BadSecret(
-                "rounding alone lengthens an update beyond update_clip; the federation needs secure_bits 32"
+                "rounding alone lengthens an update beyond update_clip; the federation needs secure_bits 32",
+                failure=Failure("secure-refused/rounding"),
             )
     norm = float(np.linalg.norm(change.astype(np.float64)))
     return change if norm <= longest else (change * (longest / norm * (1 - 1e-6))).astype(np.float32)
