@@ -71,11 +71,13 @@ does ``Stopped`` (``device.embedding``), which ends a device as Ctrl-C does, and
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from edge_sdk.protocol.errors import SdkError as SdkError
+from edge_sdk.protocol.failures import Failure, program_error
 from sparrow.command_line.exits import Exit, of_status
 
 __all__ = [
@@ -129,6 +131,8 @@ class TooManyRequests(Unreachable):
 
 class Refused(SdkError):
     """The coordinator refused the call. ``status`` is HTTP's; ``detail`` the text of the problem document."""
+
+    failure = Failure("coordinator-fault")
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{detail} (HTTP {status})")
@@ -222,19 +226,26 @@ class WrongSettings(BadArgument):
 class ModelReplaced(SdkError):
     """The federation's model has a new version, and the device trains with code of the one before."""
 
+    failure = Failure("model-replaced")
+
 
 class NothingTrained(SdkError):
     """A device has trained in no round, or could not make its personal model in the end."""
+
+    failure = Failure("nothing-trained")
 
 
 class OutOfMemory(SdkError):
     """Training needs more memory than the device, or its accelerator, has."""
 
     exit_code = Exit.CANNOT
+    failure = Failure("no-memory")
 
 
 class Damaged(SdkError):
     """A download does not match its announced digest."""
+
+    failure = Failure("bad-payload/damaged")
 
 
 class StateError(SdkError):
@@ -263,12 +274,31 @@ def translated() -> Iterator[None]:
         kind = NoSuchPath if isinstance(error, FileNotFoundError) else SystemFailed
         raise kind(_of_system(error)) from error
     except (MemoryError, RuntimeError) as error:
-        of_torch = type(error).__name__ == "OutOfMemoryError"
-        if not of_torch and not isinstance(error, MemoryError):
+        if not _lacks_memory(error):
             raise
         raise OutOfMemory(
             f"there is not enough memory to train ({error}); give a smaller --budget, or another --accelerator"
         ) from error
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what a device reports of an error: never its text, which may hold names of files or data."""
+    if isinstance(error, SdkError):
+        # A class from outside may have set anything.
+        return error.failure if isinstance(error.failure, Failure) else SdkError.failure
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted/user")
+    if _lacks_memory(error):
+        return OutOfMemory.failure
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failure("no-space")
+    kind = type(error)
+    return program_error(kind.__name__ if kind.__module__ == "builtins" else "other")
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether memory was missing, of the processor or of PyTorch's accelerator."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _of_system(error: OSError) -> str:

@@ -44,9 +44,10 @@ from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
-from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
+from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.failures import Failure, nothing_trained
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.protocol.ranges import Ranges, read_ranges
@@ -275,23 +276,23 @@ def join(
                     raise _nothing_trained(session, name)
             except Stopped:
                 interrupted = True
-                session.leave("stopped by its program")
+                session.leave(Failure("interrupted/program"))
             except FederationDeleted:
                 if (exported := _export(session, name, export)) is not None:
                     tell.say(f"the personal model is {exported.path}")
                 raise
             except BadArgument:  # of a batch that was not looked at before
-                session.leave("its data cannot be used; its own log says why")
+                session.leave(Failure("data-unusable"))
                 raise
             except SdkError:
                 raise
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 bar.close()
-                session.leave("interrupted by its user")
+                session.leave(failure_of(error))
                 raise
             except Exception as error:
                 # Out of memory, a loss that raises: this device cannot go on, but nobody need wait for it.
-                session.leave(f"{type(error).__name__}: {error}")
+                session.leave(failure_of(error))
                 raise
             exported = _export(session, name, export)
             result = _result(session, name, exported, interrupted)
@@ -378,9 +379,8 @@ def _check_numbers(budget: object, threads: object, memory_limit: object, patien
         )
 
 
-def _nothing_trained(session: Session, name: str, failure: str | None = None) -> NothingTrained:
-    """Return why this device comes to its end without a model of its own. failure: why its last work failed, if not
-    in the words for its user."""
+def _nothing_trained(session: Session, name: str) -> NothingTrained:
+    """Return why this device comes to its end without a model of its own."""
     rounds = session.progress.rounds
     did = f"{name} took part in {rounds} rounds, but has no personal model" if rounds else f"{name} has trained nothing"
     if session.last_failure is None:
@@ -388,7 +388,7 @@ def _nothing_trained(session: Session, name: str, failure: str | None = None) ->
             f"{did}: the federation was over before; join one that runs, or ask its operator to reopen it"
         )
     where = "its last try ended so" if session.failed_rounds < FAILURES else f"{session.failed_rounds} times in a row"
-    return NothingTrained(f"{did}: {where}: {failure or session.last_failure}")
+    return NothingTrained(f"{did}: {where}: {session.last_failure}")
 
 
 def _watchdog(
@@ -429,9 +429,8 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
             return
         tell.between(paused=step.paused is not None)
         if session.failed_rounds >= FAILURES and not session.progress.rounds:
-            error = _nothing_trained(session, session.name)
-            session.leave(str(_nothing_trained(session, session.name, session.told_failure)))
-            raise error
+            session.leave(nothing_trained(session.reported_failure))
+            raise _nothing_trained(session, session.name)
         if session.progress.stopped_round is not None and not stopped:
             stopped = True
             try:

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
+from edge_sdk.protocol.failures import in_words
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     Enrol,
@@ -247,7 +248,7 @@ class Devices:
                     reason = request.conditions.reason
                     device.paused = reason.value if isinstance(reason, PauseReason) else None
                     said = device.paused or reason or "no reason given"
-                    log.info("%s leaves: %s", device.name, said)
+                    log.info("%s leaves: %s", device.name, in_words(said))
                     left = _take_back(db, device_id, said)
                     if reason is not None and device.paused is None:
                         note_failure(device, left, said, self._clock())

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
 
+from edge_sdk.protocol.failures import in_words
 from edge_sdk.protocol.messages import (
     BudgetLimit,
     DeviceFailure,
@@ -195,7 +196,8 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
 def _failure(stored: dict[str, Any] | None) -> DeviceFailure | None:
     if not isinstance(stored, dict) or not isinstance(at := stored.get("at"), int | float):
         return None
-    return read_stored(DeviceFailure, stored | {"at": iso(at)})
+    failure = read_stored(DeviceFailure, stored | {"at": iso(at)})
+    return failure and failure.model_copy(update={"reason": in_words(failure.reason)})
 
 
 def _work(assignment: Assignment) -> DeviceRound:
@@ -226,7 +228,7 @@ def _work(assignment: Assignment) -> DeviceRound:
         round=assignment.round,
         kind=kind,
         status=assignment.status,
-        reason=assignment.return_reason,
+        reason=None if assignment.return_reason is None else in_words(assignment.return_reason),
         began_at=iso(assignment.created_at),
         **found,
     )

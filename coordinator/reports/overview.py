@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
+from edge_sdk.protocol.failures import explain
 from edge_sdk.protocol.messages import Doing, FederationInfo, Kind
 from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 from sparrow.coordinator.fleet.federations import Federations
@@ -258,24 +259,26 @@ def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
         .limit(MOST_FAILURES)
     ).all()
     for name, why, since, _ in rows:
-        yield Notice(kind="failed", text=f"{name}: {why}", since=since and iso(since), remedy=_remedy(why or ""))
+        cause, remedy = _explained(why or "")
+        yield Notice(kind="failed", text=f"{name}: {cause}", since=since and iso(since), remedy=remedy)
     if rows and (more := rows[0][3] - len(rows)) > 0:
         yield Notice(kind="failed", text=f"Other devices whose last work came to nothing: {more}")
 
 
 _REMEDIES = {
     "out of memory": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
-    "MemoryError": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
     "missed the deadline": "Give it more time (deadline_seconds), a smaller budget or fewer local_epochs.",
     "fell silent": "Look whether it has power and a network.",
-    "No space left": "Make room on its disk.",
 }
 
 
-def _remedy(reason: str) -> str:
-    """Return what an operator can do about a failure of a device."""
-    known = (remedy for words, remedy in _REMEDIES.items() if words in reason)
-    return next(known, "Its own log says more.")
+def _explained(reason: str) -> tuple[str, str | None]:
+    """Return the cause of a device's failure, and a remedy for the operator."""
+    if (known := explain(reason)) is not None:
+        advice = known.advice
+        return known.cause, f"{advice[0].upper()}{advice[1:]}." if advice else None
+    remedies = (remedy for words, remedy in _REMEDIES.items() if words in reason)
+    return reason, next(remedies, "Its own log says more.")
 
 
 def _began(db: Session, federation: Federation) -> str | None:

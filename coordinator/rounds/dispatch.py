@@ -10,6 +10,7 @@ from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
+from edge_sdk.protocol.failures import in_words
 from edge_sdk.protocol.secure.messages import SecureWork
 from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
 from sparrow.coordinator.methods import Situation, load_method
@@ -180,7 +181,7 @@ class Dispatch:
             touch(db, federation.id, assignment.round)
             log.info(
                 "round %s: %s hands back %s: %s",
-                *(assignment.round, device.name, assignment.kind, text),
+                *(assignment.round, device.name, assignment.kind, in_words(text)),
                 extra={"round": assignment.round},
             )
 
@@ -233,7 +234,7 @@ class Dispatch:
             if assignment.status == "returned":
                 raise Finished(
                     f"{federation.name} is {federation.status}, and this device could not adapt its model "
-                    f"({assignment.return_reason}); start the device again to try once more"
+                    f"({in_words(assignment.return_reason or '')}); start the device again to try once more"
                 )
             assignment.status = "open"
             assignment.model_version = federation.model_version

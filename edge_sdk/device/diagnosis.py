@@ -1,7 +1,7 @@
 """Likely causes of training that diverged, in order: the scale of the inputs, the learning rate, the clip.
 
-The device's user reads the measured spread of its inputs. The coordinator gets the same causes without it, because
-nothing that was measured on a device's data may leave it.
+They are for the device's user, with the measured spread of its inputs. The coordinator gets only the failure's type and
+code (``protocol.failures``), because nothing that was measured on a device's data may leave it.
 """
 
 from __future__ import annotations
@@ -53,35 +53,24 @@ class Spread:
         )
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The reason why a round failed. here: for the device's user. told: for the coordinator, without any measurement of
-    the device's data."""
-
-    here: str
-    told: str
-
-
-def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Batches) -> Diagnosis:
+def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Batches) -> str:
     """Return an error with its likely causes. batches: the training data, whose inputs are measured."""
-    told = str(error)
     if error.advice is not None and not isinstance(error, UnsoundModel):
-        return Diagnosis(told, told)
+        return str(error)
     try:
         spread = Spread.of(batches)
     except Exception:  # the user's loader; the error at hand says more
         spread = None
     if error.advice is not None:
-        return Diagnosis(told if spread is None else f"{told}. The inputs {spread}", told)
+        return str(error) if spread is None else f"{error}. The inputs {spread}"
     rate = settings.learning_rate if error.learning_rate is None else error.learning_rate
     steps = f"the learning rate of {rate:g}: lower it; {_clip(settings)}; {OTHERS}"
     likely = f"{error.met}; likely causes, in order:"
-    told = f"{likely} the scale of the inputs: see the device's own log; {steps}"
     if spread is None:
-        return Diagnosis(f"{likely} {steps}", told)
+        return f"{likely} {steps}"
     if spread.ordinary:
-        return Diagnosis(f"{likely} hardly the scale, because inputs {spread}; {steps}", told)
-    return Diagnosis(f"{likely} inputs {spread}: standardise them; {steps}", told)
+        return f"{likely} hardly the scale, because inputs {spread}; {steps}"
+    return f"{likely} inputs {spread}: standardise them; {steps}"
 
 
 def _clip(settings: FederationSettings) -> str:

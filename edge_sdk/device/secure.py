@@ -23,6 +23,7 @@ from edge_sdk.methods.merging import is_whole, sent_values
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_mask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.protocol.neurons import mask_digest
@@ -93,7 +94,10 @@ class SecureRound:
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
         own = min(float(count_examples(job.task.train)), work.largest_weight)
         if work.weight != own:
-            raise BadSecret(f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}")
+            raise BadSecret(
+                f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}",
+                failure=Failure("secure-refused/weight"),
+            )
         base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
         change = _clipped(np.asarray(update.values, np.float32) - base, settings, scale)
         places = statistics(job.manifest, update.mask)
@@ -111,7 +115,10 @@ class SecureRound:
         """Raise BadSecret unless the model, settings and plan of a round are those that its devices have signed."""
         received = job.received
         if received is None or not is_whole(job.manifest, received):
-            raise BadSecret("the coordinator sends a part of the model; a secure round begins from all of it")
+            raise BadSecret(
+                "the coordinator sends a part of the model; a secure round begins from all of it",
+                failure=Failure("secure-refused/model"),
+            )
         assignment = job.assignment
         found = round_digest(
             job.manifest, received.values, received.mask, assignment.settings, assignment.plan, assignment.round
@@ -119,7 +126,8 @@ class SecureRound:
         if found != digest_in(self._kept(told(assignment)).context):
             raise BadSecret(
                 "the model, settings or plan of this round are not those that its devices have signed; nothing is "
-                "trained"
+                "trained",
+                failure=Failure("secure-refused/model"),
             )
 
     def _keys(self, work: SecureWork) -> bytes:
@@ -133,7 +141,9 @@ class SecureRound:
     def _shares(self, work: SecureWork) -> bytes:
         fault = self._demands.fault(work, self._name)
         if fault is not None:
-            raise BadSecret(f"{fault}; no shares are told, and no update is sent")
+            raise BadSecret(
+                f"{fault}; no shares are told, and no update is sent", failure=Failure("secure-refused/demands")
+            )
         self._trust.check_cohort(len(work.cohort))
         own = {self._name: pads.public_identity(self._identity).hex()}
         known = json.loads(self._folder.cached(PEERS) or b"{}") | own
@@ -147,7 +157,10 @@ class SecureRound:
     def _kept(self, work: SecureWork) -> RoundSecrets:
         kept = self._read()
         if kept is None or kept.context != work.context:
-            raise BadSecret("this device has no keys of this round: it lost its state, or was not asked for any")
+            raise BadSecret(
+                "this device has no keys of this round: it lost its state, or was not asked for any",
+                failure=Failure("secure-refused/state"),
+            )
         return kept
 
     def _read(self) -> RoundSecrets | None:
@@ -168,7 +181,8 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
         longest -= scale.most_rounded(len(change))
         if longest <= 0:
             raise BadSecret(
-                "rounding alone lengthens an update beyond update_clip; the federation needs secure_bits 32"
+                "rounding alone lengthens an update beyond update_clip; the federation needs secure_bits 32",
+                failure=Failure("secure-refused/rounding"),
             )
     norm = float(np.linalg.norm(change.astype(np.float64)))
     return change if norm <= longest else (change * (longest / norm * (1 - 1e-6))).astype(np.float32)
@@ -177,9 +191,15 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
 def check_alone(job: Job, update: Update) -> None:
     """Raise BadSecret for an update that brings more than values, or whose mask says something of the data."""
     if update.signs is not None or update.gradients is not None:
-        raise BadSecret("the coordinator asks for signs or gradients beside masked values; nothing is sent")
+        raise BadSecret(
+            "the coordinator asks for signs or gradients beside masked values; nothing is sent",
+            failure=Failure("secure-refused/parts"),
+        )
     if not _follows(job, update):
-        raise BadSecret("the mask of this update is this device's own choice, which would be sent in clear")
+        raise BadSecret(
+            "the mask of this update is this device's own choice, which would be sent in clear",
+            failure=Failure("secure-refused/parts"),
+        )
 
 
 def _follows(job: Job, update: Update) -> bool:

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import Demands
-from edge_sdk.device.diagnosis import Diagnosis, diagnose
+from edge_sdk.device.diagnosis import diagnose
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
@@ -43,7 +43,7 @@ from edge_sdk.device.validation import digest_of
 from edge_sdk.device.values import load_values
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
-from edge_sdk.engines.training import TrainingDiverged, UnsoundModel, count_steps
+from edge_sdk.engines.training import VALUES, TrainingDiverged, UnsoundModel, count_steps
 from edge_sdk.errors import (
     BadArgument,
     Damaged,
@@ -58,6 +58,7 @@ from edge_sdk.errors import (
     RoundOver,
     SdkError,
     TokenExpired,
+    failure_of,
 )
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.methods.early_stopping import gives_way
@@ -65,6 +66,7 @@ from edge_sdk.methods.merging import is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
@@ -243,7 +245,8 @@ class Session:
         self._report_progress = progress
         self.failed_rounds = 0  # in a row, since this process began
         self.last_failure: str | None = None
-        self.told_failure: str | None = None  # the same, as the coordinator may read it
+        # The same, as the coordinator learns it.
+        self.reported_failure: Failure | None = None
         self._faults = 0  # of the coordinator, in a row
         self._next: Assignment | None = None  # what came with the answer to the last update
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
@@ -581,26 +584,27 @@ class Session:
         except FINAL:
             raise
         except (Refused, Damaged, BundleError) as fault:
-            return self._rest(str(fault))
+            return self._rest(fault)
         if step.outcome is Outcome.worked and step.failed is None:
             self._faults = 0
         return step
 
-    def _rest(self, fault: str) -> Step:
+    def _rest(self, fault: SdkError) -> Step:
         """Hand back what is open, and rest for longer after each fault in a row."""
         seconds = min(FIRST_REST * 2.0 ** min(self._faults, 30), LONGEST_REST)
         self._faults += 1
-        self.last_failure = self.told_failure = fault
+        self.last_failure = str(fault)
+        self.reported_failure = failure_of(fault)
         log.warning("%s; this device tries again in %.0f s", fault, seconds)
         assignment, self._working_on = self._working_on, None
         if assignment is not None:
             try:
-                self._give_up(assignment, fault)
+                self._give_up(assignment, self.reported_failure)
             except FINAL:
                 raise
             except Refused as refusal:
                 log.info("the work could not be handed back: %s", refusal.detail)
-        return Step(Outcome.idle, assignment, pause_seconds=seconds, failed=fault)
+        return Step(Outcome.idle, assignment, pause_seconds=seconds, failed=str(fault))
 
     def _step(self, wait_seconds: float) -> Step:
         if (reason := self._watchdog.look() if self._watchdog else None) is not None:
@@ -634,16 +638,15 @@ class Session:
         except BundleError:  # of the payload
             raise
         except ModelReplaced as error:
-            self._give_up(assignment, str(error))
+            self._give_up(assignment, failure_of(error))
             raise
         except (TrainingDiverged, ProtocolError) as error:
-            why = Diagnosis(str(error), str(error))
+            failed, to_blame = str(error), not isinstance(error, UnsoundModel)
             if isinstance(error, TrainingDiverged):
-                why = diagnose(error, assignment.settings, self.task.train)
-            failed, to_blame = why.here, not isinstance(error, UnsoundModel)
+                failed = diagnose(error, assignment.settings, self.task.train)
             log.warning("round %s: %s", assignment.round, failed)
-            self._give_up(assignment, why.told)
-            self.told_failure = why.told
+            self.reported_failure = failure_of(error)
+            self._give_up(assignment, self.reported_failure)
             if assignment.kind in TRAINING:
                 self._save_progress(failures=self.progress.failures + 1, failure=failed)
         except Paused as pause_:
@@ -708,7 +711,7 @@ class Session:
             on_pause=self._telemetry.pause,
         )
 
-    def _give_up(self, assignment: Assignment, reason: PauseReason | str) -> None:
+    def _give_up(self, assignment: Assignment, reason: PauseReason | Failure) -> None:
         if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
             self.engine.load(self._as_new)
         self._hand_back(assignment.assignment_id, reason)
@@ -719,8 +722,8 @@ class Session:
         shared = {spec.name for spec in self.manifest.shared}
         return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
 
-    def leave(self, reason: str) -> None:
-        """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""
+    def leave(self, reason: Failure) -> None:
+        """Return open work and mark the device as away, so that the round need not wait for the deadline."""
         self._transport.patience_seconds = PATIENCE_WHEN_LEAVING
         try:
             if self._working_on is not None:
@@ -729,7 +732,7 @@ class Session:
         except SdkError as error:
             log.warning("could not say goodbye: %s", error)
 
-    def _hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
+    def _hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
         try:
             self._transport.hand_back(assignment_id, reason)
         except RoundOver:
@@ -781,9 +784,8 @@ class Session:
             case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
                 self._keep_and_send(assignment, self._secure.answer(assignment), job.state)
             case other:
-                self._hand_back(
-                    assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
-                )
+                log.warning("%s on this device has no work of kind %s", self.info.method, other.value)
+                self._hand_back(assignment.assignment_id, Failure("unknown-work"))
 
     def _adjusted(self, job: Job) -> Job:
         """Return the work with this device's class frequencies in what was received, where the federation wants it."""
@@ -794,13 +796,14 @@ class Session:
         largest = bundle.largest_payload(self.manifest)
         if payload.bytes > largest:
             raise Damaged(
-                f"a payload of {payload.bytes:,} bytes is announced, of this model it has at most {largest:,}"
+                f"a payload of {payload.bytes:,} bytes is announced, of this model it has at most {largest:,}",
+                failure=Failure("bad-payload/size"),
             )
         body = self._transport.payload(assignment_id, payload)
         try:
             return bundle.decode(body, self.manifest, _elements(self._mask))
         except BundleError as error:
-            raise Damaged(f"the payload cannot be used: {error}") from error
+            raise Damaged(f"the payload cannot be used: {error}", failure=error.failure) from error
 
     def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
         if mask is not None and not same_mask(mask, self._mask):
@@ -838,14 +841,15 @@ class Session:
         secure = assignment.settings.secure
         if self._demands.secure is not None and not (secure and assignment.kind is Kind.train):
             raise ProtocolError(
-                "the coordinator asks for an update without masks, and this device sends none (require_secure)"
+                "the coordinator asks for an update without masks, and this device sends none (require_secure)",
+                failure=Failure("bad-work/unmasked"),
             )
-        if secure and not self._method.sums:
+        if secure and not (self._method.sums and assignment.kind is Kind.train):
             raise ProtocolError(
-                f"{assignment.settings.method} on this device has no secure rounds; its updates are more than sums"
+                f"{assignment.settings.method} on this device has no secure work of kind {assignment.kind.value}; its "
+                f"updates are more than sums, and nothing is sent",
+                failure=Failure("secure-refused/parts"),
             )
-        if secure and assignment.kind is not Kind.train:
-            raise ProtocolError(f"a secure federation has no work of kind {assignment.kind.value}; nothing is sent")
         if secure:
             self._secure.check_round(job)
         self._trust.check_steps(count_steps(assignment.settings, self.task.train))
@@ -969,7 +973,7 @@ class Session:
                 extras=update.extras,
             )
         except BundleError as error:  # a value is not finite
-            raise TrainingDiverged(str(error).partition(": training diverged")[0]) from error
+            raise TrainingDiverged(str(error).partition(": training diverged")[0], failure=VALUES) from error
         return body, feedback
 
     def _evaluate(self, job: Job, download: Phase) -> None:
@@ -1074,7 +1078,7 @@ class Session:
                 log.warning("the update was refused: %s", refusal.detail)
                 self._owe_as_before(pending)
                 self._save_progress(pending=None)
-                self._hand_back(pending.assignment_id, refusal.detail)
+                self._hand_back(pending.assignment_id, Failure("update-refused"))
                 self._say_what_stays(pending)
                 return Phase()
         self._uploading = upload.cost.seconds

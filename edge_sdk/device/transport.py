@@ -55,6 +55,7 @@ from edge_sdk.errors import (
 )
 from edge_sdk.protocol import checkpoint, tls, values
 from edge_sdk.protocol.addresses import is_loopback
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
@@ -440,10 +441,9 @@ class Transport:
         tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
 
-    def hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
+    def hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
         """Hand an assignment back."""
-        said = reason if isinstance(reason, PauseReason) else printable(reason)[:500]
-        self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=said)))
+        self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=_listed(reason))))
 
     def heartbeat(self, assignment_id: str) -> bool:
         """Say once, without waiting for who does not answer, that this device works on an assignment. False where that
@@ -455,7 +455,9 @@ class Transport:
         return _passes(answer) or answer.is_success or not _is_problem(answer)
 
     def change_device(self, device_id: str, change: ChangeDevice) -> None:
-        """Tell of a new budget or changed conditions."""
+        """Report a new budget or changed conditions."""
+        if change.conditions is not None and change.conditions.reason:
+            _listed(change.conditions.reason)
         self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
@@ -734,6 +736,11 @@ def _holding(mask: str | None, model: str | None) -> dict[str, str]:
 def _costing(cost: UploadCost | None) -> dict[str, str]:
     """Return the header that says what the last upload cost."""
     return {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
+
+
+def _listed(reason: PauseReason | str) -> PauseReason | Failure:
+    """Return a reason that may be sent. Raises ValueError for other text, which may hold names of files or data."""
+    return reason if isinstance(reason, PauseReason) else Failure(reason)
 
 
 def _json(message: BaseModel) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
 from edge_sdk.tasks import Batches
@@ -23,6 +24,14 @@ Batch = tuple[Any, Any]
 """(inputs, targets), as an engine takes them: numpy arrays or torch tensors."""
 
 
+LOSS = Failure("training-diverged/loss")
+WEIGHTS = Failure("training-diverged/weights")
+GRADIENTS = Failure("training-diverged/gradients")
+INPUTS = Failure("training-diverged/inputs")
+HELD_OUT = Failure("training-diverged/held-out")
+VALUES = Failure("training-diverged/values")
+
+
 class TrainingDiverged(SdkError):
     """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent.
 
@@ -30,22 +39,35 @@ class TrainingDiverged(SdkError):
     names (``device.diagnosis``). learning_rate: of the training, if it is not the federation's.
     """
 
-    def __init__(self, met: str, advice: str | None = None, *, learning_rate: float | None = None) -> None:
+    failure = Failure("training-diverged")
+
+    def __init__(
+        self,
+        met: str,
+        advice: str | None = None,
+        *,
+        learning_rate: float | None = None,
+        failure: Failure | None = None,
+    ) -> None:
         rate = "" if learning_rate is None else f" of {learning_rate:g}"
         usual = f"look at the scale of the inputs, lower the learning rate{rate}, or set a clip"
-        super().__init__(f"{met}; {advice or usual}")
+        super().__init__(f"{met}; {advice or usual}", failure=failure)
         self.met, self.advice, self.learning_rate = met, advice, learning_rate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.met, self.advice), {"learning_rate": self.learning_rate}
+        return type(self), (self.met, self.advice), {"learning_rate": self.learning_rate, "failure": self.failure}
 
 
 class UnsoundModel(TrainingDiverged):
     """The model that was received gives no finite loss before any training: no fault of this device."""
 
+    failure = Failure("unsound-model")
+
 
 class NoCurvature(ManifestError):
     """The loss cannot be differentiated twice."""
+
+    failure = Failure("unknown-work/curvature")
 
 
 @dataclass(frozen=True)
@@ -165,7 +187,7 @@ def evaluation_of(
     if seen == 0:
         raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
     if not math.isfinite(loss_sum):
-        raise TrainingDiverged("the loss on held-out data is not finite")
+        raise TrainingDiverged("the loss on held-out data is not finite", failure=HELD_OUT)
     accuracy = None if correct is None else correct / seen
     named = {name: bounded(value) for name, value in (metrics or {}).items()}
     return Evaluation(num_examples=max(1, round(seen)), loss=bounded(loss_sum / seen), accuracy=accuracy, metrics=named)
@@ -199,13 +221,15 @@ class Divergence:
         """Return the error of a loss that is not finite."""
         if not inputs_finite:
             return TrainingDiverged(
-                f"the inputs of training step {step} are NaN or infinite", "replace or leave out such samples"
+                f"the inputs of training step {step} are NaN or infinite",
+                "replace or leave out such samples",
+                failure=INPUTS,
             )
-        return self._of(f"the loss is {loss} at step {step} of {self.total}")
+        return self._of(f"the loss is {loss} at step {step} of {self.total}", LOSS)
 
     def of_tensor(self, name: str) -> TrainingDiverged:
         """Return the error of a tensor that is not finite in the end."""
-        return self._of(f"{name} is not finite after {self.total} steps")
+        return self._of(f"{name} is not finite after {self.total} steps", WEIGHTS)
 
-    def _of(self, met: str) -> TrainingDiverged:
-        return TrainingDiverged(met, learning_rate=self.learning_rate)
+    def _of(self, met: str, failure: Failure) -> TrainingDiverged:
+        return TrainingDiverged(met, learning_rate=self.learning_rate, failure=failure)

@@ -24,6 +24,7 @@ from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.bundle import Bundle, Signs
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
@@ -190,11 +191,14 @@ Compose = Callable[[Manifest, Mapping[GraphName, bytes], FederationSettings], tu
 class UnknownWork(ProtocolError):
     """The coordinator asks for work that the method does not have on this device; it is handed back."""
 
+    failure = Failure("unknown-work")
+
 
 class BudgetTooSmall(ProtocolError):
     """The method cannot work within the device's budget; the work is handed back."""
 
     exit_code = Exit.CANNOT
+    failure = Failure("budget-too-small")
 
 
 def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
@@ -205,7 +209,8 @@ def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
         name = ".".join(map(str, error.errors()[0]["loc"]))
         raise UnknownWork(
             f"method_settings.{name} is missing or is not what {settings.method} expects; use the same version of the "
-            f"method on the coordinator and on this device"
+            f"method on the coordinator and on this device",
+            failure=Failure("unknown-work/settings"),
         ) from None
 
 
@@ -214,7 +219,10 @@ def torch_engine(job: Job) -> TorchEngine:
     from edge_sdk.training.engine import TorchEngine
 
     if not isinstance(job.engine, TorchEngine):
-        raise UnknownWork(f"{job.assignment.settings.method} needs PyTorch for this: join with --engine torch")
+        raise UnknownWork(
+            f"{job.assignment.settings.method} needs PyTorch for this: join with --engine torch",
+            failure=Failure("unknown-work/torch"),
+        )
     return job.engine
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import TrainingDiverged
+from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
 from edge_sdk.methods import Job, Trained
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.narrow import drawn, train_narrow
@@ -65,7 +65,9 @@ def measure(job: Job, score: Score, *, batches: int | None = None) -> tuple[Scor
         scored = np.moveaxis(score(np.asarray(tensors[name], np.float32), gradient), axis, 0)
         rows = scored.reshape(len(scored), -1).sum(axis=1)
         if not np.isfinite(rows).all():
-            raise TrainingDiverged("the scores of neurons are not finite", "is the model received sound?")
+            raise TrainingDiverged(
+                "the scores of neurons are not finite", "is the model received sound?", failure=GRADIENTS
+            )
         add_scores_in_place(scores, spec, axis, rows)
 
     count = len(job.task.train) if batches is None else min(batches, len(job.task.train))

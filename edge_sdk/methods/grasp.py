@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.training import Batch, NoCurvature, TrainingDiverged
+from edge_sdk.engines.training import GRADIENTS, Batch, NoCurvature, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
@@ -71,7 +71,9 @@ def prepare(job: Job) -> Trained:
             progress=job.progress,
         )
     except NoCurvature as error:
-        raise UnknownWork(f"GraSP differentiates the loss twice, which this model does not take: {error}") from error
+        raise UnknownWork(
+            f"GraSP differentiates the loss twice, which this model does not take: {error}", failure=error.failure
+        ) from error
     mask = keep_by_score(scored.scores, weight_budget(job.manifest, own.density))
     return Trained(
         state=job.state,
@@ -130,7 +132,9 @@ def score(
         _, outputs = cool.differentiate([batch], names, add)
         loss = engine.loss(outputs, batch[1])
         if not math.isfinite(loss):
-            raise TrainingDiverged(f"the loss is {loss} before any training", "publish a sound model")
+            raise TrainingDiverged(
+                f"the loss is {loss} before any training", "publish a sound model", failure=GRADIENTS
+            )
         seen += len(batch[1])
         loss_sum += loss * len(batch[1])
 
@@ -143,7 +147,8 @@ def score(
     scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
     for name, each in scores.items():
         if not np.isfinite(each).all():
-            raise TrainingDiverged(f"{name}: a score is not finite", "publish a sound model, or raise temperature")
+            advice = "publish a sound model, or raise temperature"
+            raise TrainingDiverged(f"{name}: a score is not finite", advice, failure=GRADIENTS)
     return Scored(scores, seen, loss_sum / seen)
 
 

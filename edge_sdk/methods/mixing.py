@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine, Progress
 from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
-from edge_sdk.engines.training import LocalResult, TrainingDiverged, count_steps
+from edge_sdk.engines.training import LOSS, WEIGHTS, LocalResult, TrainingDiverged, count_steps
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
@@ -59,7 +59,7 @@ def train_mixture(
         loss, _ = engine.differentiate([batch], names, gradients.__setitem__, moves=True)
         mixed_loss, _ = mixture.differentiate([batch], names, mixed.__setitem__, moves=True)
         if not (math.isfinite(loss) and math.isfinite(mixed_loss)):
-            raise TrainingDiverged(f"a loss is not finite at step {step} of {total}")
+            raise TrainingDiverged(f"a loss is not finite at step {step} of {total}", failure=LOSS)
         if step == total:
             slope = sum(float(((private[name] - shared[name]) * each).sum()) for name, each in mixed.items())
         optimisers[0].step({name: np.array(each) for name, each in gradients.items()})
@@ -73,7 +73,7 @@ def train_mixture(
         progress(step, total, loss_sum / seen)
     tensors = mixture.read()
     if not (math.isfinite(weight) and all(np.isfinite(tensors[name]).all() for name in names)):
-        raise TrainingDiverged(f"a weight is not finite after {total} steps")
+        raise TrainingDiverged(f"a weight is not finite after {total} steps", failure=WEIGHTS)
     result = LocalResult(count_examples(batches), seen, total, loss_sum / seen)
     return Mixed({**before, **own, **private}, tensors, weight, result)
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import LocalResult, TrainingDiverged
+from edge_sdk.engines.training import GRADIENTS, LocalResult, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
@@ -122,7 +122,7 @@ def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.floa
         samples += len(batch[1])
     for name, total in squares.items():
         if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a squared gradient is not finite")
+            raise TrainingDiverged(f"{name}: a squared gradient is not finite", failure=GRADIENTS)
         total /= np.float32(batches)
     return squares, samples
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine
-from edge_sdk.engines.training import Batch, Change, TrainingDiverged
+from edge_sdk.engines.training import GRADIENTS, Batch, Change, TrainingDiverged
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.flops import growth_flops
 from edge_sdk.protocol.manifest import Tensors
@@ -50,7 +50,7 @@ class Replacing:
             before, shape = self.mask.exists[name].reshape(-1), weights[name].shape
             values, steepness = (np.asarray(each, np.float32).reshape(-1) for each in (weights[name], gradient))
             if not (np.isfinite(values).all() and np.isfinite(steepness).all()):
-                raise TrainingDiverged(f"{name} or its gradient is not finite after step {step}")
+                raise TrainingDiverged(f"{name} or its gradient is not finite after step {step}", failure=GRADIENTS)
             pruned, grown = self._rule(step, name, values, steepness, before)
             kept = grown.exists.copy()
             kept[pruned.guided] = False  # were one of them taken back, it would start at 0

@@ -21,7 +21,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import TrainingDiverged
+from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job, Trained
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
@@ -75,7 +75,7 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
         samples += len(batch[1])
     for name, total in sums.items():
         if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a gradient is not finite")
+            raise TrainingDiverged(f"{name}: a gradient is not finite", failure=GRADIENTS)
     return np.concatenate([ballot(sums[name], vote.seats) for name, vote in votes.items()]), samples
 
 

@@ -632,7 +632,8 @@ class PauseReason(str, Enum):
 
 
 Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union_mode="left_to_right")]
-"""A word of the fixed set where a policy decides, else a sentence: what failed, or that the user has left."""
+"""A word of the fixed set if a policy decides; else a failure of ``protocol.failures``, or a sentence of a client that
+does not use the SDK."""
 
 
 class BudgetLimit(str, Enum):
@@ -699,7 +700,8 @@ class Kind(str, Enum):
 
 
 class DeviceFailure(Answer):
-    """The reason why a device's work came to nothing, as the device or the coordinator says it."""
+    """The reason why a device's work came to nothing: a failure in words, or a sentence of the coordinator or of
+    another client than the SDK."""
 
     reason: str
     round: int | None = Field(description="None where it had no work")
@@ -837,7 +839,7 @@ class OpenWork(Answer):
 
 
 class HandBack(_Request):
-    """``DELETE /v1/assignments/{id}``: why the device cannot do it."""
+    """``DELETE /v1/assignments/{id}``: why the device cannot do it, as ``Why``; the SDK sends no sentences."""
 
     reason: Annotated[
         PauseReason | Annotated[str, Field(min_length=1, max_length=500)], Field(union_mode="left_to_right")

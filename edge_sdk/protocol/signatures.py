@@ -10,6 +10,7 @@ import hashlib
 from pydantic import BaseModel, ConfigDict, Field
 
 from edge_sdk.protocol.errors import MissingPart, ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Digest
 
 MAX_STATEMENT = 4 * 2**20
@@ -21,6 +22,8 @@ CONTEXT = b"sparrow publication 1\0"
 
 class BadPublication(ProtocolError):
     """A federation is not what the author of its model has signed."""
+
+    failure = Failure("bad-work/terms")
 
 
 class Publication(BaseModel):

@@ -1,11 +1,14 @@
 """The errors of data that a user named. ``edge_sdk/errors.py`` draws the whole tree."""
 
 from edge_sdk.protocol.errors import SdkError
+from edge_sdk.protocol.failures import Failure
 from sparrow.command_line.exits import Exit
 
 
 class DataError(SdkError):
     """The data that the user named cannot be used; the text names the fault and a remedy."""
+
+    failure = Failure("data-unusable")
 
 
 class BadOption(DataError):

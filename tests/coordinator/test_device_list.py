@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from edge_sdk.protocol.failures import FAILURES
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
@@ -116,3 +117,29 @@ def test_the_newest_failures_are_among_the_notices(begin):
     coordinator.rounds.advance()
     one.hand_back(one.ask(), OOM)
     assert f"a: {OOM}" in [each.text for each in coordinator.overviews.look("f").notices]
+
+
+def test_a_failure_of_the_list_is_shown_in_words(begin, caplog):
+    caplog.set_level("INFO")
+    coordinator, (one, other), lists = begin()
+    coordinator.rounds.advance()
+    one.hand_back(one.ask(), "training-diverged/loss")
+    gone = Conditions(available=False, reason="program-error/TypeError")
+    coordinator.devices.change(other.id, ChangeDevice(conditions=gone))
+    diverged = FAILURES["training-diverged/loss"]
+    assert of(lists, "a").failure.reason == str(diverged)
+    assert [each.reason for each in lists.history(one.id, 10).work] == [str(diverged)]
+    assert of(lists, "b").failure.reason.startswith("its program failed (TypeError); ")
+    notices = {each.text: each.remedy for each in coordinator.overviews.look("f").notices}
+    assert notices[f"a: {diverged.cause}"].lower() == f"{diverged.advice}.".lower()
+    assert notices["b: its program failed (TypeError)"] == "The traceback in its own output says where."
+    assert any(str(diverged) in each for each in caplog.messages)
+    assert not any("training-diverged" in each for each in caplog.messages)
+
+
+def test_a_failure_without_advice_has_no_remedy(begin):
+    coordinator, (one, _), _ = begin()
+    gone = Conditions(available=False, reason="interrupted/left")
+    coordinator.devices.change(one.id, ChangeDevice(conditions=gone))
+    notices = {each.text: each.remedy for each in coordinator.overviews.look("f").notices}
+    assert notices["a: its user has left"] is None

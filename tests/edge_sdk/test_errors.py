@@ -16,6 +16,7 @@ import sparrow.export
 from edge_sdk import errors
 from edge_sdk.device.transport import PROBLEMS
 from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
+from edge_sdk.protocol.failures import Failure
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.api import problems
 
@@ -57,6 +58,7 @@ def test_every_class_is_in_the_tree_with_an_exit_code(defined):
     assert outside == set()
     for kind in defined:
         assert isinstance(kind.exit_code, Exit | property), kind
+        assert isinstance(kind.failure, Failure), kind
 
 
 def test_the_tree_is_drawn_as_it_is(defined):

@@ -362,28 +362,50 @@ def test_a_training_step_that_was_not_published_or_must_not_be_run(spoiling, ses
 
 
 WRONG = {
-    "a payload that cannot be sent": ("payload", lambda answer: problem(422, "BundleError"), "no numbers"),
-    "a payload that is refused": ("payload", lambda answer: problem(400, "Whatever"), "no numbers"),
-    "a payload that is not there": ("payload", lambda answer: problem(404, "NotFound"), "no numbers"),
-    "a payload that is damaged": ("payload", lambda answer: httpx.Response(200, content=b"x"), "never matched"),
+    "a payload that cannot be sent": (
+        "payload",
+        lambda answer: problem(422, "BundleError"),
+        "no numbers",
+        "coordinator-fault",
+    ),
+    "a payload that is refused": (
+        "payload",
+        lambda answer: problem(400, "Whatever"),
+        "no numbers",
+        "coordinator-fault",
+    ),
+    "a payload that is not there": (
+        "payload",
+        lambda answer: problem(404, "NotFound"),
+        "no numbers",
+        "coordinator-fault",
+    ),
+    "a payload that is damaged": (
+        "payload",
+        lambda answer: httpx.Response(200, content=b"x"),
+        "never matched",
+        "bad-payload/damaged",
+    ),
     "a payload that is no bundle": (
         "assignment",
         changed(payload={"bytes": 2, "sha256": "0" * 64}),
         "never matched its digest",
+        "bad-payload/damaged",
     ),
     "a payload of petabytes": (
         "assignment",
         changed(payload={"bytes": 2**52, "sha256": "0" * 64}),
         "a payload of 4,503,599,627,370,496 bytes is announced",
+        "bad-payload/size",
     ),
-    "a payload that the method does not expect": ("assignment", changed(payload=None), "payload"),
+    "a payload that the method does not expect": ("assignment", changed(payload=None), "payload", "bad-payload"),
 }
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", WRONG)
 def test_no_fault_of_the_coordinator_ends_a_device(spoiling, session, name):
-    spoiling.end, spoiling.spoil, why = WRONG[name]
+    spoiling.end, spoiling.spoil, why, failure = WRONG[name]
     faults = FAILURES + 2
     rests = []
     for _ in range(faults):
@@ -395,7 +417,7 @@ def test_no_fault_of_the_coordinator_ends_a_device(spoiling, session, name):
         rests.append(step.pause_seconds)
         made = spoiling.calls[before:]
         assert "DELETE" in [method for method, *_ in made], "handed back, with the reason"
-        assert why in json.loads(next(body for method, _, body in made if method == "DELETE"))["reason"]
+        assert json.loads(next(body for method, _, body in made if method == "DELETE")) == {"reason": failure}
         if "petabytes" in name:
             assert not any(path.endswith("/payload") for _, path, _ in made), "not a byte is asked for"
     assert rests == [FIRST_REST * 2**number for number in range(faults)]

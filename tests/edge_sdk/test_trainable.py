@@ -88,6 +88,7 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
         "device/trainable.py",
         "protocol/__init__.py",
         "protocol/errors.py",
+        "protocol/failures.py",
         "../command_line/__init__.py",
         "../command_line/exits.py",
         "../sparrow/__init__.py",

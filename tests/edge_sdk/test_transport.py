@@ -44,12 +44,15 @@ from edge_sdk.errors import (
     Unreachable,
     WrongState,
 )
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST
 from edge_sdk.protocol.messages import (
     ASSIGNMENT_TYPE,
     ChangeDevice,
+    Conditions,
     Enrol,
     FederationSettings,
+    PauseReason,
     Payload,
     Phase,
     UploadCost,
@@ -314,10 +317,27 @@ def test_work_that_cannot_be_read_is_no_answer():
         network.transport.assignment("default", 25, None)
 
 
-def test_a_reason_that_is_too_long_is_cut():
+@pytest.mark.parametrize(
+    ("reason", "sent"), [(PauseReason.heat, "heat"), (Failure("bad-payload/size"), "bad-payload/size")]
+)
+def test_a_reason_of_the_contract_is_sent(reason, sent):
     network = Network(fine)
-    network.transport.hand_back("a", "r" * 900)
-    assert len(json.loads(network.requests[0].content)["reason"]) == 500
+    network.transport.hand_back("a", reason)
+    network.transport.change_device("d", ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+    back, change = [json.loads(request.content) for request in network.requests]
+    assert back == {"reason": sent}
+    assert change["conditions"]["reason"] == sent
+
+
+@pytest.mark.parametrize("text", ["/home/ann/secret.csv", "ValueError: 3.7", ""])
+def test_text_of_the_device_is_never_sent_as_a_reason(text):
+    network = Network(fine)
+    with pytest.raises(ValueError, match="reports failures of"):
+        network.transport.hand_back("a", text)
+    if text:
+        with pytest.raises(ValueError, match="reports failures of"):
+            network.transport.change_device("d", ChangeDevice(conditions=Conditions(available=False, reason=text)))
+    assert not network.requests
 
 
 # --- downloads ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from edge_sdk.errors import BadArgument, NotAuthenticated, NotFound, Unreachable, WrongState
+from edge_sdk.protocol.failures import in_words
 from edge_sdk.tasks import load_task
 from sparrow import Client, DeviceProgress, SdkError, join
 
@@ -114,7 +115,7 @@ def test_it_stops_between_two_steps_and_goes_on_from_the_last_whole_round(coordi
     assert [(tmp_path / "state" / "model.safetensors").read_bytes()] == kept, "the round's steps left no trace"
     (device,) = client.devices("default")
     assert (device.present, client.device(device.device_id).work[0].status) == (False, "returned")
-    assert client.device(device.device_id).work[0].reason == "stopped by its program"
+    assert client.device(device.device_id).work[0].reason == in_words("interrupted/program")
     session = onnxruntime.InferenceSession(export)
     assert session.run(None, {session.get_inputs()[0].name: np.zeros((2, 1, 8, 8), np.float32)})[0].shape == (2, 10)
     again = join(on_progress=lambda moment: None, stop=threading.Event(), **where)
@@ -178,7 +179,7 @@ def test_what_is_raised_while_it_is_told_ends_the_work(coordinator, client, wher
     with pytest.raises(RuntimeError, match="the window is closed"):
         join(on_progress=note, **where)
     (device,) = client.devices("default")
-    assert client.device(device.device_id).work[0].reason == "RuntimeError: the window is closed"
+    assert client.device(device.device_id).work[0].reason == in_words("program-error/RuntimeError")
 
 
 def test_a_task_is_named_or_the_federations(coordinator, where):

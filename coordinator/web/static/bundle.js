@@ -214,13 +214,13 @@ function fromBytes(data, dtype) {
 
 /** Return little-endian bytes of float32 values in a precision of the wire. */
 function toBytes(values, precision) {
-  if (!values.every(Number.isFinite)) throw new TrainingDiverged("a value is not finite: training diverged");
+  if (!values.every(Number.isFinite)) throw new TrainingDiverged("a value is not finite: training diverged", "training-diverged/values");
   if (precision === "fp32") return new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
   const bits = new Uint32Array(values.buffer, values.byteOffset, values.length);
   const short = Uint16Array.from(bits, precision === "fp16" ? toHalf : toBrain);
   const infinite = precision === "fp16" ? 0x7c00 : 0x7f80;
   if (short.some((each) => (each & infinite) === infinite)) {
-    throw new TrainingDiverged(`a value does not fit ${precision}: the operator can choose fp32`);
+    throw new TrainingDiverged(`a value does not fit ${precision}: the operator can choose fp32`, "training-diverged/values");
   }
   return new Uint8Array(short.buffer);
 }

@@ -91,7 +91,8 @@ export class Engine {
     }
     for (const [name, values] of this.tensors) {
       if (values instanceof Float32Array && !values.every(Number.isFinite)) {
-        throw new TrainingDiverged(`${name} is not finite after ${total} steps; lower the learning rate or set a clip`);
+        const met = `${name} is not finite after ${total} steps; lower the learning rate or set a clip`;
+        throw new TrainingDiverged(met, "training-diverged/weights");
       }
     }
     return { numExamples: batches.count, samples, steps: total, trainLoss: lossSum / samples };
@@ -109,7 +110,9 @@ export class Engine {
         correct += Number(best(output.data.subarray(i * classes, (i + 1) * classes)) === Number(batch.targets[i]));
       }
     }
-    if (!Number.isFinite(lossSum)) throw new TrainingDiverged("the loss on held-out data is not finite");
+    if (!Number.isFinite(lossSum)) {
+      throw new TrainingDiverged("the loss on held-out data is not finite", "training-diverged/held-out");
+    }
     return { num_examples: seen, loss: fround(lossSum / seen), accuracy: correct / seen };
   }
 
@@ -131,7 +134,8 @@ export class Engine {
         : { values: inputs.subarray(begin * width, end * width), shape };
       const part = tensorOf(dtype, raw.values, [end - begin, ...raw.shape]);
       const { output } = await this.inTurn(() => session.run({ input: part }, ["output"])).catch((error) => {
-        throw new ProtocolError(`the preparation fails on samples of this device: ${String(error.message).slice(0, 300)}`);
+        const met = `the preparation fails on samples of this device: ${String(error.message).slice(0, 300)}`;
+        throw new ProtocolError(met, "data-unusable");
       });
       if (output.data.length !== (end - begin) * made) {
         throw new ProtocolError("the preparation gives another shape than the model takes");
@@ -304,7 +308,9 @@ function best(scores) {
 
 function diverged(batch, loss, step, total, rate) {
   if (!batch.inputs.every((value) => Number.isFinite(Number(value)))) {
-    return new TrainingDiverged(`the inputs of training step ${step} are not finite; leave out such samples`);
+    const met = `the inputs of training step ${step} are not finite; leave out such samples`;
+    return new TrainingDiverged(met, "training-diverged/inputs");
   }
-  return new TrainingDiverged(`the loss is ${loss} at step ${step} of ${total}; lower the learning rate of ${rate} or set a clip`);
+  const met = `the loss is ${loss} at step ${step} of ${total}; lower the learning rate of ${rate} or set a clip`;
+  return new TrainingDiverged(met, "training-diverged/loss");
 }

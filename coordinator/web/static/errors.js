@@ -1,12 +1,26 @@
 /** What can go wrong on a device, and what follows from it (`edge_sdk/errors.py`). */
 
-/** What was received does not fit the contract. */
-export class ProtocolError extends Error {}
+/** What was received does not fit the contract. failure: what the coordinator learns of it (`failures.js`). */
+export class ProtocolError extends Error {
+  constructor(message, failure = "bad-work") {
+    super(message);
+    this.failure = failure;
+  }
+}
 /** A payload that is not what this model's can be. */
-export class BundleError extends ProtocolError {}
+export class BundleError extends ProtocolError {
+  constructor(message, failure = "bad-payload") {
+    super(message, failure);
+  }
+}
 /** Training gave no finite loss or weights: the round has failed, nothing of it is kept or sent. */
-export class TrainingDiverged extends Error {}
-/** The work is handed back: `reason` is a word of the contract, or a sentence. */
+export class TrainingDiverged extends Error {
+  constructor(message, failure = "training-diverged") {
+    super(message);
+    this.failure = failure;
+  }
+}
+/** The work is handed back: `reason` is a word of the contract, or a failure. */
 export class Paused extends Error {
   constructor(reason) {
     super(reason);
@@ -16,6 +30,8 @@ export class Paused extends Error {
 
 /** The coordinator's refusal. type: that of its problem document; what a caller can do about it depends on that. */
 export class Refused extends Error {
+  failure = "coordinator-fault";
+
   constructor(status, type, detail) {
     super(detail);
     this.status = status;
@@ -44,4 +60,5 @@ export class Stopped extends Error {}
 /** Data of the user that cannot be used; the text says what was met, what was wanted and what to do. */
 export class DataError extends Error {
   name = "DataError";
+  failure = "data-unusable";
 }

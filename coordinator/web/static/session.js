@@ -9,6 +9,7 @@
 import { decode, encode, largestPayload } from "./bundle.js";
 import { Engine, threads } from "./engine.js";
 import { BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
+import { failureOf } from "./failures.js";
 import { nonzeroFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
 import { mergeInPlace, pack } from "./masks.js";
@@ -112,7 +113,7 @@ export class Session {
     const kept = await this.store.get(key);
     if (kept && (await digestHex(kept)) === wanted) return kept;
     const file = await this.transport.file(this.federation, path, most);
-    if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} has not the SHA-256 that names it; reload this page`);
+    if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} has not the SHA-256 that names it; reload this page`, "bad-payload/damaged");
     await this.store.put({ [key]: file });
     return file;
   }
@@ -123,7 +124,7 @@ export class Session {
     const kept = await this.store.get(key);
     if (kept?.of === of && (await digestHex(kept.bytes)) === kept.sha256) return kept.bytes;
     const step = await this.transport.step(this.federation, ratio, MAX_GRAPH);
-    if ((await digestHex(step.bytes)) !== step.sha256) throw new ProtocolError("the training step was damaged on the way");
+    if ((await digestHex(step.bytes)) !== step.sha256) throw new ProtocolError("the training step was damaged on the way", "bad-payload/damaged");
     await this.store.put({ [key]: { ...step, of } });
     return step.bytes;
   }
@@ -230,7 +231,7 @@ export class Session {
     if (this.identity?.device) await this.transport.changeDevice(this.identity.device, change);
   }
 
-  /** Say that the device is away, and why: a word of the contract, or a sentence. */
+  /** Report that the device is away, and why: a word of the contract, or a failure. */
   away(reason) {
     return this.say({ conditions: { available: false, reason } });
   }
@@ -250,7 +251,7 @@ export class Session {
     } catch (error) {
       const fault = (error instanceof Refused && !error.final) || error instanceof ProtocolError;
       if (!fault) throw error;
-      await this.rest(error.message);
+      await this.rest(error);
       return "idle";
     }
   }
@@ -263,10 +264,10 @@ export class Session {
   }
 
   async rest(fault) {
-    this.tell({ phase: "waiting", detail: this.again(fault) });
+    this.tell({ phase: "waiting", detail: this.again(fault.message) });
     const working = this.working;
     this.working = null;
-    if (working) await this.giveUp(working, fault).catch((error) => { if (error.final) throw error; });
+    if (working) await this.giveUp(working, failureOf(fault)).catch((error) => { if (error.final) throw error; });
     await this.transport.rest(this.nextRest);
   }
 
@@ -310,7 +311,7 @@ export class Session {
   async failed(assignment, error) {
     if (error instanceof TrainingDiverged || (error instanceof ProtocolError && !(error instanceof BundleError))) {
       this.tell({ failure: error.message });
-      await this.giveUp(assignment, error.message);
+      await this.giveUp(assignment, failureOf(error));
     } else if (error instanceof Paused) {
       await this.giveUp(assignment, error.reason);
     } else if (error instanceof Refused && error.roundOver) {
@@ -346,7 +347,7 @@ export class Session {
   async work(assignment) {
     const { kind } = assignment;
     if (!(kind === "evaluate" || kind === "adapt" ? this.method[kind] : kind !== "prepare" && this.method[kind])) {
-      throw new ProtocolError(`${this.info.method} on a page has no work of kind ${kind}`);
+      throw new ProtocolError(`${this.info.method} on a page has no work of kind ${kind}`, "unknown-work");
     }
     const job = await this.jobOf(assignment);
     if (kind === "evaluate") return this.evaluate(job);
@@ -362,7 +363,9 @@ export class Session {
     const prior = this.prior(settings, data.train);
     let received = null;
     if (payload) {
-      if (payload.bytes > largestPayload(this.manifest)) throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`);
+      if (payload.bytes > largestPayload(this.manifest)) {
+        throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`, "bad-payload/size");
+      }
       received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
       if (prior) received = { ...received, values: prior.moved(received.values, received.mask, 1) };
       this.received = !this.personal && isWhole(this.manifest, received) ? received.values : null;
@@ -548,7 +551,7 @@ export class Session {
     await this.keepProgress({ pending: null }, entries);
     if (!error.roundOver) {
       this.tell({ failure: error.message });
-      await this.transport.handBack(pending.id, error.message);
+      await this.transport.handBack(pending.id, "update-refused");
     }
     const holds = ["train", "personalise"].includes(pending.kind) && this.personal !== null;
     await this.say({ conditions: { available: true }, ...(holds ? { holds_model: true } : {}) });

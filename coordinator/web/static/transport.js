@@ -4,6 +4,7 @@
  * its kind can be; one that is, or that cannot be read, counts as none.
  */
 import { ProtocolError, Refused, Stopped } from "./errors.js";
+import { reported } from "./failures.js";
 import { digestHex } from "./sha256.js";
 
 const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
@@ -66,9 +67,10 @@ export class Transport {
     return this.ask("POST", `/v1/federations/${name}/devices`, { ...json(request), check: checkEnrolled });
   }
 
-  /** Tell the coordinator of a change of the device. */
-  changeDevice(id, change) {
-    return this.call("PATCH", `/v1/devices/${id}`, json(change));
+  /** Report a change of the device. */
+  changeDevice(id, { conditions, ...change }) {
+    if (conditions?.reason !== undefined) conditions = { ...conditions, reason: reported(conditions.reason) };
+    return this.call("PATCH", `/v1/devices/${id}`, json({ ...change, ...(conditions ? { conditions } : {}) }));
   }
 
   /** Return a new token. */
@@ -113,7 +115,7 @@ export class Transport {
       const body = await this.download(`/v1/assignments/${id}/payload`, bytes);
       if (body.length === bytes && (await digestHex(body)) === sha256) return body;
     }
-    throw new ProtocolError("the payload was downloaded three times and never matched its digest");
+    throw new ProtocolError("the payload was downloaded three times and never matched its digest", "bad-payload/damaged");
   }
 
   /** Send a bundle, or JSON (text: true), Uint8Array; returns the next assignment, or null. */
@@ -139,8 +141,7 @@ export class Transport {
 
   /** Hand an assignment back, with the reason. One that nobody waits for any more is handed back, too. */
   async handBack(id, reason) {
-    const said = json({ reason: String(reason).slice(0, 500) || "the page could not do it" });
-    await this.call("DELETE", `/v1/assignments/${id}`, said).catch((error) => {
+    await this.call("DELETE", `/v1/assignments/${id}`, json({ reason: reported(reason) })).catch((error) => {
       if (!(error instanceof Refused && (error.roundOver || error.is("NotFound")))) throw error;
     });
   }

@@ -3,7 +3,8 @@
  * those of the worker a `say`; see `COMMANDS` and `report`.
  */
 import { threads } from "./engine.js";
-import { Paused, Stopped } from "./errors.js";
+import { DataError, Paused, Stopped } from "./errors.js";
+import { failureOf } from "./failures.js";
 import { readSamples } from "./files.js";
 import { compose, fillSkeleton } from "./onnx.js";
 import { Batches, EVALUATION_BATCH, fromFolder, gathered } from "./samples.js";
@@ -264,7 +265,7 @@ function counted() {
 /** Return the samples in batches, as inputs of the model; prepared once, and anew by another preparation. */
 async function data() {
   const { engine, info, manifest } = session, digest = manifest.files.get("preparation") ?? null;
-  if (samples && !fits(samples)) throw new Error(OTHER_SAMPLES);
+  if (samples && !fits(samples)) throw new DataError(OTHER_SAMPLES);
   if (prepared?.samples !== samples || prepared?.digest !== digest) {
     const of = samples, made = {};
     for (const [use, part] of Object.entries(parts())) {
@@ -315,10 +316,10 @@ async function rounds() {
 /** End for a reason that no repetition mends: what is open goes back, so that nobody waits for it. */
 async function breakOff(error) {
   failed(error);
-  await goodbye(error.message);
+  await goodbye(failureOf(error));
 }
 
-/** Hand open work back and say that the device is away, if that can be said within some seconds. */
+/** Hand open work back and report that the device is away, if that takes no longer than some seconds. */
 async function goodbye(reason) {
   const { working } = session;
   session.working = null;
@@ -347,7 +348,7 @@ async function checkpoint(left) {
     const reason = pausedFor, { phase, detail } = state;
     report({ phase: "paused", detail: `pauses in the middle of a round: ${WHY[reason] ?? reason}` });
     for (; pausedFor && !leaving; paused += LOOK_SECONDS) {
-      if (paused >= left) throw new Paused(WORDS[reason] ?? WHY[reason]);
+      if (paused >= left) throw new Paused(WORDS[reason]);
       await sleep(LOOK_SECONDS);
     }
     report({ phase, detail });
@@ -361,8 +362,10 @@ async function checkpoint(left) {
 
 const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
-/** Reasons of the page -> the contract's word, where it has one, and what to show. */
-const WORDS = { charging: "charging", battery: "battery", network: "network" };
+/** Reasons of the page -> the word of the contract or the failure that is sent, and the text that is shown. */
+const WORDS = {
+  user: "interrupted/paused", charging: "charging", battery: "battery", network: "network", hidden: "interrupted/hidden",
+};
 const WHY = {
   user: "its user has paused it", charging: "it does not charge", battery: "its battery is low",
   network: "its network is metered", hidden: "its page is not in front",
@@ -371,7 +374,7 @@ const WHY = {
 async function stayAway() {
   const reason = pausedFor;
   report({ phase: "paused", detail: `pauses: ${WHY[reason] ?? reason}`, work: null });
-  await session.away(WORDS[reason] ?? WHY[reason] ?? reason).catch(ignoreStop);
+  await session.away(WORDS[reason]).catch(ignoreStop);
   while (pausedFor && !leaving) await sleep(LOOK_SECONDS);
 }
 
@@ -393,7 +396,7 @@ async function leave() {
   report({ detail: "leaves", work: null });
   transport.interrupt();
   await running;
-  await goodbye("its user has left");
+  await goodbye("interrupted/left");
   await session.keepIdentity({ left: true });
   report({ phase: "left", detail: "has left; what it has learnt stays here", work: null });
 }

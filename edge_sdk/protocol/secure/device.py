@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.secure import pads
 from edge_sdk.protocol.secure.groups import least_cell, most_of
 from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
@@ -194,7 +195,9 @@ def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[s
         raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
     for other, identity in work.cohort.items():
         if known.get(other, identity) != identity:
-            raise BadSecret(f"{other}: its identity key is not the one of rounds before")
+            raise BadSecret(
+                f"{other}: its identity key is not the one of rounds before", failure=Failure("secure-refused/keys")
+            )
     for peer in peers.values():
         check_keys(peer.keys, peer.identity, kept.context, peer.name)
 

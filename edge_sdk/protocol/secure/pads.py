@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.secure.numbers import WORDS, Words
 from edge_sdk.protocol.secure.shamir import PRIME, SECRET_BYTES
 
@@ -37,6 +38,8 @@ LOW_ORDER = {
 
 class BadSecret(ProtocolError):
     """A key, share or signature of another device that is not what it should be; the text names the device."""
+
+    failure = Failure("secure-refused")
 
 
 def new_secret() -> bytes:
