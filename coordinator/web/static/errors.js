@@ -2,6 +2,8 @@
 
 /** What was received does not fit the contract. */
 export class ProtocolError extends Error {}
+/** A federation is not what the author of its model has signed. */
+export class BadPublication extends ProtocolError {}
 /** A payload that is not what this model's can be. */
 export class BundleError extends ProtocolError {}
 /** Training gave no finite loss or weights: the round has failed, nothing of it is kept or sent. */
