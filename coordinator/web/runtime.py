@@ -41,12 +41,12 @@ class Package:
 
     @property
     def path(self) -> str:
-        """Where a registry has it."""
+        """Its path in a registry."""
         return f"{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
 
     @property
     def folder(self) -> Path:
-        """Where its files are kept, each compressed: beside the installation, whoever runs it."""
+        """The folder of its files, each compressed, beside the installation."""
         return Path(sys.prefix) / "share" / "sparrow" / self.slug
 
     def is_there(self) -> bool:
@@ -87,7 +87,7 @@ def is_there() -> bool:
 
 
 def why_not_there() -> str | None:
-    """Return what an operator has to do before pages can do all they should; None if nothing is missing."""
+    """Return which command an operator has yet to run, and why; None if no package is missing."""
     lacks = missing()
     if not lacks:
         return None
@@ -145,7 +145,7 @@ def _members(archive: bytes) -> Iterator[tuple[str, bytes]]:
 
 @cache
 def load(slug: str, name: str) -> File:
-    """Return a file of a package. Raises NotFound, and Unavailable where it is not kept here or damaged."""
+    """Return a file of a package. Raises NotFound, and Unavailable if it is missing or damaged."""
     package = next((each for each in PACKAGES if each.slug == slug), None)
     if package is None or name not in package.files:
         raise NotFound(f"pages of this version need {' and '.join(map(str, PACKAGES))}: reload the page")
