@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# What pages in browsers train with.
+# What pages in browsers need: to train, and to check signatures.
 runtime: setup
 	$(BIN)/sparrow web
 

@@ -43,10 +43,10 @@ def device_file(name: str, request: Request) -> Response:
     return _for_browsers(request, web.load(name), web.ASKED_EACH_TIME)
 
 
-@router.get("/web/runtime/{version}/{name}")
-def runtime_file(version: str, name: str, request: Request) -> Response:
-    """Return a file of what trains there; 503 where the operator has not fetched it."""
-    return _for_browsers(request, runtime.load(version, name), runtime.FOR_GOOD)
+@router.get("/web/runtime/{package}/{name}")
+def runtime_file(package: str, name: str, request: Request) -> Response:
+    """Return a file of a package that it needs; 503 where the operator has not fetched it."""
+    return _for_browsers(request, runtime.load(package, name), runtime.FOR_GOOD)
 
 
 def _for_browsers(request: Request, file: web.File, kept: str) -> Response:

@@ -1,11 +1,11 @@
 """``sparrow web``: what pages in browsers need to train, downloaded once for a coordinator.
 
     sparrow web
-    sparrow web --file onnxruntime-web-1.30.0.tgz
+    sparrow web --file onnxruntime-web-1.30.0.tgz noble-ed25519-3.2.0.tgz
 
-The package comes from the npm registry that NPM_CONFIG_REGISTRY names, or the public one, or is given as a file, as
-``npm pack`` saves it. It is kept beside the installation (``coordinator/web/runtime.py``); a coordinator that runs
-finds it. Exit codes: docs/cli.md.
+The packages come from the npm registry that NPM_CONFIG_REGISTRY names, or the public one, or are given as files, as
+``npm pack`` saves them. They are kept beside the installation (``coordinator/web/runtime.py``); a coordinator that runs
+finds them. Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -27,28 +27,37 @@ LARGEST_PACKAGE = 128 * 1024 * 1024
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--file", type=Path, help="the package, where this machine cannot download it")
+    parser.add_argument("--file", type=Path, nargs="+", help="the packages, where this machine cannot download them")
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.file is None and runtime.is_there():
-        print(f"{runtime.PACKAGE} {runtime.VERSION} is there: {runtime.folder()}")
-        return
-    package = _download() if options.file is None else options.file.read_bytes()
-    files = runtime.keep(package)
-    print(f"pages can train now: {sum(path.stat().st_size for path in files):,} bytes in {runtime.folder()}")
+    if options.file is None:
+        for package in runtime.missing():
+            runtime.keep(_download(package))
+    for path in options.file or ():
+        try:
+            runtime.keep(path.read_bytes())
+        except (BadRuntime, OSError) as error:
+            raise BadRuntime(f"{path}: {error}") from None
+    missing = runtime.missing()
+    if missing:
+        raise BadRuntime(f"{' and '.join(map(str, missing))} is still missing; give it with --file, too")
+    for package in runtime.PACKAGES:
+        size = sum((package.folder / f"{name}.gz").stat().st_size for name in package.files)
+        print(f"{package} is there: {size:,} bytes in {package.folder}")
+    print("pages can train now, and check who has signed a model")
 
 
-def _download() -> bytes:
-    """Return the package from the registry. Raises StartFailed."""
+def _download(package: runtime.Package) -> bytes:
+    """Return a package from the registry. Raises StartFailed."""
     registry = os.environ.get("NPM_CONFIG_REGISTRY") or PUBLIC_REGISTRY
-    url = f"{registry.rstrip('/')}/{runtime.PACKAGE}/-/{runtime.PACKAGE}-{runtime.VERSION}.tgz"
+    url = f"{registry.rstrip('/')}/{package.path}"
     body = bytearray()
     try:
         with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer:
             answer.raise_for_status()
             size = int(answer.headers.get("content-length", 0)) or None
-            with tqdm(total=size, disable=None, unit="B", unit_scale=True, desc=runtime.PACKAGE) as bar:
+            with tqdm(total=size, disable=None, unit="B", unit_scale=True, desc=package.name) as bar:
                 for part in answer.iter_bytes():
                     body += part
                     bar.update(len(part))

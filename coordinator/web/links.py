@@ -1,7 +1,8 @@
 """The link with which a phone becomes a device of a federation, and its QR code.
 
-The enrolment token is the link's fragment, which browsers send to no server. It is neither kept nor logged here, and a
-token that permits more than to enrol gets no link.
+The enrolment token is in the link's fragment, which browsers send to no server. It is neither kept nor logged here, and
+a token that permits more than to enrol gets no link. If the model is signed, the fragment names its publisher, too, and
+the page accepts no other one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import segno
 
 from edge_sdk.protocol.addresses import in_network, in_url, means_caller
 from edge_sdk.protocol.messages import LONGEST_LINK, FederationInfo, JoinLink
+from edge_sdk.protocol.signatures import fingerprint
 from sparrow.coordinator.errors import BadContent, NotAllowed, NotFound
 from sparrow.coordinator.fleet.access import Tokens
 from sparrow.coordinator.web import runtime
@@ -29,8 +31,13 @@ def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -
         raise NotFound(f"no page can take part in {info.name}: {info.no_pages_because}; use sparrow join")
     address, own = _reachable(server)
     link = f"{address}/join/{info.name}"
+    fragment = []
     if "enrolment" in tokens.guarded():
-        link += f"#token={quote(_checked(token, info.name, tokens), safe='')}"
+        fragment.append(f"token={quote(_checked(token, info.name, tokens), safe='')}")
+    if info.publisher is not None:
+        fragment.append(f"publisher={fingerprint(info.publisher).replace('-', '')}")
+    if fragment:
+        link += f"#{'&'.join(fragment)}"
     if len(link) > LONGEST_LINK:
         raise BadContent(f"the link has more than {LONGEST_LINK} characters; give a shorter address or token")
     svg = io.BytesIO()
@@ -100,5 +107,6 @@ def _hints(link: str, own: str | None) -> Iterator[str]:
             "Over plain http phones may go dark while they train, and have no camera, motion sensors or threads: wake "
             "lock and these need HTTPS: give the coordinator a certificate, or put a proxy with one before it"
         )
-    if not runtime.is_there():
-        yield "Pages cannot train here yet: run sparrow web on the coordinator's machine"
+    lacking = runtime.why_not_there()
+    if lacking is not None:
+        yield lacking

@@ -536,7 +536,8 @@ class JoinLink(Answer):
     link: str = Field(
         pattern=rf"^https?://[!-~]{{1,{LONGEST_LINK}}}$",
         repr=False,
-        description="An address: /join/NAME, with #token=SECRET where an enrolment token is needed",
+        description="An address: /join/NAME, behind # token=SECRET where an enrolment token is needed, and "
+        "publisher=FINGERPRINT where the model is signed",
     )
     svg: str = Field(repr=False, description="Its QR code, an SVG document")
     hints: tuple[str, ...] = Field(default=(), description="What whoever hands it out should know")

@@ -85,7 +85,7 @@ class Federation:
 
     def updates(self):
         """Return the bundles that were sent, by device."""
-        sent = {name: [body for body in lying.sent("PUT", "/update")] for name, lying in self.lying.items()}
+        sent = {name: list(lying.sent("PUT", "/update")) for name, lying in self.lying.items()}
         return {name: [body for body in bodies if body[:1] != b"{"] for name, bodies in sent.items()}
 
     def close(self):

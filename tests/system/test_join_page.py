@@ -160,7 +160,7 @@ IN_THE_MIDDLE = """(wanted) => {
 }"""
 
 
-PUBLISHED = ["manifest.json"]
+PUBLISHED = ["manifest.json", "trust"]
 """What the page asks for when it is opened, and everybody else may: nothing in it is of the device."""
 
 KEPT = """async () => {

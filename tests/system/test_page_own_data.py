@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 
 from edge_sdk.publish import publish
+from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks import own
 from sparrow.coordinator.web import runtime
 
@@ -69,7 +70,10 @@ def mine(folder):
 def test_a_page_trains_on_its_own_table_predicts_by_name_and_exports_what_takes_raw_rows(
     published, open_page, tmp_path
 ):
-    page = open_page(f"{published.url}/join/rooms")
+    signer = Publisher.load().fingerprint
+    page = open_page(f"{published.url}/join/rooms#publisher={signer.replace('-', '')}")
+    expect(page.locator("#signed")).to_have_text(f"Model: signed by {signer}")
+    assert page.evaluate("location.hash") == ""
     expect(page.locator("#file-hint")).to_contain_text('the columns heat, fuel, load, and "room" with the classes')
     page.locator("#file").set_input_files(mine(tmp_path))
     line = "mine.csv: 24 rows (14 train, 2 check, 8 test); Room: hall 12, kitchen 12; columns heat, fuel, load; "

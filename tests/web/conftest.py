@@ -42,8 +42,8 @@ class Files(SimpleHTTPRequestHandler):
         else:
             self.send_error(404)
 
-    def give_runtime(self, version: str, name: str) -> None:
-        file = runtime.load(version, name)
+    def give_runtime(self, package: str, name: str) -> None:
+        file = runtime.load(package, name)
         self.send_response(200)
         self.send_header("Content-Type", file.media_type)
         self.end_headers()

@@ -25,7 +25,12 @@ import numpy as np
 import pytest
 
 from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, FederationSettings
+from edge_sdk.protocol.publication import Terms
+from edge_sdk.protocol.signatures import Published
+from edge_sdk.publish import publish
+from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.digits import load_images
+from sparrow.coordinator.web import runtime
 
 from ..system import browsers
 from ..system.browsers import PageDevice
@@ -275,6 +280,7 @@ FEDERATION = {
 CALLS = {
     "federation": ("federation('lab')", MIB),
     "manifest": ("file('lab', 'manifest', 2 ** 24)", 16 * MIB),
+    "a publication": ("publication('lab')", 40 * MIB),
     "step": ("step('lab', 0.5, 2 ** 24)", 16 * MIB),
     "values": ("values('lab', 'first', 5000)", 5000),
     "enrolling": ("enrol('lab', { name: 'pi' })", MIB),
@@ -468,8 +474,12 @@ def test_work_with_wrong_types_is_asked_for_again(alone):
 def test_identities_and_federations_with_wrong_types_are_asked_for_again(alone):
     server, call = alone
     enrolled = {"device_id": "d", "token": "t", "notice": None}
+    signed = {"statement": "{}", "publisher": DIGEST, "signature": DIGEST * 2}
+    published = {"publication": signed, "manifest": None}
+    no_publications = (None, 7, [], "x", *({**signed, key: each} for key in signed for each in (None, 7, {"a": 1})))
     for name, right, values in (
-        ("federation", FEDERATION, dict.fromkeys(FEDERATION, (None, 7, {}))),
+        ("federation", FEDERATION, dict.fromkeys(FEDERATION, (None, 7, {})) | {"publisher": (7, "ab", {})}),
+        ("a publication", published, {"publication": no_publications, "manifest": (7, {}, [])}),
         ("enrolling", enrolled, {"device_id": (None, 7, "../x", ["d"]), "token": (None, 7, "", "a b", "é", ["t"])}),
         ("a new token", {"token": "t"}, {"token": (None, 7, "", "a\nb", {"a": 1})}),
     ):
@@ -717,3 +727,73 @@ def test_a_page_that_opens_outlives_its_coordinators_faults(lab, browser, name):
     finally:
         lab.server.fault = None
         context.close()
+
+
+# --- a signed federation -----------------------------------------------------------------------------------------
+
+SIGNED = "signed"
+needs_signatures = pytest.mark.skipif(
+    not runtime.SIGNATURES.is_there(), reason="nothing that checks signatures for pages here: run sparrow web"
+)
+
+
+@pytest.fixture(scope="module")
+def signed_page(lab: Lab, browser: Any) -> Iterator[PageDevice]:
+    """A page that takes part in a signed federation, and has trained in it."""
+    settings = FederationSettings(
+        method="fedspu", rounds=100_000, cohort=1, min_devices=1, local_steps=2, evaluation_interval=0,
+        early_stopping="off",
+    )  # fmt: skip
+    publish(lab.coordinator.url, SIGNED, "digits", **settings.model_dump(exclude_defaults=True))
+    context = browser.new_context()
+    page = PageDevice(context, lab.server.url, SIGNED)
+    page.take_part(lab.images, "page", budget=0.5)
+    page.wait_for("state.rounds > 0")
+    yield page
+    lab.server.fault = None
+    context.close()
+
+
+@needs_signatures
+def test_a_round_outside_of_the_signed_ranges_is_handed_back(lab, signed_page):
+    page = signed_page
+    assert page.state["signed"] == f"signed by {Publisher.load().fingerprint}"
+    since = lab.coordinator.log_size()
+    why = "the publisher of the model has not signed this: local_steps is 1, allowed is local_steps>=2"
+    wrong(lab.server, said("settings", "local_steps", value=1), "GET", f"/{SIGNED}/assignment")
+    lab.coordinator.wait_for_log(f"hands back train: {why}", since=since)
+    page.wait_for(f"state.detail.includes({json.dumps(why)})")
+    rounds = page.state["rounds"]
+    lab.server.fault = None
+    page.wait_for(f"state.rounds > {rounds}")
+
+
+@needs_signatures
+def test_another_publisher_is_refused_when_the_page_is_opened_again(lab, signed_page):
+    path = f"/v1/federations/{SIGNED}"
+    published = Published.model_validate_json(lab.coordinator.get(f"{path}/publication").content)
+    other = Publisher.new()
+    signed = other.sign(Terms.of(published.publication))
+
+    def another(handler: Handler) -> bool:
+        status, headers, body = handler.forward()
+        given = {name: text for name, text in headers.items() if name.lower() != "content-encoding"}
+        if handler.path == path:
+            plain = body if len(given) == len(headers) else gzip.decompress(body)
+            changed = {**json.loads(plain), "publisher": other.public}
+        else:
+            changed = {"publication": signed.model_dump(), "manifest": published.manifest}
+        handler.give(status, given, json.dumps(changed).encode())
+        return True
+
+    context = signed_page.page.context
+    signed_page.page.close()
+    wrong(lab.server, another, "GET", f"{path}(/publication)?$")
+    page = PageDevice(context, lab.server.url, SIGNED)
+    page.wait_for("state.phase === 'failed'")
+    assert f"signed by another publisher: {other.fingerprint} in place of" in page.state["detail"]
+    assert page.state["federation"] is None, "it takes no part"
+    lab.server.fault = None
+    page.send(do="open", federation=SIGNED, token=None)
+    page.wait_for("state.rounds > 0")
+    assert page.state["signed"] == f"signed by {published.publication.fingerprint}"

@@ -53,6 +53,19 @@ def test_hashes(modules):
         assert found == [vector["digest"]] * 4 + [longer]
 
 
+@pytest.mark.integration
+def test_longer_hashes(modules):
+    found = modules(
+        """async ({ sha512 }, vectors) => {
+          const { hex } = await import("/web/sha256.js");
+          return vectors.map(({ length }) => hex(sha512(Uint8Array.from({ length }, (_, i) => 7 * i + 3))));
+        }""",
+        module="sha512.js",
+        argument=vectors.read()["sha512"],
+    )
+    assert found == [vector["digest"] for vector in vectors.read()["sha512"]]
+
+
 DRAWS = """(generator, name, count) => {
   if (name !== "raw") return [...generator[name](count)];
   const words = generator.rawWords(count);

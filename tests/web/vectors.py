@@ -27,13 +27,19 @@ from edge_sdk.protocol.manifest import Array, Manifest, NeuronGroup, Segment, Te
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack, unpack_whole
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.protocol.neurons import first_neurons, neuron_bits
+from edge_sdk.protocol.publication import Terms, digests_of
 from edge_sdk.protocol.quantization import Quantised
+from edge_sdk.protocol.ranges import faults, read_ranges
+from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.partition import split
 
 PATH = Path(__file__).with_suffix(".json")
 
 LENGTHS = (0, 1, 3, 55, 56, 63, 64, 65, 119, 120, 1000)
 """Of texts to hash: around a block's end and around the place where its padding needs another block."""
+
+LENGTHS_512 = (0, 1, 111, 112, 127, 128, 129, 239, 240, 1000)
+"""Likewise, for blocks of twice the length."""
 
 SEEDS: tuple[list[int], ...] = ([0], [1], [2**63 - 1], [5, 1], [2**40, 1], [2**128 - 1], [1, 2**100 + 7])
 COUNTS = (3, 10, 797)
@@ -66,7 +72,7 @@ def generator_of(seed: list[int]) -> np.random.Generator:
 
 def make() -> dict[str, Any]:
     """Return all vectors, as JSON can hold them."""
-    return {**of_numbers(), **of_the_protocol()}
+    return {**of_numbers(), **of_the_protocol(), **of_publications()}
 
 
 def of_numbers() -> dict[str, Any]:
@@ -90,7 +96,8 @@ def of_numbers() -> dict[str, Any]:
                 | {use: getattr(parts, use).tolist() for use in ("train", "validation", "test")}
             )
     digests = [{"length": length, "digest": hashlib.sha256(pattern(length)).hexdigest()} for length in LENGTHS]
-    return {"sha256": digests, "streams": streams, "mixed": mixed, "splits": splits}
+    longer = [{"length": length, "digest": hashlib.sha512(pattern(length)).hexdigest()} for length in LENGTHS_512]
+    return {"sha256": digests, "sha512": longer, "streams": streams, "mixed": mixed, "splits": splits}
 
 
 # --- the protocol ------------------------------------------------------------------------------------------------
@@ -343,6 +350,65 @@ def _flops(task: str, draw: NeuronDraw | None) -> dict[str, Any]:
         "training": training_flops(manifest, 7, weight_gradients=mask),
         "nonzero": nonzero_flops(manifest, zeroed),
     }
+
+
+# --- publications ------------------------------------------------------------------------------------------------
+
+AUTHOR = Publisher(bytes(range(32)))
+LONG_SEED = 2**63 - 1
+RANGES: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("cohort>=10",), {}),
+    (("cohort>=10",), {"cohort": 9, "min_devices": 2}),
+    (("cohort>=10", "cohort<=20"), {"cohort": 21}),
+    (("precision=fp32,int8",), {"precision": "int8"}),
+    (("precision=fp32,int8",), {"precision": "fp16"}),
+    (("method=fedavg",), {"method": "fedprox"}),
+    (("learning_rate<=0.05",), {"learning_rate": 0.25}),
+    (("local_steps>=5",), {}),
+    (("local_steps>=5",), {"local_steps": 4}),
+    (("local_steps=none",), {}),
+    (("local_steps=5,6",), {}),
+    (("noise_multiplier>=0.5",), {}),
+    (("clip<=1.5",), {"clip": 1.25}),
+    (("secure=true", "secure_metrics=true"), {}),
+    (("secure_metrics=false",), {"secure": True}),
+    (("secure=false,true",), {"secure": True}),
+    ((f"seed={LONG_SEED}",), {"seed": LONG_SEED}),
+    ((f"seed={LONG_SEED}",), {"seed": LONG_SEED - 1}),
+    (("seed=0,7",), {"seed": 7}),
+    (("seed>=1",), {"seed": LONG_SEED}),
+    (("method_settings.proximal_weight<=0.25",), {"method": "fedprox", "method_settings": {"proximal_weight": 0.5}}),
+    (("method_settings.proximal_weight<=0.25",), {}),
+    (("method_settings.both=true",), {"method_settings": {"both": 1}}),
+)
+"""Ranges as their author writes them, and settings that lie within or not."""
+
+
+def of_publications() -> dict[str, Any]:
+    """Return vectors of signatures and of signed ranges."""
+    return {
+        "publications": [_publication(texts) for texts in ((), ("cohort>=10",), (f"seed={LONG_SEED}", "clip<=1.5"))],
+        "ranges": [_range(texts, changes) for texts, changes in RANGES],
+    }
+
+
+def _publication(texts: tuple[str, ...]) -> dict[str, Any]:
+    terms = Terms(
+        federation="ward-3",
+        edition=2,
+        task='é \u2028 "x"',
+        manifest=EXAMPLE.digest,
+        graphs={"step": "ab" * 32},
+        weights=digests_of({"fc.bias": some_values(5)}),
+        settings=read_ranges(texts),
+    )
+    signed = AUTHOR.sign(terms)
+    return {**signed.model_dump(), "digest": signed.digest, "fingerprint": signed.fingerprint}
+
+
+def _range(texts: tuple[str, ...], changes: dict[str, Any]) -> dict[str, Any]:
+    found = faults(read_ranges(texts), FederationSettings(**changes))
+    return {"ranges": list(texts), "changes": changes, "faults": found}
 
 
 def read() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import { Generator } from "./pcg64.js";
 import { decoded } from "./raw.js";
 import { passes } from "./samples.js";
 
-const RUNTIME = new URL("./runtime/1.30.0/", import.meta.url).href; // the version that runtime.py pins
+const RUNTIME = new URL("./runtime/onnxruntime-web-1.30.0/", import.meta.url).href; // the version that runtime.py pins
 const MOST_THREADS = 4;
 const PREPARED_SAMPLES = 256, PREPARED_VALUES = 2 ** 22; // at once
 const { fround } = Math;

@@ -7,6 +7,12 @@ export class ProtocolError extends Error {
     this.failure = failure;
   }
 }
+/** A federation is not what the author of its model has signed. */
+export class BadPublication extends ProtocolError {
+  constructor(message) {
+    super(message, "bad-work/terms");
+  }
+}
 /** A payload that is not what this model's can be. */
 export class BundleError extends ProtocolError {
   constructor(message, failure = "bad-payload") {

@@ -21,11 +21,13 @@ export const COUNTED = new Set([
 /**
  * A checked manifest. `tensors` are specs {name, shape, size, dtype, policy, trainable, axes, init}; `groups` a Map of
  * neuron groups to their sizes; `preparation` { reader, free, rate, step, dtype, shape, axes, columns, own } of raw
- * samples and `targets` { kind, column, names, spare } of outputs, null for a model without. Throws ProtocolError for a text that is none.
+ * samples and `targets` { kind, column, names, spare } of outputs, null for a model without; `said` its JSON. Throws
+ * ProtocolError for a text that is none.
  */
 export class Manifest {
   constructor(text) {
     const said = checked(text);
+    this.said = said;
     this.digest = hex(sha256(utf8(text)));
     this.task = said.task;
     this.inputShape = said.input_shape;

@@ -8,14 +8,18 @@ import { $, put, show } from "./words.js";
 const federation = decodeURIComponent(location.pathname.replace(/\/+$/, "").split("/").pop());
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
 const questions = new Map(); // id -> how to answer the one who waits
-let token = takeToken();
+let link = takeLink();
 let phase = "opening";
 
-/** The enrolment token of the address, which is removed from it at once: it must not lie in the browser's history. */
-function takeToken() {
-  const found = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (found !== null) history.replaceState(null, "", location.pathname + location.search);
-  return found;
+/**
+ * The enrolment token and the publisher's fingerprint of the address, which are removed from it at once: a token must not
+ * lie in the browser's history. null for an address with neither.
+ */
+function takeLink() {
+  const said = new URLSearchParams(location.hash.slice(1)), [token, publisher] = [said.get("token"), said.get("publisher")];
+  if (token === null && publisher === null) return null;
+  history.replaceState(null, "", location.pathname + location.search);
+  return { token, publisher };
 }
 
 const send = (message, transfer = []) => worker.postMessage(message, transfer);
@@ -58,6 +62,7 @@ function draw(state) {
   $("retry").hidden = !lost;
   $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
+  put($("signed"), state.signed ? `Model: ${state.signed}` : "\u00a0"); // keeps its line
   giving.draw(state);
   taking.draw(state);
   trial.draw(state);
@@ -74,7 +79,7 @@ function answer({ say, id, detail, state, ...rest }) {
 
 function open() {
   show($("problem"), "");
-  send({ do: "open", federation, token });
+  send({ do: "open", federation, token: null, publisher: null, ...link });
 }
 
 worker.addEventListener("message", ({ data }) => answer(data));
@@ -84,9 +89,9 @@ worker.addEventListener("error", (event) => {
     "reload the page, or try another browser that is up to date.");
 });
 addEventListener("hashchange", () => {
-  const found = takeToken();
+  const found = takeLink();
   if (found === null) return;
-  token = found;
+  link = found;
   if (["opening", "ready", "left", "failed"].includes(phase)) open();
 });
 $("retry").addEventListener("click", open);

@@ -8,7 +8,7 @@
  */
 import { decode, encode, largestPayload } from "./bundle.js";
 import { Engine, threads } from "./engine.js";
-import { BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
+import { BadPublication, BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
 import { failureOf } from "./failures.js";
 import { nonzeroFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
@@ -18,12 +18,14 @@ import { LabelPrior } from "./prior.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
 import { givesWay } from "./stopping.js";
+import { Trust } from "./trust.js";
 
 const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
 const FIRST_REST = 5, LONGEST_REST = 900;
 const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1], FINISHED_SHARE = 0.5;
 const MOST_HISTORY = 200;
 const LARGEST_SCORE = 3.4028234663852886e38;
+const TRAINING = ["train", "personalise"];
 const NO_ENERGY = { quality: "unavailable", source: "a browser has no energy sensor" };
 
 const AT_FIRST = {
@@ -35,11 +37,13 @@ const AT_FIRST = {
 /**
  * One device in one federation. transport: its calls. store: what it keeps. data(): a promise of { train, validation, test }
  * as Batches, the device's own, prepared. tell(changes): called with what the screen is to show. checkpoint(left): awaited
- * between batches with the seconds left of the round's deadline; it may wait, or throw Paused.
+ * between batches with the seconds left of the round's deadline; it may wait, or throw Paused. publisher: the fingerprint
+ * of the only one whose model it trains, or null.
  */
 export class Session {
-  constructor(federation, { transport, store, data, tell, checkpoint }) {
+  constructor(federation, { transport, store, data, tell, checkpoint, publisher = null }) {
     Object.assign(this, { federation, transport, store, data, tell, checkpoint });
+    this.trust = new Trust(federation, store, publisher);
     this.enrolmentToken = transport.token;
     this.next = null;
     this.working = null;
@@ -60,15 +64,15 @@ export class Session {
 
   /** Ask about the federation and load its model. Returns false where a file is not the one that its digest names. */
   async opened() {
-    this.info = await this.askForFederation();
-    if (this.identity && this.identity.uid !== this.info.uid) {
+    const info = await this.askForFederation();
+    if (this.identity && this.identity.uid !== info.uid) {
       throw new Error(`this browser took part in another federation that was called ${this.federation}; choose "Forget me" first`);
     }
-    if (!this.info.device_kinds.includes("page")) throw new Error(`no page can take part here: ${this.info.no_pages_because}`);
+    if (!info.device_kinds.includes("page")) throw new Error(`no page can take part here: ${info.no_pages_because}`);
     try {
-      await this.loadModel(this.info.manifest_digest);
+      await this.loadModel(info, info.manifest_digest);
     } catch (error) {
-      if (!(error instanceof ProtocolError)) throw error;
+      if (!(error instanceof ProtocolError) || error instanceof BadPublication) throw error;
       this.tell({ failure: this.again(error.message) });
       return false;
     }
@@ -85,22 +89,27 @@ export class Session {
     }
   }
 
-  /** Load manifest, files of values and the engine; each is downloaded once, and has the digest that names it. */
-  async loadModel(digest) {
+  /**
+   * Load manifest, files of values and the engine; each is downloaded once, and has the digest that names it. Nothing
+   * changes for a model that is not the signed one: throws BadPublication.
+   */
+  async loadModel(info, digest) {
     const text = await this.cached("manifest.json", digest, "manifest", MAX_MANIFEST);
     const manifest = new Manifest(decoded(text));
     if (!manifest.files.has("step")) throw new Error("the model was published without a training step");
     if (this.manifest && this.manifest.valuesDigest !== manifest.valuesDigest) {
       throw new ProtocolError('the federation\'s model has other values than before; choose "Forget me" and take part anew');
     }
+    await this.trust.admit(info, manifest, () => this.transport.publication(this.federation));
     const [frozen, first] = [await this.values(manifest, "frozen"), await this.values(manifest, "first")];
-    const own = ownInitialValues(manifest, this.info.settings.seed, first);
+    const own = ownInitialValues(manifest, info.settings.seed, first);
     const graph = (name) => this.cached(`${name}.onnx`, manifest.files.get(name), `${name}.onnx`, MAX_GRAPH);
     await this.engine?.forget();
     if (manifest.preparation) await graph("preparation");
     const graphs = {
       step: (ratio) => this.trainingStep(ratio), evaluation: () => graph("evaluation"), preparation: () => graph("preparation"),
     };
+    this.info = info;
     this.manifest = manifest;
     this.engine = new Engine(manifest, graphs, frozen, own);
     this.skeleton = () => graph("skeleton");
@@ -118,7 +127,10 @@ export class Session {
     return file;
   }
 
-  /** Return the training step for a share of neurons, downloaded once for each of this model. */
+  /**
+   * Return the training step for a share of neurons, downloaded once for each of this model. The coordinator makes it of
+   * the signed one, which a page cannot do or check: here it trusts the coordinator.
+   */
   async trainingStep(ratio) {
     const key = `step ${ratio}`, of = this.manifest.files.get("step");
     const kept = await this.store.get(key);
@@ -277,7 +289,7 @@ export class Session {
     let assignment = this.next;
     this.next = null;
     if (!assignment) {
-      this.tell({ phase: "waiting", detail: "waits for work", work: null });
+      this.tell({ phase: "waiting", detail: this.trust.refused ?? "waits for work", work: null });
       try {
         const answer = await this.orEnrolAgain(() => this.ask());
         assignment = answer.assignment;
@@ -292,6 +304,7 @@ export class Session {
     this.working = assignment;
     try {
       await this.takeNewVersion(assignment.manifest_digest);
+      this.trust.check(assignment.settings);
       await this.heard({ id: assignment.assignment_id, silence: assignment.settings.silence_seconds },
         () => this.work(assignment));
     } catch (error) {
@@ -309,7 +322,8 @@ export class Session {
   }
 
   async failed(assignment, error) {
-    if (error instanceof TrainingDiverged || (error instanceof ProtocolError && !(error instanceof BundleError))) {
+    const rests = error instanceof BundleError || error instanceof BadPublication; // after it is handed back
+    if (error instanceof TrainingDiverged || (error instanceof ProtocolError && !rests)) {
       this.tell({ failure: error.message });
       await this.giveUp(assignment, failureOf(error));
     } else if (error instanceof Paused) {
@@ -334,8 +348,7 @@ export class Session {
   async takeNewVersion(digest) {
     if (!digest || digest === this.manifest.digest) return;
     const tensors = this.engine.read();
-    this.info = await this.transport.federation(this.federation);
-    await this.loadModel(digest);
+    await this.loadModel(await this.transport.federation(this.federation), digest);
     this.engine.load(tensors);
   }
 
@@ -359,6 +372,8 @@ export class Session {
     const deadline = Date.now() + 1000 * assignment.deadline_seconds;
     this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloads the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
     const data = await this.data();
+    const trains = TRAINING.includes(kind);
+    if (trains) this.trust.checkSteps(settings.local_steps ?? settings.local_epochs * data.train.length);
     const download = this.phase();
     const prior = this.prior(settings, data.train);
     let received = null;
@@ -367,6 +382,7 @@ export class Session {
         throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`, "bad-payload/size");
       }
       received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
+      if (trains) await this.trust.checkFirstWeights(this.manifest, assignment, received);
       if (prior) received = { ...received, values: prior.moved(received.values, received.mask, 1) };
       this.received = !this.personal && isWhole(this.manifest, received) ? received.values : null;
     }

@@ -9,6 +9,7 @@ import { digestHex } from "./sha256.js";
 
 const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
 const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
+const LARGEST_PUBLICATION = 2 * (16 + 4) * 1024 * 1024; // of a manifest and a statement, with what escapes them
 const RESUMED = 1024 * 1024;
 const TIMEOUT = 30, SLOW_SECONDS = 60, SLOWEST = 1024;
 const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
@@ -41,6 +42,11 @@ export class Transport {
   /** Return a federation's state. */
   federation(name) {
     return this.ask("GET", `/v1/federations/${name}`, { check: checkFederation });
+  }
+
+  /** Return a federation's publication, as it came: { publication, manifest: a text or null }. */
+  publication(name) {
+    return this.ask("GET", `/v1/federations/${name}/publication`, { most: LARGEST_PUBLICATION, check: checkPublished });
   }
 
   /** Return a file of a federation, such as its manifest, Uint8Array. */
@@ -337,9 +343,17 @@ function checkFederation(said) {
   const { name, uid, task, method, device_kinds: kinds, manifest_digest: manifest, settings } = said;
   const sound = [name, uid, task, method].every((each) => typeof each === "string") && Array.isArray(kinds) && digest(manifest)
     && isRecord(settings) && natural(settings.batch_size, 1e6) && settings.batch_size > 0 && isSeed(settings.seed)
-    && isStrength(settings.logit_adjustment);
+    && isStrength(settings.logit_adjustment) && [said.publisher, said.publication].every((each) => each == null || digest(each));
   if (!sound) throw new NoAnswer("what it says of the federation cannot be read; reload this page, which may be older");
   return said;
+}
+
+function checkPublished({ publication: said, manifest = null }) {
+  const sound = isRecord(said) && typeof said.statement === "string" && digest(said.publisher)
+    && matches(said.signature, /^[0-9a-f]{128}$/) && (manifest === null || typeof manifest === "string");
+  if (!sound) throw new NoAnswer("the publication that it gives cannot be read; reload this page, which may be older");
+  const { statement, publisher, signature } = said;
+  return { publication: { statement, publisher, signature }, manifest };
 }
 
 function checkEnrolled(said) {

@@ -9,6 +9,7 @@ import { readSamples } from "./files.js";
 import { compose, fillSkeleton } from "./onnx.js";
 import { Batches, EVALUATION_BATCH, fromFolder, gathered } from "./samples.js";
 import { Session } from "./session.js";
+import { grouped, isFingerprint } from "./signatures.js";
 import { Store } from "./store.js";
 import { Transport } from "./transport.js";
 
@@ -25,6 +26,7 @@ let pausedFor = null; // why the page wants no work now
 let leaving = false;
 let running = null; // the loop of rounds
 let given = null; // the enrolment token of the page
+let pinned = null; // the fingerprint of the publisher that the page's link names
 let reportDue = null, yielded = 0, lastStep = null;
 const stepTimes = [];
 
@@ -34,6 +36,7 @@ const state = {
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
   secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
+  signed: null,
 };
 const NO_SAMPLES = { ...state.samples };
 
@@ -72,7 +75,7 @@ function counts() {
     accuracyBefore: progress.accuracyBefore, accuracyNow: progress.accuracyNow, accuracyGlobal: progress.accuracyGlobal,
     bytesDown: moved.bytes_down, bytesUp: moved.bytes_up, frozenBytes: session.info.frozen_bytes,
     device: identity && { name: identity.name, budget: identity.budget, enrolled: identity.token !== null },
-    canPredict: Boolean(manifest && session.bestTensors()),
+    canPredict: Boolean(manifest && session.bestTensors()), signed: session.trust.line,
     stepMilliseconds: stepTimes.length ? [...stepTimes].sort((a, b) => a - b)[stepTimes.length >> 1] : null,
   };
 }
@@ -99,17 +102,24 @@ function failed(error) {
 
 // --- opening, and the samples ------------------------------------------------------------------------------------------
 
-async function open({ federation, token }) {
+async function open({ federation, token, publisher = null }) {
   await alone(federation);
   store ??= await Store.open(federation);
   given = token;
+  pinned = publisher;
+  if (publisher !== null) {
+    if (!isFingerprint(publisher)) throw new Error(NO_FINGERPRINT);
+    await store.put({ publisher: grouped(publisher) });
+  }
   samples = (await store.get("samples")) ?? null;
-  report({ kept: samples !== null || (await store.get("identity")) !== undefined });
+  const kept = await Promise.all(["identity", "trust"].map((key) => store.get(key)));
+  report({ kept: samples !== null || kept.some((each) => each !== undefined) });
   transport = new Transport((reason, seconds) =>
     report({ detail: `${reason}; tries again in ${Math.max(1, Math.round(seconds))} s` }));
   transport.token = token;
   session = null;
-  const opening = new Session(federation, { transport, store, data, tell, checkpoint });
+  const only = (await store.get("publisher")) ?? null; // also where the page is opened again without the link
+  const opening = new Session(federation, { transport, store, data, tell, checkpoint, publisher: only });
   await opening.open();
   session = opening;
   const { info, manifest } = session;
@@ -138,6 +148,8 @@ function inWordsOf({ preparation, targets }) {
   };
 }
 
+const NO_FINGERPRINT = "the publisher that the link names is no fingerprint: open the whole link that you were given, or " +
+  "ask for a new one";
 const OTHER_SAMPLES = "the federation takes other samples than those that were here: give them anew";
 
 /** Return whether samples are of the form, and of the classes, that the federation has now. */
@@ -408,9 +420,9 @@ async function forget() {
   store = session = samples = prepared = null;
   report({
     phase: "opening", detail: "has forgotten everything", work: null, samples: NO_SAMPLES, device: null, kept: false,
-    canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [],
+    canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [], signed: null,
   });
-  await open({ federation, token: given });
+  await open({ federation, token: given, publisher: pinned });
 }
 
 // --- using the model ---------------------------------------------------------------------------------------------------

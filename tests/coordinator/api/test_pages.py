@@ -10,8 +10,10 @@ import pytest
 import segno
 
 from edge_sdk.protocol.messages import LONGEST_LINK, FederationSettings, JoinLink, MakeJoinLink
+from edge_sdk.publish import publish
+from edge_sdk.publishing.signing import Publisher
 from sparrow.coordinator.dashboard import OWN
-from sparrow.coordinator.web import links
+from sparrow.coordinator.web import links, runtime
 
 pytestmark = pytest.mark.integration  # serves from a real port
 
@@ -246,7 +248,7 @@ SERVER = "https://lab.example:8443"
 @pytest.fixture
 def pages_train(monkeypatch):
     """As if ``sparrow web`` had been run."""
-    monkeypatch.setattr(links.runtime, "is_there", lambda: True)
+    monkeypatch.setattr(links.runtime, "missing", list)
 
 
 def test_a_link_comes_with_its_qr_code_and_leads_to_the_page_that_is_a_device(open_app, pages_train):
@@ -270,10 +272,16 @@ def test_a_link_comes_with_its_qr_code_and_leads_to_the_page_that_is_a_device(op
 
 def test_over_plain_http_and_before_pages_can_train_there_are_hints(open_app, monkeypatch):
     client = open_app()
-    for there in (True, False):
-        monkeypatch.setattr(links.runtime, "is_there", lambda there=there: there)
+    for missing, said in (
+        ((), ""),
+        (runtime.PACKAGES, "Pages cannot train here yet: run sparrow web on"),
+        ((runtime.TRAINING,), "Pages cannot train here yet: run sparrow web on"),
+        ((runtime.SIGNATURES,), "needs @noble/ed25519 3.2.0, too; run sparrow web again on"),
+    ):
+        monkeypatch.setattr(links.runtime, "missing", lambda missing=missing: list(missing))
         (https,) = client.post(LINK, json={"server": SERVER}).json()["hints"] or [""]
-        assert ("sparrow web" in https) == (not there)
+        assert said in https
+        assert bool(https) == bool(missing)
     http = client.post(LINK, json={"server": "http://lab.example:8000"}).json()["hints"]
     assert any("need HTTPS: give the coordinator a certificate" in hint for hint in http)
 
@@ -345,6 +353,22 @@ def test_a_link_has_no_token_where_none_is_needed(open_app):
     assert client.get("/v1/federations/default/overview").json()["enrolment_guarded"] is False
     made = client.post(LINK, json={"server": SERVER, "token": "of-another-coordinator"})
     assert made.json()["link"] == f"{SERVER}/join/default"
+
+
+@pytest.mark.parametrize("tokens", [{}, TOKENS], ids=["open", "guarded"])
+def test_a_link_names_the_publisher_of_a_signed_model(open_app, pages_train, tokens):
+    author = Publisher(bytes(range(32)))
+    client = open_app(**tokens)
+    admin = tokens.get("admin_token")
+    publish(
+        "http://coordinator", "signed", "digits", method="fedavg", client=client, publisher=author, admin_token=admin
+    )
+    look = signed_in(client, admin) if tokens else {}
+    body = {"server": SERVER, "token": tokens.get("enrolment_token")}
+    made = client.post(LINK.replace("default", "signed"), json=body, headers=look).json()["link"]
+    assert made.startswith(f"{SERVER}/join/signed#")
+    token = {"token": [tokens["enrolment_token"]]} if tokens else {}
+    assert parse_qs(urlsplit(made).fragment) == {**token, "publisher": [author.fingerprint.replace("-", "")]}
 
 
 def test_links_are_for_who_may_look(open_app):
