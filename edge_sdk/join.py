@@ -36,6 +36,7 @@ from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
+from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
@@ -92,7 +93,8 @@ class Result:
     kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
     before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
     exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
-    ``failure`` why in the last of them.
+    ``failure`` why in the last of them. ``local_epsilon``: of all updates sent so far, at a delta of 1e-5
+    (``device.local_noise``); None without local noise.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Result:
     interrupted: bool = False
     failures: int = 0
     failure: str | None = None
+    local_epsilon: float | None = None
 
     @property
     def trained_nothing(self) -> bool:
@@ -147,6 +150,8 @@ def join(
     memory_limit: int | None = None,
     require_secure: int | None = None,
     known_devices: Path | str | None = None,
+    local_noise: float | None = None,
+    local_clip: float | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     on_progress: Callable[[DeviceProgress], None] | None = None,
@@ -171,7 +176,9 @@ def join(
     and a federation with a training step; or ``auto``: ONNX Runtime where federation and method allow it and there is
     no GPU. memory_limit: bytes that training may take, all that the process holds included; by default what there is.
     require_secure: send updates under masks alone, in rounds that bear so many colluders (docs/privacy.md).
-    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. trust: certificates for
+    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. local_noise: add Gaussian
+    noise to each value that is sent, of this many times local_clip, and report no losses (docs/privacy.md). local_clip:
+    the largest 2-norm of an update before the noise; None: 1. trust: certificates for
     https. on_progress: called on this thread, in place of the bar and the lines that this function writes otherwise,
     after each step of training and with each phase; what it raises ends the work, as Ctrl-C does. stop: a
     threading.Event, or a function that returns whether to stop; looked at between two steps of training and, while the
@@ -188,6 +195,7 @@ def join(
         raise BadArgument(f"on_progress is a {type(on_progress).__name__}; give a function of one DeviceProgress")
     _check_numbers(budget, threads, memory_limit, patience_seconds)
     demands = _demands(require_secure, known_devices)
+    noise = LocalNoise.asked(local_noise, local_clip)
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
@@ -239,13 +247,16 @@ def join(
                     ),
                     watchdog=watchdog,
                     demands=demands,
+                    local_noise=noise,
                     memory_limit=memory_limit,
                 )
             except Stopped:
-                return _result_before(folder.progress(), name, 1.0 if budget is None else budget)
+                return _result_before(folder.progress(), name, 1.0 if budget is None else budget, noise)
             tell.begin(session)
             if session.identity_key is not None:
                 tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
+            if noise is not None:
+                tell.say(noise.described(session.progress.updates))
             for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
                 tell.say(text)
             _say_budget(session.choice, tell)
@@ -277,7 +288,7 @@ def join(
                 session.leave(f"{type(error).__name__}: {error}")
                 raise
             exported = _export(session, name, export)
-            result = _result(session, name, exported, interrupted)
+            result = _result(session, name, exported, interrupted, noise)
             for text in result.warnings:
                 tell.say(text)
             return result
@@ -432,11 +443,13 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     return export_personal(Path(path), source, session.engine, session.task)
 
 
-def _result(session: Session, name: str, exported: Export | None, interrupted: bool) -> Result:
+def _result(
+    session: Session, name: str, exported: Export | None, interrupted: bool, noise: LocalNoise | None
+) -> Result:
     best = session.best
     judged = session.evaluate(best) if best is not None else None
     return replace(
-        _result_before(session.progress, name, session.budget),
+        _result_before(session.progress, name, session.budget, noise),
         accuracy_after=judged.accuracy if judged else None,
         metrics=judged.metrics if judged else {},
         everything=session.moved,
@@ -448,7 +461,7 @@ def _result(session: Session, name: str, exported: Export | None, interrupted: b
     )
 
 
-def _result_before(progress: Progress, name: str, budget: float) -> Result:
+def _result_before(progress: Progress, name: str, budget: float, noise: LocalNoise | None) -> Result:
     """Return the result of a device that was stopped before the coordinator had answered."""
     return Result(
         name=name,
@@ -460,6 +473,7 @@ def _result_before(progress: Progress, name: str, budget: float) -> Result:
         adapted=progress.adapted,
         failures=progress.failures,
         failure=progress.failure,
+        local_epsilon=None if noise is None else epsilon(progress.updates),
         accuracy_before=progress.accuracy_before,
         accuracy_after=None,
         training=progress.training,
@@ -620,6 +634,7 @@ def report(result: Result, energy: str) -> str:
         f"  energy per update          {_joules_per(result.training, result.rounds)}",
         f"  energy per point           {_joules_per(result.training, _points(result))}",
         f"  heat                       {_heat(result.training)}",
+        *_noise_lines(result),
         f"  budget                     {result.choice or f'{result.budget:g}, as given'}",
     ]
     lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
@@ -631,6 +646,12 @@ def report(result: Result, energy: str) -> str:
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
     return "\n".join(lines)
+
+
+def _noise_lines(result: Result) -> list[str]:
+    if result.local_epsilon is None:
+        return []
+    return [f"  local noise                epsilon {result.local_epsilon:.4g} at delta {DELTA:g}, of all updates sent"]
 
 
 def _accuracy_lines(result: Result) -> list[str]:
@@ -715,6 +736,8 @@ def _command(options: argparse.Namespace) -> None:
             memory_limit=options.memory_limit,
             require_secure=options.require_secure,
             known_devices=options.known_devices,
+            local_noise=options.local_noise,
+            local_clip=options.local_clip,
             trust=tls.from_options(options),
             quiet=options.quiet,
         )
@@ -795,6 +818,15 @@ def _options(parser: Parser) -> None:
         type=Path,
         metavar="FILE",
         help="likewise, and with these devices alone: lines NAME KEY",
+    )
+    parser.add_argument(
+        "--local-noise",
+        type=float,
+        metavar="Z",
+        help="add noise to every value sent, Z times the clip, and report no losses: see docs/privacy.md",
+    )
+    parser.add_argument(
+        "--local-clip", type=float, metavar="C", help="with it, the largest 2-norm of an update (default: 1)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="say more")

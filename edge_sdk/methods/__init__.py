@@ -261,6 +261,8 @@ class DeviceMethod:
     finish: trains a mixture of both once more, at the end, as ``finetune_epochs`` says and within the budget; returns
         the model and the FLOPs that it took.
     engines: what its rounds can be trained with.
+    adds_local_noise: rounds send only values, under a mask that does not depend on the data, so that noise on the
+        values hides the data (``device.local_noise``).
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
         for plain training.
@@ -280,6 +282,7 @@ class DeviceMethod:
     mixes_global: bool = False
     finish: Callable[[Job, Tensors], tuple[Tensors, int]] | None = None
     engines: tuple[EngineName, ...] = ("onnx", "torch")
+    adds_local_noise: bool = False
     acts: tuple[str, ...] = ()
 
     @property

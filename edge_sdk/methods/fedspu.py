@@ -102,5 +102,6 @@ FEDSPU = DeviceMethod(
     active=ActiveNeurons(sample=sample_drawn),
     mixes_global=True,
     finish=finish,
+    adds_local_noise=True,
     acts=("frozen_neurons", "frozen_values"),
 )
