@@ -36,6 +36,7 @@ from edge_sdk.arguments import check_federation_name, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
+from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
@@ -96,7 +97,8 @@ class Result:
     kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
     before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
     exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
-    ``failure`` why in the last of them.
+    ``failure`` why in the last of them. ``local_epsilon``: of all updates sent so far, at a delta of 1e-5
+    (``device.local_noise``); None without local noise.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Result:
     interrupted: bool = False
     failures: int = 0
     failure: str | None = None
+    local_epsilon: float | None = None
 
     @property
     def trained_nothing(self) -> bool:
@@ -155,6 +158,8 @@ def join(
     pin_model: bool = False,
     require: Sequence[str] = (),
     plain_metrics: bool = False,
+    local_noise: float | None = None,
+    local_clip: float | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     on_progress: Callable[[DeviceProgress], None] | None = None,
@@ -183,11 +188,13 @@ def join(
     fingerprint of the only publisher whose model is trained; None: the first one that this device meets in the
     federation, which it remembers. pin_model: accept no replacement of the model. require: ranges of settings that
     rounds must keep to, such as ``cohort>=10``. plain_metrics: report losses and accuracies in clear where a secure
-    federation asks for that. trust: certificates for https. on_progress: called on this thread, in place of the bar and
-    the lines that this function writes otherwise, after each step of training and with each phase; what it raises ends
-    the work, as Ctrl-C does. stop: a threading.Event, or a function that returns whether to stop; looked at between two
-    steps of training and, while the device waits, every few seconds. The work is handed back then, the personal model
-    stays as the last whole round has left it, and the result is ``interrupted``. quiet: no progress bar.
+    federation asks for that. local_noise: add Gaussian noise to each value that is sent, of this many times local_clip,
+    and report no losses (docs/privacy.md). local_clip: the largest 2-norm of an update before the noise; None: 1.
+    trust: certificates for https. on_progress: called on this thread, in place of the bar and the lines that this
+    function writes otherwise, after each step of training and with each phase; what it raises ends the work, as Ctrl-C
+    does. stop: a threading.Event, or a function that returns whether to stop; looked at between two steps of training
+    and, while the device waits, every few seconds. The work is handed back then, the personal model stays as the last
+    whole round has left it, and the result is ``interrupted``. quiet: no progress bar.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
@@ -205,6 +212,7 @@ def join(
         _ranges(require),
         plain_metrics,
     )
+    noise = LocalNoise.asked(local_noise, local_clip)
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
@@ -256,14 +264,17 @@ def join(
                     ),
                     watchdog=watchdog,
                     demands=demands,
+                    local_noise=noise,
                     memory_limit=memory_limit,
                 )
             except Stopped:
-                return _result_before(folder.progress(), name, 1.0 if budget is None else budget)
+                return _result_before(folder.progress(), name, 1.0 if budget is None else budget, noise)
             tell.begin(session)
             tell.say(session.trust.line)
             if session.identity_key is not None:
                 tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
+            if noise is not None:
+                tell.say(noise.described(session.progress.updates))
             for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
                 tell.say(text)
             _say_budget(session.choice, tell)
@@ -295,7 +306,7 @@ def join(
                 session.leave(failure_of(error))
                 raise
             exported = _export(session, name, export)
-            result = _result(session, name, exported, interrupted)
+            result = _result(session, name, exported, interrupted, noise)
             for text in result.warnings:
                 tell.say(text)
             return result
@@ -466,11 +477,13 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     return export_personal(Path(path), source, session.engine, session.task)
 
 
-def _result(session: Session, name: str, exported: Export | None, interrupted: bool) -> Result:
+def _result(
+    session: Session, name: str, exported: Export | None, interrupted: bool, noise: LocalNoise | None
+) -> Result:
     best = session.best
     judged = session.evaluate(best) if best is not None else None
     return replace(
-        _result_before(session.progress, name, session.budget),
+        _result_before(session.progress, name, session.budget, noise),
         accuracy_after=judged.accuracy if judged else None,
         metrics=judged.metrics if judged else {},
         everything=session.moved,
@@ -482,7 +495,7 @@ def _result(session: Session, name: str, exported: Export | None, interrupted: b
     )
 
 
-def _result_before(progress: Progress, name: str, budget: float) -> Result:
+def _result_before(progress: Progress, name: str, budget: float, noise: LocalNoise | None) -> Result:
     """Return the result of a device that was stopped before the coordinator had answered."""
     return Result(
         name=name,
@@ -494,6 +507,7 @@ def _result_before(progress: Progress, name: str, budget: float) -> Result:
         adapted=progress.adapted,
         failures=progress.failures,
         failure=progress.failure,
+        local_epsilon=None if noise is None else epsilon(progress.updates),
         accuracy_before=progress.accuracy_before,
         accuracy_after=None,
         training=progress.training,
@@ -654,6 +668,7 @@ def report(result: Result, energy: str) -> str:
         f"  energy per update          {_joules_per(result.training, result.rounds)}",
         f"  energy per point           {_joules_per(result.training, _points(result))}",
         f"  heat                       {_heat(result.training)}",
+        *_noise_lines(result),
         f"  budget                     {result.choice or f'{result.budget:g}, as given'}",
     ]
     lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
@@ -665,6 +680,12 @@ def report(result: Result, energy: str) -> str:
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
     return "\n".join(lines)
+
+
+def _noise_lines(result: Result) -> list[str]:
+    if result.local_epsilon is None:
+        return []
+    return [f"  local noise                epsilon {result.local_epsilon:.4g} at delta {DELTA:g}, of all updates sent"]
 
 
 def _accuracy_lines(result: Result) -> list[str]:
@@ -753,6 +774,8 @@ def _command(options: argparse.Namespace) -> None:
             pin_model=options.pin_model,
             require=options.require,
             plain_metrics=options.plain_metrics,
+            local_noise=options.local_noise,
+            local_clip=options.local_clip,
             trust=tls.from_options(options),
             quiet=options.quiet,
         )
@@ -851,6 +874,15 @@ def _options(parser: Parser) -> None:
         "--plain-metrics",
         action="store_true",
         help="report losses in clear where a secure federation asks for that",
+    )
+    parser.add_argument(
+        "--local-noise",
+        type=float,
+        metavar="Z",
+        help="add noise to every value sent, Z times the clip, and report no losses: see docs/privacy.md",
+    )
+    parser.add_argument(
+        "--local-clip", type=float, metavar="C", help="with it, the largest 2-norm of an update (default: 1)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verbose", action="store_true", help="say more")

@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from edge_sdk.protocol.accounting import SENSITIVITY, gaussian_epsilon
+from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
@@ -45,9 +46,6 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Device
-
-SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
-"""The most that a sum of clipped updates differs between neighbours, in C."""
 
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -168,25 +166,11 @@ def epsilon(settings: FederationSettings, times: int) -> float:
     Raises BadContent where the accountant is not installed.
     """
     assert settings.noise_multiplier is not None, "the federation promises something"
-    return _epsilon(settings.noise_multiplier / SENSITIVITY[settings.privacy_adjacency], settings.privacy_delta, times)
-
-
-@lru_cache(maxsize=1024)
-def _epsilon(noise: float, delta: float, times: int) -> float:
-    """Return epsilon of ``times`` Gaussian mechanisms, their noise measured in sensitivities; 0.0 for none."""
+    noise = settings.noise_multiplier / SENSITIVITY[settings.privacy_adjacency]
     try:
-        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
-        from dp_accounting.rdp import RdpAccountant
-    except ImportError:
-        raise BadContent(
-            "noise_multiplier: this coordinator has no accountant, and would not know what it promises; there, "
-            "pip install 'sparrow-fl[privacy]'"
-        ) from None
-    if not times:
-        return 0.0
-    accountant = RdpAccountant()
-    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), times))
-    return float(accountant.get_epsilon(delta))
+        return gaussian_epsilon(settings.privacy_delta, (noise, times))
+    except MissingPart as error:
+        raise BadContent(f"noise_multiplier: at the coordinator {error}") from None
 
 
 def spent(db: Session, federation_id: int, number: int, settings: FederationSettings) -> PrivacySpent | None:

@@ -32,6 +32,7 @@ from edge_sdk.device.demands import Demands
 from edge_sdk.device.diagnosis import diagnose
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.label_prior import LabelPrior
+from edge_sdk.device.local_noise import WITHHELD, LocalNoise, check_history, count_update, withhold
 from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, NewData, Pending, StateFolder, Totals
@@ -206,8 +207,8 @@ class Session:
     there. watchdog: holds the device to its policy, between assignments and between batches. hosted: whether it is one
     of many that a process hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains
     (``choose_engine``); ONNX Runtime needs only the task's data; or an engine itself, which devices may use one after
-    another. memory_limit: bytes that the process may hold; None: what there is. Raises the errors that ``errors``
-    lists; the state folder stays usable.
+    another. local_noise: added to each update before it is sent (``device.local_noise``). memory_limit: bytes that the
+    process may hold; None: what there is. Raises the errors that ``errors`` lists; the state folder stays usable.
     """
 
     def __init__(
@@ -229,12 +230,14 @@ class Session:
         hosted: bool = False,
         engine: EngineChoice | Engine = "auto",
         demands: Demands | None = None,
+        local_noise: LocalNoise | None = None,
         memory_limit: int | None = None,
     ) -> None:
         self._make_task = make_task
         self._memory_limit = memory_limit
         self._transport = transport
         self._demands = demands or Demands()
+        self._local_noise = local_noise
         self._hosted = hosted
         self._watchdog = watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
@@ -268,6 +271,8 @@ class Session:
         self._trust = known.trust if known else Trust(federation, self._demands, folder)
         if known is None:
             self._trust.admit(self.info, self.manifest, lambda: transport.publication(federation))
+        if local_noise is not None:
+            local_noise.check(self._method, self.manifest, self.info.settings)
         self.differences: list[tuple[str, str]] = []
         task = self._load_task()
         self.frozen, self._first = Tensors(), Tensors()
@@ -293,6 +298,7 @@ class Session:
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
+        check_history(local_noise, self.progress, folder.path)
         self._personal_is: Best | None = None  # what the personal model in memory is; another best one is on disk alone
         self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
@@ -502,8 +508,11 @@ class Session:
         self._transport.token = enrolled.token
 
     def _data_warnings(self) -> tuple[str, ...]:
-        """Return the operator's warnings about data unlike the publisher's; none in a secure federation."""
-        return () if self.info.settings.secure else tuple(there for _, there in self.differences)
+        """Return the operator's warnings about data unlike the publisher's; none in a secure federation, or with local
+        noise."""
+        if self.info.settings.secure or self._local_noise is not None:
+            return ()
+        return tuple(there for _, there in self.differences)
 
     def _public_identity(self) -> str | None:
         """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
@@ -725,6 +734,7 @@ class Session:
     def leave(self, reason: Failure) -> None:
         """Return open work and mark the device as away, so that the round need not wait for the deadline."""
         self._transport.patience_seconds = PATIENCE_WHEN_LEAVING
+        reason = reason if self._local_noise is None else WITHHELD
         try:
             if self._working_on is not None:
                 self._hand_back(self._working_on.assignment_id, reason)
@@ -733,6 +743,8 @@ class Session:
             log.warning("could not say goodbye: %s", error)
 
     def _hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
+        if self._local_noise is not None and not isinstance(reason, PauseReason):
+            reason = WITHHELD
         try:
             self._transport.hand_back(assignment_id, reason)
         except RoundOver:
@@ -819,9 +831,13 @@ class Session:
             trained = work(adjusted)
             best = self._find_best(job, trained)
             train.flops = trained.flops
+        if self._local_noise is not None:
+            trained = withhold(trained)
         trained = self._within_joules(job, trained, download, train.cost)
         assert trained.update is not None, "such a round ends with values to send"
         update = trained.update if self._prior is None else self._prior.sent(trained.update)
+        if self._local_noise is not None:
+            update = self._local_noise.hide(job, update)
         statement: Statement | None = None
         if job.assignment.settings.secure and job.assignment.kind is Kind.train:
             with self._telemetry.phase("evaluate") as measured:
@@ -868,6 +884,8 @@ class Session:
     def _tells(self, assignment: Assignment) -> bool:
         """Return whether losses and accuracies may go up in clear."""
         settings = assignment.settings
+        if self._local_noise is not None:
+            return False
         if not settings.secure:
             return True
         return self._demands.plain_metrics and not settings.masks_metrics
@@ -914,6 +932,8 @@ class Session:
             rounds=self.progress.rounds + (job.assignment.kind is not Kind.prepare),
             last_round=number,
             steps=self.progress.steps + trained.steps,
+            # Before it is sent: what comes after a crash must know of it.
+            updates=count_update(self.progress.updates, self._local_noise, trained.update),
             stopped_round=number if trained.stopped else None,
             **judged,
             training=self.progress.training.plus(download).plus(train),
@@ -928,6 +948,8 @@ class Session:
     def _metrics(self, job: Job, trained: Trained, best: Best | None) -> dict[str, float | None]:
         """Return what is told of a round under masks: the loss of its training and, where the round is evaluated, loss
         and accuracy on held-out data of the model received and of the personal model after it."""
+        if self._local_noise is not None:
+            return {}
         found: dict[str, float | None] = {"train_loss": trained.train_loss}
         settings, number = job.assignment.settings, job.assignment.round
         interval = settings.evaluation_interval
@@ -942,6 +964,10 @@ class Session:
                 judged = self.evaluate({**self.engine.read(), **tensors})
                 found |= {f"loss_{name}": judged.loss, f"accuracy_{name}": judged.accuracy}
         return found
+
+    def _inference_flops(self, tensors: Tensors) -> int:
+        """Return the FLOPs of one sample through a model; 0 with local noise: which weights are zero is its data's."""
+        return nonzero_flops(self.manifest, tensors) if self._local_noise is None else 0
 
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
         """Return how many values of an update bring along what rounding took from earlier ones; nothing unrounded."""
@@ -995,7 +1021,7 @@ class Session:
             validation=evaluated.validation if tells else None,
             others=dict(evaluated.others) if tells else {},
             finetune_flops=min(trained, MOST_FLOPS),
-            inference_flops=nonzero_flops(self.manifest, answers),
+            inference_flops=self._inference_flops(answers),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
@@ -1016,7 +1042,7 @@ class Session:
         best = self._best_of(job, validation) if self._keeps_best else None
         receipt = Receipt(
             personal=held_out if self._tells(job.assignment) else None,
-            inference_flops=nonzero_flops(self.manifest, state.personal),
+            inference_flops=self._inference_flops(state.personal),
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )

@@ -168,7 +168,8 @@ class Progress(BaseModel):
     and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
     the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
     last judged, both on validation data; None where that was not measured. ``failures`` are rounds in which training
-    failed, ``failure`` says why the last of them did. ``new_data``: the validation data changed.
+    failed, ``failure`` says why the last of them did. ``new_data``: the validation data changed. ``updates``: how many
+    were sent, by the multiplier of their local noise, 0 without any.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -178,6 +179,7 @@ class Progress(BaseModel):
     steps: int = 0
     stopped_round: int | None = None
     adapted: bool = False
+    updates: dict[float, int] = Field(default_factory=dict)
     failures: int = 0
     failure: str | None = None
     new_data: NewData | None = None
@@ -333,7 +335,7 @@ class StateFolder:
     def forget_model(self) -> None:
         """Remove the personal model and what belongs to it; keep what the device has spent so far."""
         before = self.progress()
-        spent = {name: getattr(before, name) for name in ("training", "evaluation", "everything")}
+        spent = {name: getattr(before, name) for name in ("training", "evaluation", "everything", "updates")}
         kept = Progress().model_copy(update=spent)
         for name in (personal.BEST, personal.MODEL, OUTBOX, OWED, personal.OWN):
             (self.path / name).unlink(missing_ok=True)

@@ -276,6 +276,8 @@ class DeviceMethod:
     sums: sums of its updates' values are all that the server half needs, under masks that follow from the assignment or
         the payload. Devices take part in secure rounds of such methods only, and send nothing beside the values.
     engines: what its rounds can be trained with.
+    adds_local_noise: rounds send only values, under a mask that does not depend on the data, so that noise on the
+        values hides the data (``device.local_noise``).
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
         for plain training.
@@ -297,6 +299,7 @@ class DeviceMethod:
     compose: Compose | None = None
     sums: bool = False
     engines: tuple[EngineName, ...] = ("onnx", "torch")
+    adds_local_noise: bool = False
     acts: tuple[str, ...] = ()
 
     @property

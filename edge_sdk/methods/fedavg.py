@@ -15,6 +15,6 @@ from __future__ import annotations
 from edge_sdk.methods import DeviceMethod
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_whole
 
-FEDAVG = DeviceMethod(train=train_whole, evaluate=evaluate_global, adapt=adapt_global, sums=True)
+FEDAVG = DeviceMethod(train=train_whole, evaluate=evaluate_global, adapt=adapt_global, adds_local_noise=True, sums=True)
 """A device has no personal model between rounds, so early stopping means that it contributes no more, and gets the last
 global model like everybody else."""

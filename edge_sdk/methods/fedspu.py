@@ -102,6 +102,7 @@ FEDSPU = DeviceMethod(
     active=ActiveNeurons(sample=sample_drawn),
     mixes_global=True,
     finish=finish,
+    adds_local_noise=True,
     acts=("frozen_neurons", "frozen_values"),
     sums=True,
 )

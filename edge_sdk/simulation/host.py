@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import httpx
 
 from edge_sdk.device.demands import Demands
+from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import as_taken, check_model, share_onnx, take_values
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import Reference, StateFolder
@@ -50,6 +51,7 @@ class Plan:
     shares of each layer's neurons to train; the first devices have the first budget, and so on, in equal parts; empty:
     what each one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices
     report, as estimates; where there are none they report this machine's. compute: how all of them train.
+    local_noise: added to all of their updates.
     make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
@@ -61,6 +63,7 @@ class Plan:
     boards: tuple[Board, ...] = ()
     prefix: str = "device"
     compute: Compute = USUAL
+    local_noise: LocalNoise | None = None
     make_task: Callable[[int, FederationInfo], Task] | None = None
 
     def __post_init__(self) -> None:
@@ -287,6 +290,7 @@ class Host:
                 engine=self._trainer.engine(task),
                 # A simulated device has no owner who could mind.
                 demands=Demands(plain_metrics=True),
+                local_noise=self._plan.local_noise,
             )
         except BaseException:
             folder.close()

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import read_setting
+from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.engines import EngineChoice
@@ -64,6 +65,8 @@ def simulate(
     engine: EngineChoice = "auto",
     accelerator: str = "auto",
     bfloat16: bool = False,
+    local_noise: float | None = None,
+    local_clip: float | None = None,
     processes: int | None = None,
     ray: str | None = None,
     workers: int | None = None,
@@ -86,11 +89,12 @@ def simulate(
     only adapt the finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it.
     budgets: shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for
     what each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
-    (``load_boards``). engine: what trains (``fleet.run_fleet``). accelerator, bfloat16, trust, patience_seconds: as in
-    ``join``. processes: how many devices work at once, in threads with ONNX Runtime and in processes with PyTorch; one
-    per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of workers.
-    state_dir: where devices keep their state; a second call with the same folder continues. in_memory: keep it in
-    memory, and forget it in the end. adapt: let devices that end without a model of their own fetch the finished one.
+    (``load_boards``). engine: what trains (``fleet.run_fleet``). accelerator, bfloat16, local_noise, local_clip, trust,
+    patience_seconds: as in ``join``. processes: how many devices work at once, in threads with ONNX Runtime and in
+    processes with PyTorch; one per core by default. ray: the address of a Ray cluster that hosts them instead, with
+    this number of workers. state_dir: where devices keep their state; a second call with the same folder continues.
+    in_memory: keep it in memory, and forget it in the end. adapt: let devices that end without a model of their own
+    fetch the finished one.
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
@@ -127,6 +131,8 @@ def simulate(
                 engine=engine,
                 accelerator=accelerator,
                 bfloat16=bfloat16,
+                local_noise=local_noise,
+                local_clip=local_clip,
                 processes=processes,
                 state_dir=state_dir,
                 in_memory=in_memory or state_dir is None,
@@ -143,6 +149,7 @@ def simulate(
         budgets=tuple(budgets),
         boards=tuple(boards),
         compute=compute,
+        local_noise=LocalNoise.asked(local_noise, local_clip),
         make_task=(lambda index, info: task(index)) if callable(task) else None,
     )
     app = _load_app(app) if isinstance(app, str) else app

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import event
 
 from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.accounting import SENSITIVITY
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
@@ -23,7 +24,7 @@ from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budg
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.rounds import privacy
 from sparrow.coordinator.rounds.draws import choose_each, new_secret
-from sparrow.coordinator.rounds.privacy import SENSITIVITY, PrivateSums, check_privacy, epsilon, noise_of
+from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, noise_of
 
 from .fakes import LocalCoordinator
 from .test_intake import send
