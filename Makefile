@@ -31,10 +31,11 @@ test-integration: runtime
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
-# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install; 4 minutes.
+# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install. ALL=1 adds those
+# whose layers another model has, too.
 test-zoo: setup
 	$(PIP) --constraint constraints.txt --editable '.[adapters,zoo]' torchvision==0.28.0
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
+	ZOO_ALL=$(ALL) $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
 
 # Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
 chaos: setup

@@ -1,4 +1,4 @@
-"""What a device accepts of a federation: its publisher, its model, and the settings of each round.
+"""Acceptance of a federation by a device: its publisher, its model, and the settings of each round.
 
 The first publisher of a federation that a device meets is remembered with it (trust on first use); another one is
 refused until the device's owner accepts it (``sparrow trust``). Rounds must keep to the ranges that the publisher has
@@ -43,7 +43,7 @@ TRUST = "trust.json"
 
 
 class Accepted(BaseModel):
-    """What was accepted of one federation.
+    """The record of one accepted federation.
 
     publication: the last one; None if nothing is signed. publisher: the fingerprint of the one to accept next, after
     ``sparrow trust``. model: the digest of the manifest that it was compared with. settings: the binding settings as
@@ -72,7 +72,7 @@ class Admitted:
 
 
 class Trust:
-    """What one device, or one fleet, accepts of a federation.
+    """The rules by which one device, or one fleet, accepts a federation and its rounds.
 
     folder: where it is kept; None: in memory. demands: the owner's.
     """
@@ -250,7 +250,7 @@ class Trust:
 
     @property
     def line(self) -> str:
-        """Who is trusted with the model, for a person."""
+        """The line for the device's user that names the publisher."""
         admitted = self.admitted
         assert admitted is not None, "a federation is admitted first"
         if admitted.publisher is not None:

@@ -48,11 +48,12 @@ SETTINGS = {
 class Federation:
     """Devices of a secure federation in one process, each behind a coordinator that may lie to it."""
 
-    def __init__(self, client, path, budgets, **settings):
+    def __init__(self, client, path, budgets, plain_metrics=(), **settings):
         count = len(budgets)
         asked = {**SETTINGS, "cohort": count, "min_devices": count, **settings}
         publish.publish(in_process.ADDRESS, "f", "digits", client=client, publisher=Publisher.new(), **asked)
         self.client = client
+        self.plain_metrics = plain_metrics
         self.lying = {f"d{number}": Lying(client) for number in range(count)}
         self.folders = {name: StateFolder(path / name, durable=False) for name in self.lying}
         self.devices = {name: self._device(name, budget) for name, budget in zip(self.lying, budgets, strict=True)}
@@ -67,7 +68,7 @@ class Federation:
             make_task=lambda info, manifest: load(f"index={name[1:]},of=20", device=name, seed=0, batch_size=16),
             engine="onnx",
             budget=budget,
-            demands=Demands(plain_metrics=False),
+            demands=Demands(plain_metrics=name in self.plain_metrics),
         )
 
     def play(self, rounds=1, most=400):
@@ -237,8 +238,7 @@ def test_one_assignment_without_masks_is_refused(federate):
 @pytest.mark.parametrize("opted_out", [False, True])
 def test_losses_go_up_in_clear_only_if_both_sides_agree(federate, opted_out):
     """The federation asks for them; one device's owner agrees, the others do not."""
-    federation = federate(secure_metrics=False)
-    federation.devices["d0"]._demands = Demands(plain_metrics=opted_out)
+    federation = federate(secure_metrics=False, plain_metrics=["d0"] if opted_out else [])
     assert federation.play() == {}
     reports = {
         name: json.loads(bundle.decode(bodies[0], DIGITS).report) for name, bodies in federation.updates().items()
