@@ -32,6 +32,7 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
 )
 from edge_sdk.protocol.overview import Overview
+from edge_sdk.protocol.signatures import fingerprint
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json, add_server, add_wait, coloured
 from sparrow.command_line.table import printable, table
@@ -93,6 +94,9 @@ def as_text(status: Status) -> str:
     parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
+    if len(status.federations) == 1 and status.federations[0].publisher is not None:
+        info = status.federations[0]
+        parts.append(printable(f"{info.name}: signed by {fingerprint(info.publisher)}"))
     if status.overview is not None:
         parts += _attention(status.overview)
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
