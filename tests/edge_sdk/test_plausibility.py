@@ -51,8 +51,9 @@ def pictures(count=12, seed=0):
 
 def compiled(kind):
     graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
-    state = {name: value.numpy() for name, value in kind.model.state_dict().items() if "num_batches" not in name}
-    engine = engine_of(graphs, describe_whole(kind.model, kind.inputs[:2], task="t"), state)
+    manifest = describe_whole(kind.model, kind.inputs[:2], task="t")
+    state = kind.model.state_dict()
+    engine = engine_of(graphs, manifest, {spec.name: state[spec.name].numpy() for spec in manifest.kept})
     return engine, [(kind.inputs.numpy(), kind.targets.numpy())]
 
 
@@ -279,7 +280,7 @@ def test_weights_on_kinks_are_judged_beside_them():
 
 
 def test_a_loss_that_float32_cannot_resolve_is_not_judged():
-    """All scores are right by a thousand: the loss is zero, and its gradient almost."""
+    """All answers are right by far: the loss is zero, and its gradient almost."""
     graphs, manifest = digits()
     inputs, _ = pictures()
     weights = dict(initial_values(manifest, 0))
