@@ -40,6 +40,7 @@ SdkError
 │   │   ├── NoCurvature          the loss cannot be differentiated twice (``engines.training``)
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── GraphError               a graph that is not the manifest's, or that a device must not run
+│   │   └── ImplausibleStep      its gradients are not those of its loss (``engines.plausibility``)
 │   ├── BundleError              bytes that are not a bundle of this manifest
 │   ├── BadSecret                a secure round would give an update away, or its keys are not who they say
 │   ├── CannotOpen               the sum of a cell does not come out (``protocol.secure.opening``)

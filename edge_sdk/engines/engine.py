@@ -14,6 +14,7 @@ from edge_sdk.engines import Progress
 from edge_sdk.engines.narrow import Narrow
 from edge_sdk.engines.onnx import Array, Network, Training
 from edge_sdk.engines.optimiser import rule_of
+from edge_sdk.engines.plausibility import Plausibility, check_gradients
 from edge_sdk.engines.training import (
     EVERYTHING,
     Adjustment,
@@ -31,6 +32,7 @@ from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
+from edge_sdk.tasks.intake import random_state_kept
 from edge_sdk.tasks.metrics import Metric, measure
 
 Chance = np.random.Generator
@@ -88,6 +90,18 @@ class OnnxEngine:
             if not np.isfinite(tensor).all():
                 raise diverged.of_tensor(name)
         return LocalResult(count_examples(batches), seen, total, loss_sum / seen)
+
+    def check_plausible(self, batches: Batches, seed: int) -> Plausibility:
+        """Compare the step's gradients with differences of its loss, on the first samples and the current weights.
+
+        Model, order of the data and random state stay as they are. Raises ImplausibleStep, naming the parameters, and
+        ValueError for data without a batch.
+        """
+        with random_state_kept(batches):
+            for batch in batches:
+                inputs, targets = _known(*as_arrays(batch), self._ignored)
+                return check_gradients(self.network, inputs, targets, np.random.Generator(np.random.PCG64([seed, 2])))
+        raise ValueError("the task's training data has no batches; give it at least one sample")
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
         """Go through data again and again, and draw from ``seed`` from now on."""
@@ -185,6 +199,14 @@ class OnnxEngine:
     def _of(self, network: Network) -> OnnxEngine:
         """Return an engine of another network of the same task."""
         return OnnxEngine(network, classification=self._classification, metrics=self._metrics, chance=self._chance)
+
+
+def _known(inputs: Array, targets: Array, ignored: int | None) -> tuple[Array, Array]:
+    """Return the samples with a target that the loss does not leave out: without any, its mean is 0 / 0."""
+    if ignored is None:
+        return inputs, targets
+    known = (targets.reshape(len(targets), -1) != ignored).any(axis=1)
+    return inputs[known], targets[known]
 
 
 def _joined(batches: Sequence[Batch]) -> tuple[Array, Array]:
