@@ -279,6 +279,8 @@ class Session:
         if known is None:
             self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
             self._first = load_values("first", self.manifest, federation, transport, folder.path)
+        # Fleets train models of their own, and built-in steps are known by their digests.
+        self._step_checked = known is not None or self._trust.built_in
         self._own_graphs = False  # the engine trains with them, and is this session's alone
         self._prepared: Prepared
         self.engine: Engine
@@ -467,6 +469,7 @@ class Session:
         if prepares_alike:
             engine.load(self.engine.read())
         self.engine, self.task = engine, task
+        self._step_checked = False
         if not prepares_alike:
             self.personal, self.progress = self._folder.load(manifest)
             self._personal_is, self._as_new = None, self._never_sent()
@@ -825,6 +828,7 @@ class Session:
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
         self._check_training(job)
+        self._check_step(job)
         adjusted = self._adjusted(job)
         first = self._judge_first(adjusted)
         with self._telemetry.phase("train") as train:
@@ -871,6 +875,31 @@ class Session:
         self._trust.check_steps(count_steps(assignment.settings, self.task.train))
         if assignment.round == 1 and self._begins_as_published(job):
             self._trust.check_first_weights(whole_model(self.manifest, job.received))
+
+    def _check_step(self, job: Job) -> None:
+        """Compare the gradients of a published step with its loss, before this device first trains with it.
+
+        Raises ImplausibleStep.
+        """
+        if self._step_checked or not self._own_graphs:
+            return
+        from edge_sdk.engines.engine import OnnxEngine  # here, because PyTorch's engine does without ONNX Runtime
+
+        engine = self.engine
+        assert isinstance(engine, OnnxEngine), "it trains with the published graphs"
+        before = {name: np.array(tensor) for name, tensor in engine.read().items()}
+        try:
+            if job.received is not None and not self.manifest.outputs and is_whole(self.manifest, job.received):
+                engine.load({**before, **whole_model(self.manifest, job.received)})
+            # Nobody else knows the samples, and so the directions that follow from them.
+            found = engine.check_plausible(self.task.train, int(self._data[:15], 16))
+        finally:
+            engine.load(before)
+        if not found.judged:
+            log.warning(
+                "the gradients of the training step could not be compared with its loss; it is used all the same"
+            )
+        self._step_checked = True
 
     def _begins_as_published(self, job: Job) -> bool:
         """Return whether a payload of the first round must be the model as it was published, in its own values."""

@@ -95,7 +95,7 @@ class Trust:
             before = None
         publication = self._publication(info, manifest, fetch, before)
         terms = None if publication is None else Terms.of(publication)
-        built_in = publication is None and _is_built_in(info, manifest)
+        built_in = _is_built_in(info, manifest)
         first = before.settings if before is not None and before.settings else binding(info.settings)
         self.admitted = Admitted(
             terms,
@@ -247,6 +247,11 @@ class Trust:
     def _ranges(self) -> list[Any]:
         signed = {} if self.admitted is None or self.admitted.terms is None else self.admitted.terms.settings
         return [signed, self._demands.ranges]
+
+    @property
+    def built_in(self) -> bool:
+        """True if the model is one of this SDK's own."""
+        return self.admitted is not None and self.admitted.built_in
 
     @property
     def line(self) -> str:

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.engines.onnx import Array, Network
 from edge_sdk.protocol.errors import GraphError
+from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Tensors
 
 SAMPLES = 8
@@ -78,6 +79,8 @@ Number = NDArray[np.float64]
 
 class ImplausibleStep(GraphError):
     """A training step whose gradients are not those of its loss. names: of the parameters."""
+
+    failure = Failure("bad-work/implausible")
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
