@@ -879,7 +879,7 @@ def _options(parser: Parser) -> None:
         "--local-noise",
         type=float,
         metavar="Z",
-        help="add noise to every value sent, Z times the clip, and report no losses: see docs/privacy.md",
+        help="add noise to every value sent, Z times the clip, and report no losses",
     )
     parser.add_argument(
         "--local-clip", type=float, metavar="C", help="with it, the largest 2-norm of an update (default: 1)"

@@ -87,6 +87,10 @@ class _Listing(argparse.HelpFormatter):
         text = super()._format_action(action)
         return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
 
+    def format_help(self) -> str:
+        """Return the help, without the empty line before the list."""
+        return super().format_help().replace("\n\ncommands:", "\ncommands:")
+
 
 def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
     """Return the parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""

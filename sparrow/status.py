@@ -94,9 +94,9 @@ def as_text(status: Status) -> str:
     parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
         parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
-    if len(status.federations) == 1 and status.federations[0].publisher is not None:
-        info = status.federations[0]
-        parts.append(printable(f"{info.name}: signed by {fingerprint(info.publisher)}"))
+    publisher = status.federations[0].publisher if len(status.federations) == 1 else None
+    if publisher is not None:
+        parts.append(printable(f"{status.federations[0].name}: signed by {fingerprint(publisher)}"))
     if status.overview is not None:
         parts += _attention(status.overview)
     parts += [_awaited(name, work) for name, work in status.open_work.items()]

@@ -129,7 +129,7 @@ def client(tmp_path):
 def host_of(client, plan, folder, engine="onnx"):
     """A host of these devices, as a fleet makes it."""
     transport = Transport(client)
-    known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
+    known = Known.of(transport, plan.federation)
     task_of = cache(lambda index: plan.task(index, known))
     if engine == "torch":
         trainer = TorchTrainer(task_of(0), known, plan.compute, {})

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import httpx
+import numpy as np
+import onnx
 import pytest
+import torch
+from onnx import helper, numpy_helper
 
 from edge_sdk import publish
 from edge_sdk.device.demands import Demands
@@ -19,11 +24,14 @@ from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.protocol.publication import Terms
 from edge_sdk.protocol.ranges import read_ranges
 from edge_sdk.protocol.signatures import BadPublication, Publication
+from edge_sdk.publishing import step
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process
+from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.main import main
 
 from .hostile import Lying, changed
 
@@ -392,3 +400,79 @@ def test_a_file_that_holds_no_key_is_left_alone(tmp_path):
     assert path.read_text() == "not a key"
     with pytest.raises(BadArgument, match="SPARROW_PUBLISHER_KEY"):
         Publisher.load(path / "below")
+
+
+# --- a training step that is not what it says -------------------------------------------------------------------------
+
+
+def forged(graph):
+    """Return a training step whose gradient of one weight is something else."""
+    model = onnx.load_from_string(graph)
+    name = next(each.name for each in model.graph.output if each.name.startswith("grad:") and "weight" in each.name)
+    for node in model.graph.node:
+        node.output[:] = ["true gradient" if output == name else output for output in node.output]
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(3.0), "three"))
+    model.graph.node.append(helper.make_node("Mul", ["true gradient", "three"], [name]))
+    return model.SerializeToString()
+
+
+def with_forged_step(graphs):
+    return replace(graphs, step=forged(graphs.step))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_step_whose_gradients_are_not_its_losss_is_handed_back(coordinator, compiling, tmp_path, monkeypatch, lies):
+    compiled = step.compile_step
+    if lies:
+        monkeypatch.setattr(step, "compile_step", lambda *given: with_forged_step(compiled(*given)))
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    batches = [(inputs, (inputs.sum(1) > 0).long())]
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    task = Task("own", model, torch.nn.CrossEntropyLoss(), batches, batches)
+    published(coordinator, task=task)
+    lying = Lying(coordinator)
+    folder = StateFolder(tmp_path / "pi")
+    session = Session(
+        Transport(httpx.Client(base_url=in_process.ADDRESS, transport=lying), sleep=lambda seconds: None),
+        folder,
+        federation="f",
+        name="pi",
+        make_task=lambda info, manifest: task,
+        engine="onnx",
+    )
+    try:
+        failed = worked(session).failed
+    finally:
+        folder.close()
+    if not lies:
+        assert failed is None
+        return
+    assert "weight that are not those of its loss" in failed
+    assert not lying.sent("PUT", "/update")
+    (returned,) = (body for method, _, body in lying.calls if method == "DELETE")
+    assert json.loads(returned) == {"reason": "bad-work/implausible"}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_accepts_another_publisher(coordinator, join, capsys):
+    published(coordinator)
+    join()
+    join.leave()
+    where = ["--federation", "f", "--device-name", "pi", "--state-dir", str(join.path)]
+    assert main(["trust", OTHER.fingerprint, *where]) == 0
+    assert f"pi accepts the publisher {OTHER.fingerprint} in f; before: {AUTHOR.fingerprint}" in capsys.readouterr().out
+    swap(join, signed_by(OTHER, coordinator))
+    assert OTHER.fingerprint in join().trust.line
+
+
+def test_the_command_says_what_is_no_fingerprint_or_not_there(tmp_path, capsys):
+    assert main(["trust", "nobody", "--state-dir", str(tmp_path)]) == 2
+    assert "'nobody' is no fingerprint" in capsys.readouterr().err
+    assert main(["trust", OTHER.fingerprint, "--state-dir", str(tmp_path / "none")]) == 2
+    assert "has not joined default there" in capsys.readouterr().err
+    (tmp_path / "new").mkdir()
+    assert main(["trust", OTHER.fingerprint, "--state-dir", str(tmp_path / "new")]) == 1
+    assert f"join with --publisher {OTHER.fingerprint}" in capsys.readouterr().err

@@ -544,11 +544,11 @@ def test_a_device_whose_numbers_are_scaled_by_themselves_stays_hidden(changes, o
 def check_different_numbers(played: SecureRound) -> None:
     assert not played.view.agreed
     assert not played.view.answers
-    assert all("different numbers or models" in why for (phase, _), why in played.refused.items() if phase == "agree")
+    assert all("different numbers or masks" in why for (phase, _), why in played.refused.items() if phase == "agree")
     assert len(played.refused) == 2 * len(played.names)
 
 
-def test_a_device_that_is_sent_a_model_of_its_own_stays_hidden():
+def test_a_device_that_is_told_of_a_mask_of_its_own_stays_hidden():
     check_different_numbers(SecureRound(10, size=SIZE, bases={A: "another"}, only_agreed=False).until("unmask"))
 
 
