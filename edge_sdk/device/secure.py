@@ -204,7 +204,7 @@ def check_alone(job: Job, update: Update) -> None:
 
 def _follows(job: Job, update: Update) -> bool:
     """Return whether a mask follows from the assignment or the payload."""
-    mask, work = update.mask, job.assignment.work
+    mask = update.mask
     if mask is None:
         return True
     if isinstance(mask, ElementMask):
@@ -212,6 +212,7 @@ def _follows(job: Job, update: Update) -> bool:
     if isinstance(mask, BlockMask):
         # All blocks, or those parts alone that have no blocks.
         return bool(mask.on.all()) or not mask.on.any()
+    work = job.assignment.work
     if work is None:
         return False
     if same_mask(mask, draw_neurons(job.manifest, NeuronDraw(work.key, work.ratio))):
