@@ -209,14 +209,13 @@ class _Probe:
 
     def _judge(self, names: Sequence[str], divisions: int) -> bool:
         found = self._look(names)
-        if found.suspicious:
-            if culprits := self._culprits(names):
-                raise ImplausibleStep(culprits)
-            return False
-        if found.clear or not divisions or len(names) == 1:
-            return found.clear
-        clear = [self._judge(half, divisions - 1) for half in _halves(names)]
-        return all(clear)
+        if found.suspicious and (culprits := self._culprits(names)):
+            raise ImplausibleStep(culprits)
+        clear = found.clear and not found.suspicious
+        if clear or not divisions or len(names) == 1:
+            return clear
+        halves = [self._judge(half, divisions - 1) for half in _halves(names)]
+        return all(halves)
 
     def _run(self) -> float:
         self.runs += 1
