@@ -41,7 +41,7 @@ SdkError
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── GraphError               a graph that is not the manifest's, or that a device must not run
 │   │   └── ImplausibleStep      its gradients are not those of its loss (``engines.plausibility``)
-│   ├── BadPublication           a federation is not what the author of its model has signed (``protocol.signatures``)
+│   ├── BadPublication           a federation is not as the author of its model has signed it (``protocol.signatures``)
 │   ├── BundleError              bytes that are not a bundle of this manifest
 │   ├── BadSecret                a secure round would give an update away, or its keys are not who they say
 │   ├── CannotOpen               the sum of a cell does not come out (``protocol.secure.opening``)

@@ -188,7 +188,7 @@ def publish(
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
-            # Devices get the method's own settings as the coordinator completes them, so these are what is signed.
+            # Devices get the method's own settings as the coordinator completes them, so these are signed.
             asked = transport.completed(asked)
             request = request.model_copy(update={"settings": asked})
             if model is None:
@@ -282,7 +282,7 @@ class _Model:
     def terms(
         self, name: str, settings: FederationSettings, ranges: Ranges, weights: Tensors, edition: int = 1
     ) -> Terms:
-        """Return what is to be signed of the model, once it is described. weights: those that are published."""
+        """Return the terms of the model, once it is described. weights: those that are published."""
         manifest = self.manifest.with_graphs(self._graphs)
         return _terms(name, manifest, self._graphs, settings, ranges, weights, edition)
 
@@ -308,7 +308,7 @@ def _as_vector(signed: Publication) -> Tensors:
 
 
 def _built_in_terms(name: str, task: str, settings: FederationSettings, ranges: Ranges) -> Terms:
-    """Return what is to be signed of a federation of a built-in task. Raises BadArgument for one that is unknown."""
+    """Return the terms of a built-in task's federation. Raises UnknownTask."""
     try:
         known = load_builtin(task)
     except ManifestError as error:
@@ -325,7 +325,7 @@ def _terms(
     weights: Tensors,
     edition: int,
 ) -> Terms:
-    """Return what is to be signed. graphs: the published ones, of which the method may make others."""
+    """Return the terms to sign. graphs: the published ones, of which the method may make others."""
     compose = load_method(settings.method).compose
     made = dict(graphs) if compose is None else compose(manifest, graphs, settings)[1]
     first = {} if compose is not None else initial_values(manifest, settings.seed, weights)
@@ -346,7 +346,7 @@ def _terms(
 def _next_terms(
     name: str, model: _Model, settings: FederationSettings, before: Publication | None, ranges: Ranges
 ) -> Terms:
-    """Return what is to be signed of a new version of a federation's model; ranges stay, unless others are given."""
+    """Return the terms of a new version of a federation's model; ranges stay, unless others are given."""
     if before is None:
         return model.terms(name, settings, ranges, {})
     old = Terms.of(before)
@@ -579,7 +579,7 @@ def _options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="RANGE",
-        help="what devices are to accept, signed: cohort>=10, local_steps>=5; may be repeated",
+        help="a range for devices, signed: cohort>=10, local_steps>=5; may be repeated",
     )
     parser.add_argument("--exist-ok", action="store_true", help="leave the same federation at that where it exists")
     add_wait(parser, PATIENCE_SECONDS)

@@ -237,7 +237,7 @@ def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
 
 @router.get("/{name}/publication", dependencies=[ProspectiveMemberOnly])
 def get_publication(name: str, coordinator: TheCoordinator) -> Published:
-    """Return what the author of the federation's model has signed; 404 if nothing is."""
+    """Return the signed publication of the federation's model; 404 without one."""
     return coordinator.federations.publication(name)
 
 

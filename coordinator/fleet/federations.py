@@ -460,7 +460,7 @@ class Federations:
             return self._models.manifest(find(db, name))
 
     def publication(self, name: str) -> Published:
-        """Return what the author of the federation's model has signed. Raises NotFound."""
+        """Return the signed publication of the federation's model. Raises NotFound."""
         with self._store.reading() as db:
             return publications.read(db, find(db, name))
 

@@ -1,6 +1,6 @@
 """Publications of federations' models: checked when they come, kept, and handed out as they are.
 
-A coordinator cannot vouch for a model to devices; it only refuses early what they would refuse.
+A coordinator cannot vouch for a model to devices; it only refuses early if devices would refuse.
 """
 
 from __future__ import annotations

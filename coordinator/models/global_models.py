@@ -442,7 +442,7 @@ def file_keys(federation: Federation, manifest: Manifest) -> set[str]:
 
 
 def record_publication(federation: Federation, published: Published) -> None:
-    """Name what the author of a federation's model has signed in its records."""
+    """Name the publication of a federation's model in its records."""
     federation.publication = published.model_dump_json()
     federation.publisher = published.publication.publisher
     federation.publication_sha256 = published.publication.digest

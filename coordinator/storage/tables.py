@@ -40,7 +40,7 @@ class Federation(Base):
     wrong, last. ``secret`` is what its draws follow from (``rounds.draws``), ``noise_key`` what a private federation's
     noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
     for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
-    ``publication``: what the author of the model has signed (``publication.Published``), ``publisher`` the author's key
+    ``publication``: the signed publication of the model (``signatures.Published``), ``publisher`` the author's key
     and ``publication_sha256`` the digest of the statement; ``replacement_publication`` is that of ``replacement``.
     ``arrivals`` numbers the updates of buffered rounds. ``replacement`` is the manifest of a new version of the model,
     which takes the place of ``manifest`` when the open round has closed; ``replacements`` counts these. An ``id`` is

@@ -53,7 +53,7 @@ class Hidden:
 class SecureRound:
     """The secure rounds of one device.
 
-    identity: its private identity key, 32 bytes. demands: its owner's. trust: what it accepts of the federation.
+    identity: its private identity key, 32 bytes. demands: its owner's. trust: its rules for the federation.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class Step:
 class Known:
     """The facts of a federation that a device needs before it can enrol; a fleet asks for them once.
 
-    preparation: the graph; None if the model takes samples as they are. trust: what the fleet accepts of it.
+    preparation: the graph; None if the model takes samples as they are. trust: the rules of the fleet.
     """
 
     info: FederationInfo
@@ -341,7 +341,7 @@ class Session:
 
     @property
     def trust(self) -> Trust:
-        """Return what this device accepts of its federation."""
+        """The rules by which this device accepts its federation."""
         return self._trust
 
     @property

@@ -2,10 +2,10 @@
 
 The first publisher of a federation that a device meets is remembered with it (trust on first use); another one is
 refused until the device's owner accepts it (``sparrow trust``). Rounds must keep to the ranges that the publisher has
-signed, and to those that the owner demands. Where nothing is signed, settings that change what an update holds must
+signed, and to those that the owner demands. If nothing is signed, settings that change the content of an update must
 stay as they were when the device joined. A federation that was secure stays secure.
 
-``trust.json`` in the state folder holds what was accepted.
+``trust.json`` in the state folder holds the accepted publication.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _is_built_in(info: FederationInfo, manifest: Manifest) -> bool:
 
 
 def read(folder: StateFolder) -> Accepted | None:
-    """Return what a device has accepted. Raises StateError for a file that cannot be read: forgetting would trust."""
+    """Return the record of a device. Raises StateError for a file that cannot be read: forgetting would trust."""
     data = folder.cached(TRUST)
     if data is None:
         return None
@@ -311,7 +311,7 @@ def read(folder: StateFolder) -> Accepted | None:
 
 
 def accept(folder: StateFolder, publisher: str) -> Accepted:
-    """Accept another publisher, by fingerprint, from the next start on. Raises BadPublication for what is none."""
+    """Accept another publisher, by fingerprint, from the next start on. Raises BadPublication for any other text."""
     if not is_fingerprint(publisher):
         raise BadPublication(f"{publisher!r} is no fingerprint: eight groups of four hexadecimal digits")
     before = read(folder)

@@ -75,7 +75,7 @@ FAILURES = {
         "create the federation with secure=true",
     ),
     "bad-work/terms": Explanation(
-        "it was given work outside of what the publisher of the model has signed, or its owner allows",
+        "it was given work outside of the ranges that the publisher of the model has signed, or its owner allows",
         "change the setting back, or have the author publish the model again; its own log names the setting",
     ),
     "bad-work/implausible": Explanation(

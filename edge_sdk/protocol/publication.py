@@ -1,7 +1,7 @@
-"""Publications: what the author of a model signs, and how a device holds a federation to it.
+"""Publications: the signed terms of a model, and how a device holds a federation to them.
 
 The author signs ``Terms`` with an Ed25519 key: digests of the published manifest, its graphs and weights, and ranges of
-the settings that change what an update holds. A ``Publication`` is that text with the key and the signature. The
+the settings that change the content of an update. A ``Publication`` is that text with the key and the signature. The
 coordinator keeps it and hands it out; only whoever has the key can make another one.
 
 A coordinator may describe the model otherwise than it was published, as far as that sends no more of it: a tensor may
@@ -69,7 +69,7 @@ def digests_of(tensors: Mapping[str, Array]) -> dict[str, str]:
 def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Manifest) -> None:
     """Raise BadPublication unless a federation's manifest is that of signed terms, as far as devices allow changes.
 
-    published: what the terms were signed for; where a method composes the model, what it makes of that.
+    published: the manifest that the terms were signed for; if a method composes the model, the composed one.
     """
     if terms.federation != federation:
         raise BadPublication(f"the publication is for the federation {terms.federation}, not for {federation}")
@@ -85,7 +85,7 @@ def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Ma
 
 
 def differs(published: Manifest, manifest: Manifest) -> str | None:
-    """Return what of a manifest is otherwise than published, and may not be; None if nothing is.
+    """Return the first difference from the published manifest that is not allowed; None without one.
 
     A coordinator may let tensors stay on devices, cut them into blocks, and add answers on a public set.
     """

@@ -1,7 +1,8 @@
-"""Ranges of settings: what the author of a model signs, and what the owner of a device demands.
+"""Ranges of settings, signed by the author of a model or demanded by the owner of a device.
 
 A range is written ``NAME>=NUMBER``, ``NAME<=NUMBER`` or ``NAME=VALUE,VALUE``, for example ``cohort>=10``. Only settings
-that change what an update holds have ranges: ``BINDING``, and the method's own settings as ``method_settings.NAME``.
+that change the content of an update have ranges: ``BINDING``, and the method's own settings as
+``method_settings.NAME``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ BINDING = (
     "finetune_epochs",
     "finetune_learning_rate",
 )
-"""Settings that change what an update holds, or among how many it is hidden."""
+"""Settings that change the content of an update, or the number of updates among which it is hidden."""
 
 LEAST = ("batch_size", "local_epochs", "local_steps", "noise_multiplier", "secure_colluders")
 """Settings of which a larger value reveals less: a signed one is the least."""
@@ -119,14 +120,14 @@ def shown(value: Value) -> str:
 
 
 def binding(settings: FederationSettings) -> dict[str, Value]:
-    """Return the settings that change what an update holds, by name, those of the method among them."""
+    """Return the settings that change the content of an update, by name, those of the method among them."""
     found: dict[str, Value] = {name: getattr(settings, name) for name in BINDING}
     found["secure_metrics"] = settings.masks_metrics
     return found | {f"{OWN}{name}": value for name, value in sorted(settings.method_settings.items())}
 
 
 def faults(ranges: Ranges, settings: FederationSettings) -> list[str]:
-    """Return what of some settings lies outside of ranges, as sentences; none if nothing does."""
+    """Return the settings that lie outside of their ranges, a sentence each."""
     has = binding(settings)
     return [
         f"{name} is {shown(has.get(name))}, allowed is {allowed.text(name)}"
@@ -155,7 +156,7 @@ def least_cohort(ranges: Ranges) -> int:
 
 
 def default_ranges(settings: FederationSettings) -> dict[str, Range]:
-    """Return the ranges that a publication signs where its author chooses none.
+    """Return the ranges that a publication signs if its author chooses none.
 
     Each binding setting keeps its value, or may become more private. A cohort may be as small as ``min_devices``.
     """

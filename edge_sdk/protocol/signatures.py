@@ -1,6 +1,6 @@
 """Signed publications as they cross the wire, the keys of publishers, and their fingerprints.
 
-``protocol.publication`` has the content of what is signed.
+``protocol.publication`` has the signed content.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_STATEMENT = 4 * 2**20
 """Largest statement, in bytes: digests of some 40,000 tensors."""
 
 CONTEXT = b"sparrow publication 1\0"
-"""Begins what is signed, so that no signature of another use counts."""
+"""The beginning of each signed text, so that no signature of another use counts."""
 
 
 class BadPublication(ProtocolError):
-    """A federation is not what the author of its model has signed."""
+    """A federation is not as the author of its model has signed it."""
 
     failure = Failure("bad-work/terms")
 

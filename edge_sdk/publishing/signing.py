@@ -126,7 +126,7 @@ def terms_of(
     ranges: Mapping[str, Range],
     edition: int = 1,
 ) -> Terms:
-    """Return what an author signs of a model: by default its settings as they are, or more private.
+    """Return the terms of a model: by default its settings as they are, or more private.
 
     manifest: the published one. graphs: SHA-256 of those that devices get. ranges: the author's, which take the place
     of the default ones. Raises ProtocolError for settings outside of them.

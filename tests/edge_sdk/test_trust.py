@@ -1,4 +1,4 @@
-"""A device holds its federation to what the publisher has signed, whatever the coordinator says."""
+"""A device holds its federation to the signed terms, whatever the coordinator says."""
 
 from __future__ import annotations
 

@@ -761,7 +761,9 @@ def test_a_round_outside_of_the_signed_ranges_is_handed_back(lab, signed_page):
     since = lab.coordinator.log_size()
     why = "the publisher of the model has not signed this: local_steps is 1, allowed is local_steps>=2"
     wrong(lab.server, said("settings", "local_steps", value=1), "GET", f"/{SIGNED}/assignment")
-    lab.coordinator.wait_for_log("hands back train: it was given work outside of what the publisher", since=since)
+    lab.coordinator.wait_for_log(
+        "hands back train: it was given work outside of the ranges that the publisher", since=since
+    )
     page.wait_for(f"state.detail.includes({json.dumps(why)})")
     rounds = page.state["rounds"]
     lab.server.fault = None
