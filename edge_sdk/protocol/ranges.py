@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import FederationSettings
@@ -193,6 +193,7 @@ def read_ranges(texts: Iterable[str], settings: FederationSettings | None = None
             raise ProtocolError(f"{text!r}: {name} has no range; settings that have one are {', '.join(BINDING)}")
         try:
             new = _read(sign, rest)
+            _check_values(name, new)
             found[name] = found[name].joined(new) if name in found else new
         except ValueError as error:
             reason = str(error).partition("Value error, ")[2].partition(" [")[0] or str(error)
@@ -211,6 +212,17 @@ def _read(sign: str, text: str) -> Range:
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
     return Range(least=bound) if sign == ">=" else Range(most=bound)
+
+
+def _check_values(name: str, allowed: Range) -> None:
+    """Raise ValueError for a listed value that the setting cannot have."""
+    for value in allowed.only or ():
+        try:
+            FederationSettings.model_validate({name: value} if name in BINDING else {})
+        except ValidationError as error:
+            # Other errors are of settings that do not go together.
+            if any(each["loc"] == (name,) for each in error.errors()):
+                raise ValueError(f"{shown(value)} is no value of {name}") from None
 
 
 def _value(text: str) -> Value:
