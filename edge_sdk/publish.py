@@ -37,7 +37,7 @@ from edge_sdk.methods import load_method
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.auto import chosen
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import ManifestError, MissingPart, ProtocolError
+from edge_sdk.protocol.errors import MissingPart, ProtocolError
 from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     AUTO,
@@ -52,7 +52,7 @@ from edge_sdk.protocol.ranges import Ranges, read_ranges
 from edge_sdk.protocol.signatures import Publication
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.publishing.signing import Publisher, terms_of
-from edge_sdk.tasks import OWN, Task, UnknownTask, load_task, own
+from edge_sdk.tasks import OWN, Task, load_task, own
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
@@ -188,6 +188,11 @@ def publish(
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
+            if model is None:
+                if task not in builtin_tasks():
+                    # The coordinator says which there are.
+                    return transport.create_federation(request.model_dump_json().encode(), "application/json")
+                asked = chosen(asked, load_builtin(str(task)).manifest, classes=True)
             # Devices get the method's own settings as the coordinator completes them, so these are signed.
             asked = transport.completed(asked)
             request = request.model_copy(update={"settings": asked})
@@ -308,11 +313,8 @@ def _as_vector(signed: Publication) -> Tensors:
 
 
 def _built_in_terms(name: str, task: str, settings: FederationSettings, ranges: Ranges) -> Terms:
-    """Return the terms of a built-in task's federation. Raises UnknownTask."""
-    try:
-        known = load_builtin(task)
-    except ManifestError as error:
-        raise UnknownTask(str(error)) from None
+    """Return the terms of a built-in task's federation."""
+    known = load_builtin(task)
     return _terms(name, known.manifest, known.graphs, settings, ranges, {}, 1)
 
 

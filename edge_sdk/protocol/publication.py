@@ -11,13 +11,13 @@ stay on devices, be cut into blocks, or be joined by answers on a public set. ``
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_sdk.protocol.manifest import Array, Digest, GraphName, Manifest, Name, Tensors
+from edge_sdk.protocol.manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
 from edge_sdk.protocol.messages import FederationName
 from edge_sdk.protocol.ranges import Range
 from edge_sdk.protocol.signatures import BadPublication, Publication
@@ -87,18 +87,25 @@ def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Ma
 def differs(published: Manifest, manifest: Manifest) -> str | None:
     """Return the first difference from the published manifest that is not allowed; None without one.
 
-    A coordinator may let tensors stay on devices, cut them into blocks, and add answers on a public set.
+    A coordinator may let tensors stay on devices, cut them into blocks, add answers on a public set, and name rows or
+    columns that always belonged to updates as a group of neurons, so that devices can leave some of them out.
     """
     before = {spec.name: spec for spec in published.tensors}
     after = {spec.name: spec for spec in manifest.tensors}
     if before.keys() != after.keys():
         return f"the tensor {min(before.keys() ^ after.keys())}"
+    added = manifest.group_sizes.keys() - published.group_sizes.keys()
     for name, spec in after.items():
-        if spec.policy == "personal" and before[name].policy == "shared":
+        was = before[name]
+        if spec.policy == "personal" and was.policy == "shared":
             spec = spec.model_copy(update={"policy": "shared"})
-        if spec != before[name]:
+        if _axes_fit(was, spec, added):
+            spec = spec.model_copy(update={"axes": was.axes})
+        if spec != was:
             return f"the tensor {name}"
-    left_out = {"tensors", "blocks", "outputs", "first_sha256"}
+    if tuple(group for group in manifest.groups if group.name not in added) != published.groups:
+        return "groups"
+    left_out = {"tensors", "groups", "blocks", "outputs", "first_sha256"}
     left_out |= {f"{name}_sha256" for name in ("skeleton", "step", "evaluation", "preparation")}
     for field in Manifest.model_fields:
         if field not in left_out and getattr(manifest, field) != getattr(published, field):
@@ -106,6 +113,17 @@ def differs(published: Manifest, manifest: Manifest) -> str | None:
     if (manifest.preparation_sha256 is None) != (published.preparation_sha256 is None):
         return "preparation_sha256"
     return None
+
+
+def _axes_fit(before: TensorSpec, after: TensorSpec, added: Collection[str]) -> bool:
+    """Return whether axes differ only where complete ones have been given a group that was added."""
+    old = before.axes or ((),) * len(after.axes)
+    if len(old) != len(after.axes):
+        return False
+    pairs = zip(old, after.axes, strict=True)
+    return all(
+        segments == was or (not was and all(segment.group in added for segment in segments)) for was, segments in pairs
+    )
 
 
 def check_weights(terms: Terms, tensors: Tensors) -> None:
