@@ -5,7 +5,8 @@ the settings that change the content of an update. A ``Publication`` is that tex
 coordinator keeps it and hands it out; only whoever has the key can make another one.
 
 A coordinator may describe the model otherwise than it was published, as far as that sends no more of it: a tensor may
-stay on devices, be cut into blocks, or be joined by answers on a public set. ``differs`` finds everything else.
+stay on devices, be cut into blocks or new groups of neurons, or be joined by answers on a public set. ``differs`` finds
+everything else.
 """
 
 from __future__ import annotations
