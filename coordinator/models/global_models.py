@@ -31,10 +31,11 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint, values
 from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import Array, FileName, GraphName, Manifest, Tensors, Values
+from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.secure.consistency import model_digest
 from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
@@ -105,6 +106,7 @@ class Models:
         self._manifests: dict[int, tuple[int, Manifest]] = {}  # by federation: as it was after so many replacements
         self._latest: dict[int, tuple[str, GlobalModel]] = {}  # by federation: the digest of its file, and the model
         self._scores: dict[int, tuple[GlobalModel, Scores]] = {}  # by federation, of the model asked for last
+        self._sent: dict[int, tuple[str, str]] = {}  # by federation: the digest of its file, and that in secure rounds
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -267,6 +269,7 @@ class Models:
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
         self._scores.pop(federation_id, None)
+        self._sent.pop(federation_id, None)
 
     def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
         """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
@@ -343,16 +346,18 @@ class Models:
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
         """Return the bundle of global values that an assignment sends down."""
         # A payload that is not cut for one device's neurons is the same for all that hold the same mask.
-        whole = self._sends_whole(settings_of(federation), assignment)
+        # In secure rounds devices compare the whole model with what all others have.
+        secure = settings_of(federation).secure and assignment.kind == Kind.train.value
+        whole = assignment.full or secure
         whose = None if whole or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
-        sends_changes = load_method(federation.method).sends_changes
+        sends_changes = load_method(federation.method).sends_changes and not secure
         held = self._round_of(federation, device.model) if sends_changes else None
         # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
         known = self._held_mask(federation, device)
         depends = (whose, None if known is None else device.mask, held, plan, federation.replacements)
         key = (federation.id, version, depends)
-        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held, known))
+        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held, known, whole=whole))
 
     def _pack(
         self,
@@ -361,13 +366,14 @@ class Models:
         assignment: Assignment,
         held: int | None,
         known: ElementMask | NeuronMask | None,
+        *,
+        whole: bool,
     ) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device, assignment)
-        if self._sends_whole(settings, assignment):
+        if whole:
             mask, draw = model.mask, None
-            held = None
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
         if held is not None:
             mask = method.changed(model, held, situation)
@@ -381,22 +387,19 @@ class Models:
             signs=method.signs(model, situation),
         )
 
-    @staticmethod
-    def _sends_whole(settings: FederationSettings, assignment: Assignment) -> bool:
-        """Return whether a payload is the whole model: always in secure rounds, whose devices compare it."""
-        return assignment.full or (settings.secure and assignment.kind == Kind.train.value)
-
-    def sent(self, federation: Federation, version: int) -> tuple[Array, Mask | None]:
-        """Return the values of a global model as devices of a secure round decode them, float32, and its mask."""
-        manifest = self.manifest(federation)
-        model = self.model(federation, version)
-        precision = settings_of(federation).precision_of("down", Kind.train)
-        values = pack(manifest, model.tensors, model.mask)
-        if precision == "fp32":
-            return values, model.mask
-        return bundle.decode(
-            bundle.encode(manifest, values, model.mask, precision=precision), manifest
-        ).values, model.mask
+    def sent_digest(self, federation: Federation) -> str:
+        """Return the digest of today's global model as devices of a secure round decode it; kept until the next one."""
+        known = self._sent.get(federation.id)
+        if known is None or known[0] != federation.model_sha256:
+            manifest = self.manifest(federation)
+            model = self.model(federation, federation.model_version)
+            precision = settings_of(federation).precision_of("down", Kind.train)
+            values = pack(manifest, model.tensors, model.mask)
+            if precision != "fp32":
+                body = bundle.encode(manifest, values, model.mask, precision=precision)
+                values = bundle.decode(body, manifest).values
+            known = self._sent[federation.id] = (federation.model_sha256, model_digest(values, model.mask))
+        return known[1]
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
         """Return the number of the round that made the model with this digest; None for an unknown or undone one.

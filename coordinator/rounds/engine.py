@@ -287,6 +287,8 @@ class Rounds:
                 return Step.moved if self._step_buffered(federation, current) else Step.nothing
             return Step.moved if self._step_round(federation, current, cohort) else Step.nothing
         if federation.status == "running":
+            if settings_of(federation).secure:
+                self._models.sent_digest(federation)  # likewise
             return Step.moved if self._expire_late(federation_id) else self._open_round(federation_id)
         return Step.nothing
 

@@ -151,10 +151,9 @@ class SecureRounds:
 
     def begin(self, db: Session, federation: Federation, current: Round, plan: Plan) -> None:
         """Begin the first phase of a round, whose devices have just been asked for keys."""
-        values, mask = self._models.sent(federation, federation.model_version)
-        settings = settings_of(federation)
         manifest = self._models.manifest(federation)
-        digest = round_digest(manifest, values, mask, settings, plan, current.number)
+        model = self._models.sent_digest(federation)
+        digest = round_digest(manifest, model, settings_of(federation), plan, current.number)
         # Of this round alone, and unforeseeable: keys and masks that follow from it are used once.
         context = f"{federation.uid}|{current.number}|{secrets.token_hex(8)}"
         current.secure = {

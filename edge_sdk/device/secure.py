@@ -28,7 +28,7 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_m
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.protocol.neurons import mask_digest
 from edge_sdk.protocol.secure import device, pads
-from edge_sdk.protocol.secure.consistency import digest_in, round_digest
+from edge_sdk.protocol.secure.consistency import digest_in, model_digest, round_digest
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.messages import SecureWork, Statement
@@ -120,9 +120,8 @@ class SecureRound:
                 failure=Failure("secure-refused/model"),
             )
         assignment = job.assignment
-        found = round_digest(
-            job.manifest, received.values, received.mask, assignment.settings, assignment.plan, assignment.round
-        )
+        model = model_digest(received.values, received.mask)
+        found = round_digest(job.manifest, model, assignment.settings, assignment.plan, assignment.round)
         if found != digest_in(self._kept(told(assignment)).context):
             raise BadSecret(
                 "the model, settings or plan of this round are not those that its devices have signed; nothing is "

@@ -266,11 +266,9 @@ class Session:
             transport.token = self._enrolment_token
             self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
-        self.manifest = known.manifest if known else self._load_manifest(self.info.manifest_digest)
-        self._method = load_method(self.info.method)
         self._trust = known.trust if known else Trust(federation, self._demands, folder)
-        if known is None:
-            self._trust.admit(self.info, self.manifest, lambda: transport.publication(federation))
+        self.manifest = known.manifest if known else self._load_manifest(self.info)
+        self._method = load_method(self.info.method)
         if local_noise is not None:
             local_noise.check(self._method, self.manifest, self.info.settings)
         self.differences: list[tuple[str, str]] = []
@@ -279,8 +277,8 @@ class Session:
         if known is None:
             self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
             self._first = load_values("first", self.manifest, federation, transport, folder.path)
-        # Fleets train models of their own, and built-in steps are known by their digests.
-        self._step_checked = known is not None or self._trust.built_in
+        # Built-in steps are known by their digests.
+        self._step_checked = self._trust.built_in
         self._own_graphs = False  # the engine trains with them, and is this session's alone
         self._prepared: Prepared
         self.engine: Engine
@@ -372,14 +370,20 @@ class Session:
 
     # --- identity ------------------------------------------------------------------------------------------------
 
-    def _load_manifest(self, wanted: str) -> Manifest:
-        """Return the federation's manifest, downloaded once: anew if the one that is there is not ``wanted``."""
+    def _load_manifest(self, info: FederationInfo) -> Manifest:
+        """Return the federation's manifest, downloaded once: anew if the one that is there is another.
+
+        Raises BadPublication for one that this device does not accept; then everything stays as it was.
+        """
         cached = self._folder.cached(personal.MANIFEST)
         manifest = None
         with suppress(ValidationError):  # damaged on the disk
             manifest = Manifest.model_validate_json(cached) if cached else None
-        if manifest is None or manifest.digest != wanted:
-            before, manifest = manifest, self._transport.manifest(self._federation)
+        before = manifest
+        if manifest is None or manifest.digest != info.manifest_digest:
+            manifest = self._transport.manifest(self._federation)
+        self._trust.admit(info, manifest, lambda: self._transport.publication(self._federation))
+        if manifest is not before:
             if before is not None and _only_prepares_otherwise(before, manifest):
                 log.warning("the federation prepares its samples in another way; this device's model starts again")
                 self._folder.forget_model()
@@ -440,15 +444,13 @@ class Session:
         assert self.graphs is not None, "the manifest names them"
         return open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
 
-    def _take_new_version(self, digest: str) -> None:
+    def _take_new_version(self) -> None:
         """Go on with a new version of the federation's model, of the same values and of other graphs.
 
-        digest: its manifest's. Raises ModelReplaced where PyTorch trains, with code of the version before, and for one
+        Raises ModelReplaced where PyTorch trains, with code of the version before, and for one
         device of a fleet, whose engine is not its own.
         """
-        manifest = self._load_manifest(digest)
-        info = self._transport.federation(self._federation)
-        self._trust.admit(info, manifest, lambda: self._transport.publication(self._federation))
+        manifest = self._load_manifest(self._transport.federation(self._federation))
         if manifest.tensors_digest != self.manifest.tensors_digest:
             raise ManifestError("the federation's model has other values than this device's; join under another name")
         if not self._own_graphs:
@@ -642,7 +644,7 @@ class Session:
         failed, to_blame = None, True
         try:
             if assignment.manifest_digest not in (None, self.manifest.digest):
-                self._take_new_version(assignment.manifest_digest)
+                self._take_new_version()
             self._trust.check(assignment.settings)
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._judge_best_again()

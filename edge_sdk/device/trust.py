@@ -26,13 +26,12 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationInfo, FederationSettings
 from edge_sdk.protocol.publication import Terms, check_terms, check_weights, differs
-from edge_sdk.protocol.ranges import OPERATORS, binding, faults, least_cohort, least_steps, shown
+from edge_sdk.protocol.ranges import OPERATORS, Ranges, binding, faults, least_cohort, least_steps, shown
 from edge_sdk.protocol.signatures import (
     BadPublication,
     Publication,
     Published,
     check_signature,
-    fingerprint,
     is_fingerprint,
     same_fingerprint,
 )
@@ -62,13 +61,21 @@ class Accepted(BaseModel):
 
 @dataclass(frozen=True)
 class Admitted:
-    """A federation that was admitted: the signed terms, if any, and the settings to hold on to."""
+    """A federation that was admitted: its record, the signed terms, if any, and whether its model is built in."""
 
+    accepted: Accepted
     terms: Terms | None
-    publisher: str | None
     built_in: bool
-    pinned: dict[str, Any]
-    secure: bool
+
+    @property
+    def secure(self) -> bool:
+        """True if all of its rounds must be secure."""
+        return self.accepted.secure
+
+    @property
+    def ranges(self) -> Ranges:
+        """The signed ranges; none if nothing is signed."""
+        return {} if self.terms is None else self.terms.settings
 
 
 class Trust:
@@ -94,27 +101,19 @@ class Trust:
         if before is not None and before.uid != info.uid:
             before = None
         publication = self._publication(info, manifest, fetch, before)
+        accepted = Accepted(
+            uid=info.uid,
+            publication=publication,
+            model=manifest.digest,
+            settings=before.settings if before is not None and before.settings else binding(info.settings),
+            secure=info.settings.secure or (before is not None and before.secure),
+        )
         terms = None if publication is None else Terms.of(publication)
-        built_in = _is_built_in(info, manifest)
-        first = before.settings if before is not None and before.settings else binding(info.settings)
-        self.admitted = Admitted(
-            terms,
-            None if publication is None else publication.publisher,
-            built_in,
-            {name: value for name, value in first.items() if name not in OPERATORS},
-            info.settings.secure or (before is not None and before.secure),
-        )
+        admitted = Admitted(accepted, terms, _is_built_in(info, manifest))
+        self._check(info.settings, admitted)
+        self._keep(accepted)
+        self.admitted = admitted
         self._checked = None
-        self.check(info.settings)
-        self._keep(
-            Accepted(
-                uid=info.uid,
-                publication=publication,
-                model=manifest.digest,
-                settings=first,
-                secure=self.admitted.secure,
-            )
-        )
 
     def _publication(
         self, info: FederationInfo, manifest: Manifest, fetch: Callable[[], Published], before: Accepted | None
@@ -198,10 +197,12 @@ class Trust:
 
     def check(self, settings: FederationSettings) -> None:
         """Raise BadPublication for settings of a round that the publisher or this device's owner does not allow."""
-        admitted = self.admitted
-        assert admitted is not None, "a federation is admitted before its work is done"
-        if settings == self._checked:
-            return
+        assert self.admitted is not None, "a federation is admitted before its work is done"
+        if settings != self._checked:
+            self._check(settings, self.admitted)
+            self._checked = settings
+
+    def _check(self, settings: FederationSettings, admitted: Admitted) -> None:
         if admitted.secure and not settings.secure:
             raise BadPublication(
                 "the coordinator asks for an update without masks (secure=false), and this federation is secure; "
@@ -210,19 +211,19 @@ class Trust:
         wrong = faults(self._demands.ranges, settings)
         if wrong:
             raise BadPublication(f"the owner of this device does not allow it: {'; '.join(wrong)} (--require)")
-        signed = {} if admitted.terms is None else admitted.terms.settings
-        wrong = faults(signed, settings)
+        wrong = faults(admitted.ranges, settings)
         if wrong:
             raise BadPublication(f"the publisher of the model has not signed this: {'; '.join(wrong)}")
         now = binding(settings)
         changed = [
             f"{name} is {shown(now.get(name))}, was {shown(first)}"
-            for name, first in admitted.pinned.items()
-            if name not in signed and now.get(name) != first and not _more_private(name, first, now.get(name))
+            for name, first in admitted.accepted.settings.items()
+            if name not in (*OPERATORS, *admitted.ranges)
+            and now.get(name) != first
+            and not _more_private(name, first, now.get(name))
         ]
         if changed:
             raise BadPublication(f"the coordinator has changed settings since this device joined: {'; '.join(changed)}")
-        self._checked = settings
 
     def check_steps(self, steps: int) -> None:
         """Raise BadPublication for fewer local steps than the publisher or the owner allows."""
@@ -244,9 +245,8 @@ class Trust:
         if self.admitted is not None and self.admitted.terms is not None:
             check_weights(self.admitted.terms, tensors)
 
-    def _ranges(self) -> list[Any]:
-        signed = {} if self.admitted is None or self.admitted.terms is None else self.admitted.terms.settings
-        return [signed, self._demands.ranges]
+    def _ranges(self) -> list[Ranges]:
+        return [{} if self.admitted is None else self.admitted.ranges, self._demands.ranges]
 
     @property
     def built_in(self) -> bool:
@@ -258,9 +258,10 @@ class Trust:
         """The line for the device's user that names the publisher."""
         admitted = self.admitted
         assert admitted is not None, "a federation is admitted first"
-        if admitted.publisher is not None:
+        publication = admitted.accepted.publication
+        if publication is not None:
             how = "pinned" if self._demands.publisher is not None else "remembered for this federation"
-            return f"the model of {self._federation} is signed by {fingerprint(admitted.publisher)} ({how})"
+            return f"the model of {self._federation} is signed by {publication.fingerprint} ({how})"
         if admitted.built_in:
             return f"the model of {self._federation} is built in, known by its digest"
         return f"warning: the model of {self._federation} is not signed; its coordinator can replace it unseen"

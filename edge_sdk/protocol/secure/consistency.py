@@ -26,24 +26,26 @@ from edge_sdk.protocol.ranges import OPERATORS, binding
 SEPARATOR = "|"
 
 
+def model_digest(values: Array, mask: Mask | None) -> str:
+    """Return the SHA-256 of a global model.
+
+    values: all values that exist, float32, as devices decode them. mask: which exist, of a sparse model.
+    """
+    hasher = hashlib.sha256(np.ascontiguousarray(values, "<f4").data)
+    if isinstance(mask, ElementMask):
+        hasher.update(mask.bits)
+    return hasher.hexdigest()
+
+
 def round_digest(
-    manifest: Manifest,
-    values: Array,
-    mask: Mask | None,
-    settings: FederationSettings,
-    plan: Mapping[str, object],
-    number: int,
+    manifest: Manifest, model: str, settings: FederationSettings, plan: Mapping[str, object], number: int
 ) -> str:
     """Return the SHA-256 of a round's model, graphs, settings and plan.
 
-    manifest: the federation's, which names the graphs. values: all values of the global model that exist, float32, as
-    devices decode them. mask: which exist, of a sparse model.
+    manifest: the federation's, which names the graphs. model: the digest of the global model.
     """
-    model = hashlib.sha256(np.ascontiguousarray(values, "<f4").tobytes())
-    if isinstance(mask, ElementMask):
-        model.update(mask.bits)
     asked = {name: value for name, value in binding(settings).items() if name not in OPERATORS}
-    said = [model.hexdigest(), manifest.digest, asked, dict(plan), number]
+    said = [model, manifest.digest, asked, dict(plan), number]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
