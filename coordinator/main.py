@@ -20,7 +20,17 @@ from starlette.types import Receive, Scope, Send
 from edge_sdk.protocol.addresses import is_loopback
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
-from sparrow.coordinator.api import connections, devices, document, federations, pages, problems, sign_in, status
+from sparrow.coordinator.api import (
+    asked_settings,
+    connections,
+    devices,
+    document,
+    federations,
+    pages,
+    problems,
+    sign_in,
+    status,
+)
 from sparrow.coordinator.api.device_calls import DeviceCalls
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
@@ -115,12 +125,12 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     for module in (
         devices,
         federations,
+        asked_settings,
         status,
         pages,
         sign_in,
     ):  # looked through in this order: devices call most often
         app.include_router(module.router)
-    app.include_router(federations.settings_router)
     problems.install(app)
     return app
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 
 from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN
+from edge_sdk.protocol.ranges import Ranges, read_ranges
 
 MIB = 2**20
 
@@ -87,3 +90,11 @@ def check_federation_name(name: object) -> None:
             f"{name!r} cannot be a federation's name: up to 64 letters, digits, dots, dashes and underscores, the "
             f"first a letter or digit"
         )
+
+
+def check_ranges(texts: Iterable[str], argument: str) -> Ranges:
+    """Return ranges of settings, of texts such as ``cohort>=10``. Raises BadArgument, naming the argument."""
+    try:
+        return read_ranges(texts)
+    except ProtocolError as error:
+        raise BadArgument(f"{argument}: {error}") from None

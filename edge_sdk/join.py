@@ -32,7 +32,7 @@ import httpx
 from tqdm import tqdm
 
 from edge_sdk import arguments as read
-from edge_sdk.arguments import check_federation_name, read_setting
+from edge_sdk.arguments import check_federation_name, check_ranges, read_setting
 from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
@@ -47,11 +47,9 @@ from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
 from edge_sdk.protocol import personal, tls
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.failures import Failure, nothing_trained
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
-from edge_sdk.protocol.ranges import Ranges, read_ranges
 from edge_sdk.protocol.signatures import is_fingerprint
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
@@ -209,7 +207,7 @@ def join(
         _secure_only(require_secure, known_devices),
         _fingerprint(publisher),
         pin_model,
-        _ranges(require),
+        check_ranges(require, "require"),
         plain_metrics,
     )
     noise = LocalNoise.asked(local_noise, local_clip)
@@ -320,14 +318,6 @@ def _fingerprint(text: object) -> str | None:
         f"publisher={text!r} is no fingerprint; give the eight groups of four hexadecimal digits that sparrow publish "
         f"has printed"
     )
-
-
-def _ranges(texts: Sequence[str]) -> Ranges:
-    """Return the ranges that rounds must keep to. Raises BadArgument."""
-    try:
-        return read_ranges(texts)
-    except ProtocolError as error:
-        raise BadArgument(f"require: {error}") from None
 
 
 def _secure_only(require_secure: object, known_devices: Path | str | None) -> SecureOnly | None:

@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from edge_sdk import arguments as read
-from edge_sdk.arguments import add_federation, check_federation_name, read_setting
+from edge_sdk.arguments import add_federation, check_federation_name, check_ranges, read_setting
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
@@ -48,8 +48,8 @@ from edge_sdk.protocol.messages import (
 )
 from edge_sdk.protocol.preparation import Targets
 from edge_sdk.protocol.publication import Terms, digests_of
-from edge_sdk.protocol.ranges import Ranges, read_ranges
-from edge_sdk.protocol.signatures import Publication
+from edge_sdk.protocol.ranges import Ranges
+from edge_sdk.protocol.signatures import Publication, fingerprint
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.publishing.signing import Publisher, terms_of
 from edge_sdk.tasks import OWN, Task, load_task, own
@@ -157,8 +157,7 @@ def publish(
         raise BadArgument(
             "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
         )
-    ranges = _ranges(allow)
-    signer = publisher if isinstance(publisher, Publisher) else Publisher.load(publisher)
+    ranges = check_ranges(allow, "allow")
     own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
@@ -178,6 +177,7 @@ def publish(
             seeded = task.seeded(asked.seed)
             model = _Model(seeded, asked.method, running_statistics, blocks or {}, frozen_precision, progress)
             if replace:
+                signer = _signer(publisher)
                 vectors = model.described(compiled=compiled)
                 signed = signer.sign(_next_terms(name, model, asked, before, ranges))
                 return transport.replace_model(name, checkpoint.save({**vectors, **_as_vector(signed)}, ""))
@@ -188,6 +188,8 @@ def publish(
         try:
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
+            # Before the step is compiled, which takes longest. Whoever finds a federation needs no key.
+            signer = _signer(publisher)
             if model is None:
                 if task not in builtin_tasks():
                     # The coordinator says which there are.
@@ -235,7 +237,6 @@ class _Model:
         from edge_sdk.training.local import as_tensors
 
         self._progress = progress
-        self._method = method
         self._graphs: dict[GraphName, bytes] = {}
         if task.preparation is not None:
             progress("preparing the samples")
@@ -300,12 +301,9 @@ class _Model:
         return {**everything, **frozen}
 
 
-def _ranges(texts: Sequence[str]) -> Ranges:
-    """Return the ranges to be signed. Raises BadArgument."""
-    try:
-        return read_ranges(texts)
-    except ProtocolError as error:
-        raise BadArgument(f"allow: {error}") from None
+def _signer(publisher: Publisher | Path | None) -> Publisher:
+    """Return who signs. Raises BadArgument, MissingPart."""
+    return publisher if isinstance(publisher, Publisher) else Publisher.load(publisher)
 
 
 def _as_vector(signed: Publication) -> Tensors:
@@ -497,7 +495,6 @@ def _run(options: argparse.Namespace) -> None:
     if isinstance(task, Task):
         for text in task.said:
             print(printable(text), file=sys.stderr)
-    signer = Publisher.load()
     info = publish(
         options.server,
         options.federation,
@@ -508,7 +505,6 @@ def _run(options: argparse.Namespace) -> None:
         trust=tls.from_options(options),
         patience_seconds=options.wait,
         allow=options.allow,
-        publisher=signer,
         progress=lambda doing: print(f"{doing} ...", file=sys.stderr, flush=True),
         **settings,
     )
@@ -516,10 +512,11 @@ def _run(options: argparse.Namespace) -> None:
         print(f"warning: {printable(info.notice)}", file=sys.stderr)
     owns = isinstance(task, Task)
     least = info.settings.min_devices
+    signed = None if info.publisher is None else fingerprint(info.publisher)
     said = (
         f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
         f"{least} device{'' if least == 1 else 's'}",
-        f"signed by {signer.fingerprint}; devices can pin it with --publisher",
+        *([] if signed is None else [f"signed by {signed}; devices can pin it with --publisher"]),
         f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data PATH' * owns}",
     )
     print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))

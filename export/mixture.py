@@ -13,13 +13,13 @@ the mixture's own loss. Numbers that a model draws, for dropout, are drawn once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.manifest import GraphName, Manifest
 from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
 from sparrow.export.bounds import check_fields
 from sparrow.export.building import Building
@@ -30,6 +30,9 @@ from sparrow.export.steps import loss_part, name_outputs
 RESPONSIBILITIES = "responsibilities"
 LOSS, ERROR, TARGET = "loss", "error", "target"
 _OF_TENSORS = ("grad:", "new:")
+
+MIXED: tuple[GraphName, ...] = ("skeleton", "step", "evaluation")
+"""Graphs of which a mixture has its own."""
 
 Rename = Callable[[str], str]
 Named = TypeVar("Named", ValueInfoProto, TensorProto)
@@ -46,6 +49,11 @@ def mix(graph: bytes, manifest: Manifest, components: int) -> bytes:
     check_structure(model)
     name_outputs(model.graph)
     return _Mixing(model, manifest, components).mixed()
+
+
+def mix_all(graphs: Mapping[GraphName, bytes], manifest: Manifest, components: int) -> dict[GraphName, bytes]:
+    """Return the graphs of a mixture, of those of one model that it has its own of. Raises as ``mix``."""
+    return {name: mix(graphs[name], manifest, components) for name in MIXED if name in graphs}
 
 
 class _Mixing:

@@ -22,7 +22,6 @@ from edge_sdk.protocol.messages import (
     DeviceReport,
     Evaluation,
     FederationInfo,
-    FederationSettings,
     JoinLink,
     MakeJoinLink,
     ModelInfo,
@@ -46,11 +45,9 @@ from sparrow.coordinator.api.middleware.authentication import Identity, identify
 from sparrow.coordinator.api.packing import HEADERS, PackedRoute, packed_events, takes_gzip
 from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
-from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.web import links
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
-settings_router = APIRouter(prefix="/v1", tags=["federations"], route_class=PackedRoute)
 
 
 JSON_TYPE = "application/json"
@@ -84,12 +81,6 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
     return await coordinator.writers.run(coordinator.federations.create, wanted)
-
-
-@settings_router.post("/settings", dependencies=[AdminOnly])
-def complete_settings(settings: FederationSettings) -> FederationSettings:
-    """Return settings with all of the method's own ones, as a federation that is created with them has them."""
-    return completed(settings)
 
 
 @router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)

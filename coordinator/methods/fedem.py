@@ -66,7 +66,7 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
     Raises BadContent for a model that does not answer with a score of each class, SkeletonError for one whose targets
     are no classes.
     """
-    from sparrow.export.mixture import mix  # onnx: 7 MB, which other methods' built-in tasks do without
+    from sparrow.export.mixture import MIXED, mix_all  # onnx: 7 MB, which other methods' built-in tasks do without
 
     rules, manifest = own_settings(settings, FedEMSettings), published.manifest
     if len(manifest.output_shape) != 1 or manifest.output_shape[0] < 2:
@@ -74,12 +74,11 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
             f"fedem mixes classifiers, and this model's outputs have the shape {manifest.output_shape} per sample; "
             f"publish one with a score for each of two classes or more, or choose another method"
         )
-    mixed: tuple[GraphName, ...] = ("skeleton", *TRAINING)
-    graphs = {name: mix(published.files[name], manifest, rules.components) for name in mixed if name in manifest.graphs}
+    graphs = mix_all({name: published.files[name] for name in manifest.graphs}, manifest, rules.components)
     if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
         log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
         graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
-    others = {name: file for name, file in published.files.items() if name not in mixed}
+    others = {name: file for name, file in published.files.items() if name not in MIXED}
     files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
     return PublishedModel(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)

@@ -51,9 +51,6 @@ from edge_sdk.tasks import Task, count_examples
 Weights = NDArray[np.float64]
 """π, or the responsibilities of samples: [..., M], of sum 1."""
 
-MIXED: tuple[GraphName, ...] = ("skeleton", "step", "evaluation")
-"""Graphs of which a mixture has its own."""
-
 MOST_STEPS, SETTLED = 100, 1e-4
 """Of EM on components that stay: so many steps, or until no weight moves by more."""
 
@@ -77,11 +74,10 @@ def compose(
     manifest: Manifest, graphs: Mapping[GraphName, bytes], settings: FederationSettings
 ) -> tuple[Manifest, dict[GraphName, bytes]]:
     """Return the mixture's manifest, and its graphs of those of one model."""
-    from sparrow.export.mixture import mix  # here, because it needs onnx
+    from sparrow.export.mixture import mix_all  # here, because it needs onnx
 
     number = own_settings(settings, Components).components
-    mixed = {name: mix(graphs[name], manifest, number) for name in MIXED if name in graphs}
-    return mixture_of(manifest, number), {**graphs, **mixed}
+    return mixture_of(manifest, number), {**graphs, **mix_all(graphs, manifest, number)}
 
 
 def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Weights:

@@ -32,6 +32,8 @@ from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+from .hostile import changed
+
 
 @pytest.mark.parametrize("budget", ["0", "-1", "1.5", "nan", "much"])
 def test_a_budget_outside_0_to_1_is_refused_before_anything_else(budget, capsys):
@@ -287,14 +289,6 @@ class Spoiling(httpx.BaseTransport):
 def problem(status, kind, detail="the payload holds values that are no numbers"):
     document = {"type": f"urn:sparrow:problem:{kind}", "title": kind, "status": status, "detail": detail}
     return httpx.Response(status, json=document, headers={"Content-Type": "application/problem+json"})
-
-
-def changed(**values):
-    def spoil(answer):
-        work = json.loads(answer.content)
-        return httpx.Response(200, json={key: values.get(key, value) for key, value in work.items()})
-
-    return spoil
 
 
 @pytest.fixture

@@ -1,30 +1,28 @@
 /** What can go wrong on a device, and what follows from it (`edge_sdk/errors.py`). */
 
-/** What was received does not fit the contract. failure: what the coordinator learns of it (`failures.js`). */
-export class ProtocolError extends Error {
-  constructor(message, failure = "bad-work") {
+/** failure: what the coordinator learns of an error (`failures.js`); its class has the usual one. */
+class Reported extends Error {
+  constructor(message, failure = new.target.failure) {
     super(message);
     this.failure = failure;
   }
+}
+
+/** What was received does not fit the contract. */
+export class ProtocolError extends Reported {
+  static failure = "bad-work";
 }
 /** A federation is not what the author of its model has signed. */
 export class BadPublication extends ProtocolError {
-  constructor(message) {
-    super(message, "bad-work/terms");
-  }
+  static failure = "bad-work/terms";
 }
 /** A payload that is not what this model's can be. */
 export class BundleError extends ProtocolError {
-  constructor(message, failure = "bad-payload") {
-    super(message, failure);
-  }
+  static failure = "bad-payload";
 }
 /** Training gave no finite loss or weights: the round has failed, nothing of it is kept or sent. */
-export class TrainingDiverged extends Error {
-  constructor(message, failure = "training-diverged") {
-    super(message);
-    this.failure = failure;
-  }
+export class TrainingDiverged extends Reported {
+  static failure = "training-diverged";
 }
 /** The work is handed back: `reason` is a word of the contract, or a failure. */
 export class Paused extends Error {

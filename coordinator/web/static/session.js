@@ -569,7 +569,7 @@ export class Session {
       this.tell({ failure: error.message });
       await this.transport.handBack(pending.id, "update-refused");
     }
-    const holds = ["train", "personalise"].includes(pending.kind) && this.personal !== null;
+    const holds = TRAINING.includes(pending.kind) && this.personal !== null;
     await this.say({ conditions: { available: true }, ...(holds ? { holds_model: true } : {}) });
   }
 

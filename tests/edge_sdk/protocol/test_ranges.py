@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.ranges import (
@@ -15,6 +16,9 @@ from edge_sdk.protocol.ranges import (
     least_steps,
     read_ranges,
 )
+from edge_sdk.publishing.signing import terms_of
+
+DIGITS = load_builtin("digits").manifest
 
 
 def settings(**given):
@@ -71,7 +75,7 @@ def test_an_empty_range_is_refused():
 
 def test_settings_that_do_not_lie_within_their_own_ranges_are_refused():
     with pytest.raises(ProtocolError, match=r"cohort is 5, allowed is cohort>=10"):
-        read_ranges(["cohort>=10"], settings(cohort=5))
+        terms_of("f", DIGITS, settings(cohort=5), graphs={}, weights={}, ranges=read_ranges(["cohort>=10"]))
 
 
 def test_by_default_settings_stay_or_become_more_private_and_two_devices_federate():

@@ -1,0 +1,18 @@
+"""Settings of federations that are to be created."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.api.access import AdminOnly
+from sparrow.coordinator.api.packing import PackedRoute
+from sparrow.coordinator.fleet.federations import completed
+
+router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)
+
+
+@router.post("", dependencies=[AdminOnly])
+def complete_settings(settings: FederationSettings) -> FederationSettings:
+    """Return settings with all of the method's own ones, as a federation that is created with them has them."""
+    return completed(settings)
