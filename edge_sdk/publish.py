@@ -38,7 +38,7 @@ from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.auto import chosen
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import MissingPart, ProtocolError
-from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, initial_values
+from edge_sdk.protocol.manifest import Digest, GraphName, Manifest, Name, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     AUTO,
     CompareFederation,
@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+Digests = Mapping[Name, Digest]
+"""Name of a tensor -> SHA-256 of its values."""
 
 PATIENCE_SECONDS = 30.0
 SAMPLES = 8
@@ -204,7 +207,7 @@ def publish(
                 return transport.create_federation(request.model_dump_json().encode(), "application/json")
             vectors = model.described(compiled=compiled)
             weights = model.weights()
-            signed = signer.sign(model.terms(name, asked, ranges, weights))
+            signed = signer.sign(model.terms(name, asked, ranges, model.first_digests(asked, weights)))
             body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.model_dump_json())
             progress(f"sending {len(body) / 1e6:.1f} MB")
             return transport.create_federation(body, checkpoint.MEDIA_TYPE)
@@ -286,11 +289,15 @@ class _Model:
         return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
 
     def terms(
-        self, name: str, settings: FederationSettings, ranges: Ranges, weights: Tensors, edition: int = 1
+        self, name: str, settings: FederationSettings, ranges: Ranges, first: Digests, edition: int = 1
     ) -> Terms:
-        """Return the terms of the model, once it is described. weights: those that are published."""
+        """Return the terms of the model, once it is described. first: digests of the weights that rounds begin with."""
         manifest = self.manifest.with_graphs(self._graphs)
-        return _terms(name, manifest, self._graphs, settings, ranges, weights, edition)
+        return _terms(name, manifest, self._graphs, settings, ranges, first, edition)
+
+    def first_digests(self, settings: FederationSettings, weights: Tensors) -> Digests:
+        """Return the digests of the weights that rounds begin with. weights: those that are published."""
+        return _first_digests(self.manifest, settings, weights)
 
     def weights(self) -> Tensors:
         """Return the weights, as they are, and the file of those that nobody trains."""
@@ -313,7 +320,15 @@ def _as_vector(signed: Publication) -> Tensors:
 def _built_in_terms(name: str, task: str, settings: FederationSettings, ranges: Ranges) -> Terms:
     """Return the terms of a built-in task's federation."""
     known = load_builtin(task)
-    return _terms(name, known.manifest, known.graphs, settings, ranges, {}, 1)
+    first = _first_digests(known.manifest, settings, {})
+    return _terms(name, known.manifest, known.graphs, settings, ranges, first, 1)
+
+
+def _first_digests(manifest: Manifest, settings: FederationSettings, weights: Tensors) -> Digests:
+    """Return the digests of the weights that rounds begin with; none if the coordinator draws the method's own."""
+    if load_method(settings.method).compose is not None:
+        return {}
+    return digests_of(initial_values(manifest, settings.seed, weights))
 
 
 def _terms(
@@ -322,20 +337,19 @@ def _terms(
     graphs: Mapping[GraphName, bytes],
     settings: FederationSettings,
     ranges: Ranges,
-    weights: Tensors,
+    first: Digests,
     edition: int,
 ) -> Terms:
     """Return the terms to sign. graphs: the published ones, of which the method may make others."""
     compose = load_method(settings.method).compose
     made = dict(graphs) if compose is None else compose(manifest, graphs, settings)[1]
-    first = {} if compose is not None else initial_values(manifest, settings.seed, weights)
     try:
         return terms_of(
             name,
             manifest,
             settings,
             graphs={graph: hashlib.sha256(content).hexdigest() for graph, content in made.items()},
-            weights=digests_of(first),
+            weights=dict(first),
             ranges=ranges,
             edition=edition,
         )
@@ -346,12 +360,14 @@ def _terms(
 def _next_terms(
     name: str, model: _Model, settings: FederationSettings, before: Publication | None, ranges: Ranges
 ) -> Terms:
-    """Return the terms of a new version of a federation's model; ranges stay, unless others are given."""
+    """Return the terms of a new version of a federation's model, which keeps the weights that the first began with.
+
+    Ranges stay, unless others are given. before: None if nobody has signed the model so far.
+    """
     if before is None:
         return model.terms(name, settings, ranges, {})
     old = Terms.of(before)
-    terms = model.terms(name, settings, {**old.settings, **ranges}, {}, old.edition + 1)
-    return terms.model_copy(update={"weights": old.weights})
+    return model.terms(name, settings, {**old.settings, **ranges}, old.weights, old.edition + 1)
 
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:

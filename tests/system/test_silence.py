@@ -68,13 +68,14 @@ def test_a_killed_device_costs_its_round_seconds_and_later_ones_nothing(coordina
 
 
 def test_who_joined_what_was_deleted_is_told_in_a_line(coordinator, device):
+    told = "edge_sdk.join: the federation of this device was deleted by its operator"
     coordinator.create("f", min_devices=2)
     waiting = device(coordinator.url, "f", "pi", "--quiet")
     wait_until(lambda: coordinator.info("f")["devices"], "the device to enrol")
     coordinator.http.delete("/v1/federations/f").raise_for_status()
     assert waiting.wait() == Exit.NOT_FOUND
-    (line,) = waiting.output.splitlines()
-    assert line.startswith("edge_sdk.join: the federation of this device was deleted by its operator")
+    about_the_model, line = waiting.output.splitlines()
+    assert (about_the_model, line.startswith(told)) == ("the model of f is built in, known by its digest", True)
     again = device(coordinator.url, "f", "pi", "--quiet")
     assert again.wait() == Exit.NOT_FOUND
-    assert len(again.output.splitlines()) == 2
+    assert [line.startswith(told) for line in again.output.splitlines()] == [False, True, True]
