@@ -84,9 +84,9 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
         elif load_coordinator_method(info.method).sends_values(Kind.evaluate, holds_model=True):
             model = _newest_values(folder)
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
-        graphs = fetch_graphs(manifest, partial(transport.graph, federation)) if engine == "onnx" else None
+        found = fetch_graphs(manifest, partial(transport.graph, federation)) if engine == "onnx" else None
         reference = Reference.of(stored) if stored else None
-        return Finished(known, model, root, reference, Sessions(graphs) if graphs else None)
+        return Finished(known, model, root, reference, Sessions(found[0]) if found else None)
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ SdkError
 │   │   ├── NoCurvature          the loss cannot be differentiated twice (``engines.training``)
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── GraphError               a graph that is not the manifest's, or that a device must not run
+│   │   ├── TooCostly            it takes more time or memory than this device gives it (``engines.affordable``)
 │   │   └── ImplausibleStep      its gradients are not those of its loss (``engines.plausibility``)
 │   ├── BadPublication           a federation is not as the author of its model has signed it (``protocol.signatures``)
 │   ├── BundleError              bytes that are not a bundle of this manifest

@@ -288,9 +288,7 @@ class _Model:
         }
         return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
 
-    def terms(
-        self, name: str, settings: FederationSettings, ranges: Ranges, first: Digests, edition: int = 1
-    ) -> Terms:
+    def terms(self, name: str, settings: FederationSettings, ranges: Ranges, first: Digests, edition: int = 1) -> Terms:
         """Return the terms of the model, once it is described. first: digests of the weights that rounds begin with."""
         manifest = self.manifest.with_graphs(self._graphs)
         return _terms(name, manifest, self._graphs, settings, ranges, first, edition)

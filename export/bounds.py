@@ -22,6 +22,7 @@ from onnx.defs import SchemaError, get_schema
 from onnx.shape_inference import InferenceError
 
 from edge_sdk.protocol.manifest import Array
+from sparrow.export.costs import REFERENCE, Work, work_of
 from sparrow.export.errors import SkeletonError
 
 MIB = 1024 * 1024
@@ -122,6 +123,8 @@ TRANSFORMS: dict[str, dict[int, int]] = {
 LARGEST_TRANSFORM = 2**20
 MOST_TRANSFORM_FLOPS = 2**32
 """FLOPs of one node's Fourier transforms for one sample: ONNX Runtime takes some ten seconds for them on one core."""
+MOST_SECONDS = 2.0
+"""Seconds that a node may take, as predicted: nothing ends a run within a node."""
 
 _WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4}
 """Operators that take a multiple of their results while they run."""
@@ -199,13 +202,14 @@ def samples_at_once(model: ModelProto, most: int) -> int:
 class Walk:
     """The nodes in order, with type, shape and, where small and constant, data of each value.
 
-    weights: inputs that are a model's tensors: they count as weights, not as activations. ``alive``: bytes that are
-    held after each node that follows from an input.
+    weights: inputs that are a model's tensors: they count as weights, not as activations. ``alive``: for each node, the
+    bytes that are held while it runs; ``work``: for each node, the work of it.
     """
 
     def __init__(self, model: ModelProto, *, samples: int, weights: Collection[str] = ()) -> None:
         self._model, self._samples, self._given = model, samples, frozenset(weights)
         self.alive: list[int] = []
+        self.work: list[Work] = []
         self._types: dict[str, TypeProto] = {}
         self._sizes: dict[str, int] = {}
         self._data: dict[str, Array] = {}
@@ -242,6 +246,8 @@ class Walk:
             varies = not self._varies.isdisjoint(node.input)
             made = self._infer(node)
             beside = _WORK.get(node.op_type, 0) * sum(made.values()) + self._beside(node)
+            self.work.append(work_of(node, self))
+            self._check_work(node)
             if varies:
                 self._varies.update(made)
                 alive |= made
@@ -252,12 +258,13 @@ class Walk:
                         f"{_named(node)}: {peak:,} bytes of values would be alive for one sample, at most "
                         f"{MOST_ACTIVATIONS:,} are accepted"
                     )
-                self.alive.append(held)
+                self.alive.append(held + beside)
                 for name in {*node.input, *made}:
                     if last.get(name, -1) <= place:
                         held -= alive.pop(name, 0)
             else:
                 self._constants += sum(made.values())
+                self.alive.append(held + self._constants + beside)
                 if self._constants + beside > MOST_CONSTANTS + WEIGHTS * self._weights:
                     raise SkeletonError(
                         f"{_named(node)}: the graph would compute {self._constants:,} bytes of constants; compute "
@@ -350,6 +357,8 @@ class Walk:
             for each in node.attribute:
                 if any(abs(number) > LARGEST_ATTRIBUTE for number in (each.i, *each.ints)):
                     raise SkeletonError(f"{_named(node)}: {each.name[:80]} is beyond {LARGEST_ATTRIBUTE}")
+        if node.op_type in ("Div", "Mod"):
+            self._check_divisor(node)
         if node.op_type == "Einsum" and len(node.input) > 2:
             raise SkeletonError(f"{_named(node)} joins {len(node.input)} operands; join two at a time")
         if node.op_type in TRANSFORMS:
@@ -365,6 +374,25 @@ class Walk:
                 raise SkeletonError(f"{_named(node)}: its sizes are no finite numbers")
             if data.dtype.kind in "iu" and any(abs(int(number)) > LARGEST_SIZE for number in data.flat):
                 raise SkeletonError(f"{_named(node)}: a size is beyond {LARGEST_SIZE}")
+
+    def _check_work(self, node: NodeProto) -> None:
+        """Raise SkeletonError for a node that takes too long for one sample."""
+        if self._samples == 1 and (seconds := REFERENCE.seconds(self.work[-1])) > MOST_SECONDS:
+            raise too_slow(node.name, node.op_type, seconds, "one sample")
+
+    def _check_divisor(self, node: NodeProto) -> None:
+        """Raise SkeletonError for whole numbers divided by 0 or -1: the processor's trap for it ends the process."""
+        if any(name not in self._types for name in node.input[:2]):
+            return
+        if self.kind(node.input[0]) in _FLOATS:
+            return
+        divisor = self._data.get(node.input[1])
+        varies = node.input[1] in self._varies
+        if divisor is None or varies or np.isin(divisor, (0, -1)).any():
+            raise SkeletonError(
+                f"{_named(node)}: whole numbers are divided by what may be 0 or -1; divide by a constant that is "
+                f"neither, or floats"
+            )
 
     def _check_transform(self, node: NodeProto) -> None:
         """Raise SkeletonError unless the lengths of a transform are constants that it can work with."""
@@ -499,7 +527,26 @@ class Walk:
 
     def shape(self, name: str) -> list[int]:
         """Return the lengths of a value's axes."""
-        return [dim.dim_value for dim in self._types[name].tensor_type.shape.dim]
+        if name in self._pieces:
+            return self._shape(self._pieces[name][0])
+        return self._shape(self._types[name])
+
+    @staticmethod
+    def _shape(described: TypeProto) -> list[int]:
+        return [dim.dim_value for dim in described.tensor_type.shape.dim]
+
+    def kind(self, name: str) -> int:
+        """Return a value's type, of ``TensorProto``."""
+        described = self._pieces[name][0] if name in self._pieces else self._types[name]
+        return int(described.tensor_type.elem_type)
+
+    def size(self, name: str) -> int:
+        """Return a value's bytes."""
+        return self._sizes.get(name, 0)
+
+    def known(self, name: str) -> Array | None:
+        """Return a value that is known beforehand; None if it is not."""
+        return self._data.get(name)
 
     def _fold(self, node: NodeProto) -> None:
         """Compute a small constant result, of which a size may be made."""
@@ -528,6 +575,14 @@ class Walk:
 
         evaluator = ReferenceEvaluator(node)
         return list(evaluator.run(None, {name: self._data[name] for name in node.input if name}))
+
+
+def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonError:
+    """Return the error for a node that takes too long. what: for which samples."""
+    return SkeletonError(
+        f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
+        f"{MOST_SECONDS:g} s are accepted; publish a smaller model"
+    )
 
 
 def _is_power(length: int) -> bool:

@@ -26,6 +26,10 @@ INTERNAL_ERRORS = {
     "ReadError": "becomes a reading without a value",
     "Paused": "ends a piece of work inside the session, which then pauses",
     "WrongUsage": "ends the reading of a command line, before any function is called",
+    **dict.fromkeys(
+        ("NotAnswered", "TookTooLong", "TookTooMuchMemory", "Stopped", "Crashed"),
+        "sparrow.limited loads neither tree; its callers translate what it raises",
+    ),
 }
 
 

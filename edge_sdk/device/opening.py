@@ -19,16 +19,25 @@ from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.errors import GraphError, ManifestError
-from edge_sdk.protocol.manifest import GraphName, Manifest, Tensors, own_initial_values
+from edge_sdk.protocol.manifest import (
+    Array,
+    Constant,
+    GraphName,
+    Manifest,
+    Tensors,
+    TensorSpec,
+    own_initial_values,
+)
 from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, as_arrays
 from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
-from edge_sdk.tasks.intake import Taken, long_axes, suited, take_in
+from edge_sdk.tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
 from edge_sdk.tasks.loading import ArrayBatches, Reshaped
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from edge_sdk.engines.checking import Needs
     from edge_sdk.engines.onnx import Sessions
     from edge_sdk.engines.rehearsal import Rehearse
 
@@ -126,6 +135,43 @@ def open_onnx(
     return prepared, engine
 
 
+def check_costs(
+    task: Task,
+    manifest: Manifest,
+    graphs: Graphs,
+    needs: tuple[Needs, Needs],
+    *,
+    free: int,
+    trial: bool,
+) -> None:
+    """Raise TooCostly if a device cannot afford a federation's graphs for batches of its task.
+
+    needs: of the graphs. free: bytes that training may add. trial: whether the step also runs once, in a process of
+    its own.
+    """
+    from edge_sdk.engines.affordable import check_affordable, try_step
+
+    task = suited(task, types_of(graphs))
+    with random_state_kept(task.train, task.held_out):
+        batch, held_out = (next(map(as_arrays, loader), None) for loader in (task.train, task.held_out))
+    if batch is None or held_out is None:
+        # Training says what is missing.
+        return
+    inputs, targets = batch
+    check_affordable(needs, manifest, len(inputs), len(held_out[0]), free)
+    if trial:
+        chance = np.random.Generator(np.random.PCG64(0))
+        tensors = {spec.name: _some_values(spec, chance) for spec in manifest.kept}
+        try_step(graphs, needs[0], tensors, inputs, targets)
+
+
+def _some_values(spec: TensorSpec, chance: np.random.Generator) -> Array:
+    """Return values of the size that those of a model have."""
+    if isinstance(spec.init, Constant):
+        return np.full(spec.shape, spec.init.value, np.dtype(spec.dtype))
+    return (0.05 * chance.standard_normal(spec.shape)).astype(np.dtype(spec.dtype))
+
+
 def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: Sessions) -> Engine:
     """Return ONNX Runtime's engine for a federation's training step; several engines may share ``sessions``.
 
@@ -150,8 +196,9 @@ def fetch_graphs(
     fetch: Callable[[GraphName], bytes],
     frozen: Tensors | None = None,
     first: Tensors | None = None,
-) -> Graphs | None:
-    """Return the training step and the evaluation of a model, checked; None where it was published without.
+) -> tuple[Graphs, tuple[Needs, Needs]] | None:
+    """Return the training step and the evaluation of a model, checked, and what they take; None if it was published
+    without.
 
     fetch: gives a graph by name. frozen, first: what nobody trains of the model, and how what stays on devices begins.
     Raises GraphError for graphs that are not the manifest's, or must not be run.
@@ -163,8 +210,7 @@ def fetch_graphs(
     graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {}, first or {})
     check_digest(manifest, "step", graphs.step)
     check_digest(manifest, "evaluation", graphs.evaluation)
-    check_graphs(graphs, manifest)
-    return graphs
+    return graphs, check_graphs(graphs, manifest)
 
 
 def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
+from edge_sdk.budget.prediction import held, room
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import Demands
@@ -33,7 +34,16 @@ from edge_sdk.device.diagnosis import diagnose
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.local_noise import WITHHELD, LocalNoise, check_history, count_update, withhold
-from edge_sdk.device.opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
+from edge_sdk.device.opening import (
+    Prepare,
+    as_taken,
+    check_costs,
+    check_digest,
+    choose_engine,
+    fetch_graphs,
+    open_onnx,
+    open_torch,
+)
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, NewData, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
@@ -104,6 +114,7 @@ from sparrow.devices import EnergyMeter
 
 if TYPE_CHECKING:
     from edge_sdk.device.secure import SecureRound
+    from edge_sdk.engines.checking import Needs
 
 log = logging.getLogger(__name__)
 
@@ -434,15 +445,22 @@ class Session:
         """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
         return self._graph("skeleton")
 
-    @cached_property
+    @property
     def graphs(self) -> Graphs | None:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
+        return None if self._checked_graphs is None else self._checked_graphs[0]
+
+    @cached_property
+    def _checked_graphs(self) -> tuple[Graphs, tuple[Needs, Needs]] | None:
         return fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
 
     def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
-        assert self.graphs is not None, "the manifest names them"
-        return open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
+        assert self._checked_graphs is not None, "the manifest names them"
+        graphs, needs = self._checked_graphs
+        free = (self._memory_limit or room("cpu")) - held("cpu")
+        check_costs(task, self.manifest, graphs, needs, free=free, trial=not self._trust.built_in)
+        return open_onnx(task, self.manifest, self.info, graphs, prepare, budget)
 
     def _take_new_version(self) -> None:
         """Go on with a new version of the federation's model, of the same values and of other graphs.
@@ -461,7 +479,7 @@ class Session:
         log.warning("the federation's model has a new version; this device goes on with it")
         before, self.manifest = self.manifest, manifest
         prepares_alike = before.preparation_sha256 == manifest.preparation_sha256
-        self.__dict__.pop("graphs", None)
+        self.__dict__.pop("_checked_graphs", None)
         try:
             task = self.task if prepares_alike else replace(self._load_task(), compute=self.task.compute)
             _, engine = self._open_onnx(task, None, self.budget)

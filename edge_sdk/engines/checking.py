@@ -11,19 +11,19 @@ found holds for every batch.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from edge_sdk.engines import Graphs
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
-from sparrow.export.bounds import Walk, check_fields, names
+from sparrow.export.bounds import MOST_SECONDS, Walk, check_fields, names, too_slow
+from sparrow.export.costs import FLOP, REFERENCE, Speed
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import check_node, check_structure, parse, refuse_external
 
@@ -34,8 +34,8 @@ LARGEST_CONSTANT = 1024 * 1024
 """Bytes of one constant."""
 SAMPLES = (2, 3)
 """Numbers of samples that sizes are inferred at."""
-FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**33
-"""Most FLOPs of a sample's step: so many times those of the manifest's layers, and so many more."""
+FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**34
+"""Most work of a sample's step, in FLOPs that take as long: so many times those of the manifest's layers, and more."""
 
 OPERATORS = names(
     """
@@ -60,14 +60,47 @@ DRAWN = {"uniform": 2, "normal": 2, "uniform_step": 1, "normal_step": 1}
 """Inputs that hold what a model draws -> their axes, the first of two being the batch's."""
 
 
-@dataclass(frozen=True)
 class Needs:
-    """The most that a graph takes: bytes of values beside the model's tensors, in all and for each sample, and FLOPs of
-    a sample's products."""
+    """What the nodes of a graph take, for any number of samples: bytes that are held while each runs, beside the
+    model's tensors, and its work.
 
-    bytes: int
-    bytes_per_sample: int
-    flops_per_sample: int
+    walks: of ``SAMPLES`` samples.
+    """
+
+    def __init__(self, model: ModelProto, walks: Sequence[Walk]) -> None:
+        self._nodes = [(node.name, node.op_type) for node in model.graph.node]
+        bytes_, work = (np.array([getattr(walk, what) for walk in walks], np.float64) for what in ("alive", "work"))
+        self._bytes, self._work = _line(bytes_), _line(work)
+
+    def bytes(self, samples: int) -> int:
+        """Return the most bytes of values beside the model's tensors that a batch takes at a time."""
+        return int(_at(self._bytes, samples).max(initial=0))
+
+    def seconds(self, samples: int, speed: Speed = REFERENCE) -> float:
+        """Return the seconds that a batch is predicted to take."""
+        return float(self._seconds(samples, speed).sum())
+
+    def slowest(self, samples: int, speed: Speed = REFERENCE) -> tuple[str, str, float]:
+        """Return name, operator and predicted seconds of the node that takes longest for a batch."""
+        seconds = self._seconds(samples, speed)
+        place = int(seconds.argmax())
+        return (*self._nodes[place], float(seconds[place]))
+
+    def _seconds(self, samples: int, speed: Speed) -> NDArray[np.float64]:
+        factors = np.array([speed.products, speed.moving, speed.plain], np.float64)
+        seconds: NDArray[np.float64] = 1e-9 * (_at(self._work, samples) * factors).sum(axis=1)
+        return seconds
+
+
+def _line(at: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return where lines begin, and how they rise, that go through the values [2, ...] at ``SAMPLES``."""
+    rise = (at[1] - at[0]) / (SAMPLES[1] - SAMPLES[0])
+    return at[0] - SAMPLES[0] * rise, rise
+
+
+def _at(line: tuple[NDArray[np.float64], NDArray[np.float64]], samples: int) -> NDArray[np.float64]:
+    begins, rise = line
+    return np.maximum(0, begins + samples * rise)
 
 
 def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
@@ -214,13 +247,17 @@ def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
         )
         if not fits:
             raise GraphError(f"{value.name[:80]!r} is recorded with the shape {recorded}, but has {found} at 2 samples")
-    slopes = [more - less for less, more in zip(small.alive, large.alive, strict=True)]
-    fixed = [less - SAMPLES[0] * slope for less, slope in zip(small.alive, slopes, strict=True)]
-    flops = sum(_flops(node, large) - _flops(node, small) for node in model.graph.node)
-    most = FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE
-    if flops > most:
-        raise GraphError(f"it takes {flops:,} FLOPs for a sample, at most {most:,} are accepted for this manifest")
-    return Needs(max([0, *fixed]), max([0, *slopes]), flops)
+    needs = Needs(model, walks)
+    name, operator, longest = needs.slowest(1)
+    if longest > MOST_SECONDS:
+        raise too_slow(name, operator, longest, "one sample")
+    most = FLOP * 1e-9 * (FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE)
+    if (seconds := needs.seconds(1)) > most:
+        raise GraphError(
+            f"it is predicted to take {seconds:.2f} s for a sample, and a step of this manifest's layers takes at most "
+            f"{most:.2f} s; publish it again with sparrow publish"
+        )
+    return needs
 
 
 def _growing_axis(name: str, small: list[int], large: list[int]) -> int | None:
@@ -246,20 +283,6 @@ def _check_axes(node: NodeProto, grows: dict[str, int | None], walk: Walk) -> No
         length = walk.shape(read[0])[axis]
         if any(walk.shape(name)[axis] != length for name in node.output if name):
             raise GraphError(f"{_named(node)}: takes some samples out of a batch")
-
-
-def _flops(node: NodeProto, walk: Walk) -> int:
-    """Return the FLOPs of a product."""
-    if node.op_type not in ("Conv", "ConvTranspose", "MatMul", "Gemm"):
-        return 0
-    first, second = (walk.shape(name) for name in node.input[:2])
-    if node.op_type == "Conv":
-        return 2 * math.prod(walk.shape(node.output[0])) * math.prod(second[1:])
-    if node.op_type == "ConvTranspose":
-        return 2 * math.prod(first) * math.prod(second[1:])
-    turned = any(each.name == "transA" and each.i for each in node.attribute)
-    inner = first[0] if turned else first[-1]
-    return 2 * math.prod(walk.shape(node.output[0])) * inner
 
 
 def _named(node: NodeProto) -> str:

@@ -70,6 +70,10 @@ FAILURES = {
     "bad-work/graph": Explanation(
         "a graph of the model is refused, or is not the published one", "publish the model again with this version"
     ),
+    "bad-work/cost": Explanation(
+        "a graph of the model takes more time or memory than it has",
+        "lower batch_size, or have the author publish a smaller model; its own log names the node",
+    ),
     "bad-work/unmasked": Explanation(
         "it was asked for an update without masks, and it sends none (--require-secure)",
         "create the federation with secure=true",

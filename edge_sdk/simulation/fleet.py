@@ -158,9 +158,9 @@ def _trainers(
         return lambda: TorchTrainer(task_of(0), known, plan.compute, {**frozen, **first})
     from edge_sdk.engines.onnx import Sessions
 
-    graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen, first)
-    assert graphs is not None, "the engine was chosen because they are there"
-    sessions = Sessions(graphs)
+    found = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen, first)
+    assert found is not None, "the engine was chosen because they are there"
+    sessions = Sessions(found[0])
     return lambda: OnnxTrainer(task_of(0), known, sessions)
 
 

@@ -31,8 +31,8 @@ def small():
 
 def test_what_a_step_takes_is_known_beforehand(small):
     step, evaluation = check_graphs(*small)
-    assert evaluation.flops_per_sample < step.flops_per_sample < 4 * evaluation.flops_per_sample
-    assert evaluation.bytes_per_sample < step.bytes_per_sample < 2**20
+    assert evaluation.seconds(32) < step.seconds(32) < 8 * evaluation.seconds(32)
+    assert evaluation.bytes(32) < step.bytes(32) < 2**25
 
 
 def add(kind, inputs, output="extra", **attributes):

@@ -90,7 +90,8 @@ def test_a_step_answers_what_pytorch_does_and_a_device_accepts_it(name):
     kind = ZOO[name]()
     graphs, manifest = published(name, kind)
     for needs in check_graphs(graphs, manifest):
-        assert min(needs.bytes_per_sample, needs.flops_per_sample) > 0
+        assert needs.bytes(2) > needs.bytes(1) > 0
+        assert needs.seconds(2) > needs.seconds(1) > 0
     for batch in (4, 11):
         index = torch.arange(batch) % len(kind.inputs)
         inputs, targets = kind.inputs[index], kind.targets[index]

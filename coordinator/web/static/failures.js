@@ -6,7 +6,7 @@
 export const FAILURES = [
   "training-diverged", "training-diverged/loss", "training-diverged/weights", "training-diverged/held-out",
   "training-diverged/inputs", "training-diverged/gradients", "training-diverged/values", "unsound-model",
-  "bad-payload", "bad-payload/damaged", "bad-payload/size", "bad-work", "bad-work/manifest", "bad-work/graph",
+  "bad-payload", "bad-payload/damaged", "bad-payload/size", "bad-work", "bad-work/manifest", "bad-work/graph", "bad-work/cost",
   "bad-work/unmasked", "bad-work/terms", "bad-work/implausible", "unknown-work", "unknown-work/settings", "unknown-work/torch", "unknown-work/curvature",
   "budget-too-small", "secure-refused", "secure-refused/state", "secure-refused/demands",
   "secure-refused/model", "secure-refused/parts", "secure-refused/keys", "secure-refused/weight", "secure-refused/rounding", "model-replaced", "no-memory",

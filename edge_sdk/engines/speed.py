@@ -1,0 +1,50 @@
+"""How fast this machine's core is, over the reference that the costs of graphs are counted on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import onnxruntime
+from onnx import NodeProto, TensorProto, helper
+
+from sparrow.export.costs import Speed
+
+TRIES = 5
+"""Runs of each graph, of which the fastest counts: other load on the machine only adds to it."""
+
+
+@cache
+def measured_speed() -> Speed:
+    """Return the speed of one core here (``TRIES`` short runs), measured once in a process."""
+    values, side = 1_000_000, 256
+    return Speed(
+        products=_over([helper.make_node("MatMul", ["x", "x"], ["y"])], (side, side), _products(side)),
+        moving=_over([helper.make_node("Add", ["x", "x"], ["y"])], (values,), 0.9e-9 * values),
+        plain=_over([helper.make_node("Softplus", ["x"], ["y"])], (values // 10,), 15e-9 * values / 10),
+    )
+
+
+def _products(side: int) -> float:
+    return 0.02e-9 * 2 * side**3
+
+
+def _over(nodes: list[NodeProto], shape: tuple[int, ...], reference: float) -> float:
+    """Return the seconds that nodes take here, over those that they take on the reference."""
+    given, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y"))
+    model = helper.make_model(
+        helper.make_graph(nodes, "speed", [given], [made]), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    values = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    return min(_seconds(lambda: session.run(None, {"x": values})) for _ in range(TRIES)) / reference
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,444 @@
+"""What the nodes of a checked graph cost, predicted before any of them runs.
+
+The work of a node is counted from its shapes: products of matrices, values that are read or written one after the
+other, and plain code. Each is given in nanoseconds of a reference machine (one core of an AMD EPYC, ONNX Runtime
+1.31), and a machine says by three factors how its own core compares (``Speed``). The counts follow the kernels of ONNX
+Runtime, its slow ones included: windows that are walked place by place, and broadcasts, transposes and copies in short
+runs. ``tests/graph_fuzzing.py`` compares predictions with runs of random graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import onnx.helper
+from onnx import NodeProto, TensorProto
+
+from edge_sdk.protocol.manifest import Array
+
+FAST = 1.0
+"""Nanoseconds of a value up to which an operator waits for memory."""
+PER_NODE = 5_000.0
+"""Of any node, however small."""
+FLOP, PRODUCT_VALUE, PRODUCT = 0.02, 0.8, 250.0
+"""Of a product of matrices: a FLOP, a value that is read or written, the call."""
+FEW = 8
+"""Rows or columns below which a product is slow: a FLOP takes 1 + FEW / rows times as long."""
+OTHER_FLOP: dict[int, float] = {TensorProto.FLOAT: 1.0, TensorProto.DOUBLE: 2.0}
+"""A FLOP of a type, over one of float32."""
+WHOLE_FLOP = 15.0
+"""The same for whole numbers, which have no fast kernel."""
+CACHED = 2**20
+"""Bytes that are read in any order at the speed of a cache."""
+NEAR, FAR = 20.0, 90.0
+"""A value read from such a place, and from a larger one."""
+
+
+class Work(NamedTuple):
+    """Nanoseconds of the reference machine: for products of matrices, for moving values, for plain code."""
+
+    products: float = 0.0
+    moving: float = 0.0
+    plain: float = 0.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a machine's core takes, over the reference: for products, for moving values, for plain code."""
+
+    products: float = 1.0
+    moving: float = 1.0
+    plain: float = 1.0
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds that work takes here."""
+        parts = self.products * work.products + self.moving * work.moving + self.plain * work.plain
+        return 1e-9 * parts
+
+
+REFERENCE = Speed()
+
+
+class Sizes(Protocol):
+    """The shapes and types of a graph's values."""
+
+    def shape(self, name: str) -> list[int]:
+        """Return the lengths of a value's axes."""
+
+    def kind(self, name: str) -> int:
+        """Return a value's type, of ``TensorProto``."""
+
+    def size(self, name: str) -> int:
+        """Return a value's bytes."""
+
+    def known(self, name: str) -> Array | None:
+        """Return a value that is known beforehand; None if it is not."""
+
+
+class _Node:
+    """A node with what its cost depends on."""
+
+    def __init__(self, node: NodeProto, sizes: Sizes) -> None:
+        read, made = [name for name in node.input if name], [name for name in node.output if name]
+        self.op = node.op_type
+        self.attributes: Mapping[str, Any] = {
+            each.name: onnx.helper.get_attribute_value(each) for each in node.attribute
+        }
+        self.taken = [sizes.shape(name) for name in read]
+        self.made = [sizes.shape(name) for name in made]
+        self.kind = sizes.kind([*read, *made][0]) if read or made else 0
+        self.bytes = sum(sizes.size(name) for name in (*read, *made))
+        self.first_bytes = sizes.size(read[0]) if read else 0
+        self.known = [sizes.known(name) for name in read]
+        self.outputs = len(made)
+
+    @property
+    def out(self) -> int:
+        """The values of the first result."""
+        return math.prod(self.made[0])
+
+    @property
+    def into(self) -> int:
+        """The values of the first input."""
+        return math.prod(self.taken[0])
+
+    @property
+    def wide(self) -> float:
+        """2 for values of 8 bytes, else 1."""
+        return 2.0 if self.kind in (TensorProto.DOUBLE, TensorProto.INT64, TensorProto.UINT64) else 1.0
+
+    def axis(self, usual: int) -> int:
+        """Return the axis that the node goes along, in its first result."""
+        given = int(self.attributes.get("axis", usual))
+        return given % max(1, len(self.made[0]))
+
+
+def work_of(node: NodeProto, sizes: Sizes) -> Work:
+    """Return the work of one node. An operator that is not known here costs as the slowest plain one."""
+    seen = _Node(node, sizes)
+    if not seen.outputs:
+        return Work(plain=PER_NODE)
+    products, moving, plain = _RULES.get(seen.op, _unknown)(seen)
+    return Work(products, moving + 0.1 * seen.bytes, plain + PER_NODE)
+
+
+def _elements(nanoseconds: float) -> Callable[[_Node], Work]:
+    """Return the rule of an operator that makes each value from those at its place; broadcasts go run by run."""
+
+    def rule(node: _Node) -> Work:
+        each = node.wide * nanoseconds * node.out * max(1, len(node.taken) - 1)
+        runs = 30 * node.out / _run_of(node.taken, node.made[0]) if len(node.taken) > 1 else 0
+        return Work(0, each, runs) if nanoseconds <= FAST else Work(0, 0, each + runs)
+
+    return rule
+
+
+def _run_of(taken: Sequence[Sequence[int]], made: Sequence[int]) -> int:
+    """Return how many values a broadcast computes at a time: those of the last axes that all inputs repeat alike."""
+    padded = [[1] * (len(made) - len(shape)) + list(shape) for shape in taken]
+    run, kinds = 1, None
+    for axis in reversed(range(len(made))):
+        if made[axis] == 1:
+            continue
+        here = tuple(shape[axis] == 1 for shape in padded)
+        if kinds is not None and here != kinds:
+            break
+        run, kinds = run * made[axis], here
+    return max(1, run)
+
+
+def _softmax(node: _Node) -> Work:
+    axis, shape = node.axis(-1), node.made[0]
+    turned = 18.0 if math.prod(shape[axis + 1 :]) > 1 else 0.0
+    rows = node.out / max(1, shape[axis]) if shape else 1
+    return Work(0, 0, node.wide * (1.3 + turned) * node.out + 22 * rows)
+
+
+def _product(node: _Node) -> Work:
+    first, second = node.taken[:2]
+    if node.op == "Gemm":
+        rows, columns = node.made[0]
+        inner = first[0] if node.attributes.get("transA") else first[1]
+        count = 1
+    else:
+        inner = first[-1]
+        rows = first[-2] if len(first) > 1 else 1
+        columns = second[-1] if len(second) > 1 else 1
+        count = node.out // max(1, rows * columns)
+        if len(second) <= 2 and count > 1:
+            # One matrix on the right: all rows are taken at once.
+            rows, count = rows * count, 1
+    return _products(node.kind, count, rows, inner, columns)
+
+
+def _products(kind: int, count: float, rows: float, inner: float, columns: float) -> Work:
+    flops = 2.0 * count * rows * inner * columns
+    values = count * (rows * inner + inner * columns + rows * columns)
+    if kind in OTHER_FLOP:
+        slow = 1 + FEW / max(1, rows) + FEW / max(1, columns)
+        return Work(OTHER_FLOP[kind] * FLOP * slow * flops, 0, PRODUCT_VALUE * values + PRODUCT * count)
+    return Work(0, 0, WHOLE_FLOP * FLOP * flops + PRODUCT_VALUE * values + PRODUCT * count)
+
+
+def _conv(node: _Node) -> Work:
+    taken, kernel = node.taken[:2]
+    made, groups = node.made[0], int(node.attributes.get("group", 1))
+    places, columns = math.prod(made[2:]), math.prod(kernel[1:])
+    rows, count = kernel[0] / groups, taken[0] * groups
+    product = _products(node.kind, count, rows, columns, places)
+    pads = node.attributes.get("pads", [0])
+    strides = node.attributes.get("strides", [1])
+    if math.prod(kernel[2:]) == 1 and not any(pads) and all(stride == 1 for stride in strides):
+        return product
+    unfolded = float(count) * columns * places
+    runs = unfolded / max(1, made[-1])
+    return Work(product.products, product.moving, product.plain + 0.6 * unfolded + 15 * runs)
+
+
+def _conv_transpose(node: _Node) -> Work:
+    taken, kernel = node.taken[:2]
+    groups, places = int(node.attributes.get("group", 1)), math.prod(taken[2:])
+    rows, inner, count = math.prod(kernel[1:]), taken[1] / groups, taken[0] * groups
+    product = _products(node.kind, count, rows, inner, places)
+    folded = float(count) * rows * places
+    # Over two axes it has a fast kernel; the other one is slow on values that are not finite.
+    each = 1.5 if len(taken) == 4 else 15.0
+    runs = 15 * folded / max(1, taken[-1])
+    return Work(product.products, product.moving, product.plain + each * folded + runs + node.out)
+
+
+def _pool(node: _Node) -> Work:
+    places = math.prod(node.attributes.get("kernel_shape", [1]))
+    each = {"AveragePool": 4.5, "LpPool": 25.0}.get(node.op, 1.5)
+    if node.op == "MaxPool" and (node.outputs > 1 or node.kind != TensorProto.FLOAT or len(node.made[0]) > 5):
+        each = 6.0
+    return Work(0, 0, node.wide * node.out * (3 + each * places))
+
+
+def _reduce(node: _Node) -> Work:
+    run = max(1, _last_run(node))
+    each, short = (0.4, 12.0) if node.kind == TensorProto.FLOAT else (3.0, 12.0)
+    return Work(0, 0, each * node.into + short * node.into / run + 10.0 * node.out)
+
+
+def _last_run(node: _Node) -> int:
+    """Return how many values lie side by side that are kept, or reduced, together; 1 if the axes are not known."""
+    shape, axes = node.taken[0], node.known[1] if len(node.taken) > 1 else None
+    if len(node.taken) > 1 and axes is None:
+        return 1
+    reduced = set(range(len(shape))) if axes is None else {int(axis) % len(shape) for axis in axes.reshape(-1)}
+    run = 1
+    for axis in reversed(range(len(shape))):
+        if (axis in reduced) != (len(shape) - 1 in reduced):
+            break
+        run *= shape[axis]
+    return run
+
+
+def _pick(node: _Node) -> Work:
+    return Work(0, 0, node.wide * 4.0 * node.into + 10.0 * node.out)
+
+
+def _transpose(node: _Node) -> Work:
+    shape = node.taken[0]
+    order = [axis for axis in node.attributes.get("perm", range(len(shape) - 1, -1, -1)) if shape[axis] > 1]
+    # Axes that stay side by side are one.
+    merged: list[list[int]] = []
+    for axis in order:
+        follows = merged and all(shape[between] == 1 for between in range(merged[-1][-1] + 1, axis))
+        if merged and follows and axis > merged[-1][-1]:
+            merged[-1].append(axis)
+        else:
+            merged.append([axis])
+    if len(merged) <= 1:
+        return Work(0, node.wide * node.out, 0)
+    places = sorted(range(len(merged)), key=lambda place: merged[place][0])
+    if places[-1] == len(merged) - 1:
+        # The last axes stay last: runs are copied.
+        run = max(1, math.prod(shape[axis] for axis in merged[-1]))
+        return Work(0, node.wide * node.out, 30 * node.out / run)
+    moved_once = any(
+        [place for place in places if place != one] == sorted(place for place in places if place != one)
+        for one in range(len(merged))
+    )
+    each = 6.0 if moved_once else 25.0 if node.first_bytes < CACHED else 80.0
+    return Work(0, 0, node.wide * each * node.out)
+
+
+def _gather(node: _Node) -> Work:
+    axis = int(node.attributes.get("axis", 0)) % max(1, len(node.taken[0]))
+    run = 1 if node.op == "GatherElements" else math.prod(node.taken[0][axis + 1 :])
+    return _blocks(node, run)
+
+
+def _gather_nd(node: _Node) -> Work:
+    return _blocks(node, node.out / max(1, math.prod(node.taken[1][:-1])), beside=60)
+
+
+def _blocks(node: _Node, run: float, beside: float = 0) -> Work:
+    """Return the work of copying blocks of ``run`` values from any place of the first input."""
+    far = NEAR if node.first_bytes < CACHED else FAR
+    return Work(0, node.wide * node.out, (far + beside) * node.out / max(1, run))
+
+
+def _scatter(node: _Node) -> Work:
+    updates = math.prod(node.taken[2])
+    run = 1.0
+    if node.op == "ScatterND":
+        run = updates / max(1, math.prod(node.taken[1][:-1]))
+    far = 2 * (NEAR if node.first_bytes < CACHED else FAR)
+    reduced = 4.0 if node.attributes.get("reduction", b"none") != b"none" else 0.0
+    return Work(0, 2 * node.wide * node.out, far * updates / max(1, run) + (1 + reduced) * updates)
+
+
+def _pad(node: _Node) -> Work:
+    each = 20 if node.attributes.get("mode", b"constant") == b"constant" else 45
+    rows = node.out / max(1, node.made[0][-1] if node.made[0] else 1)
+    return Work(0, node.wide * node.out, each * rows)
+
+
+def _copied(each: float) -> Callable[[_Node], Work]:
+    """Return the rule of an operator that copies runs: of the last axes that are as long before as after."""
+
+    def rule(node: _Node) -> Work:
+        run, shape = 1, node.made[0]
+        taken = [1] * (len(shape) - len(node.taken[0])) + node.taken[0] if node.taken else shape
+        for one, other in zip(reversed(taken), reversed(shape), strict=False):
+            run *= min(one, other)
+            if one != other:
+                break
+        return Work(0, 1.5 * node.wide * node.out, each * node.out / max(1, run))
+
+    return rule
+
+
+def _joined(node: _Node) -> Work:
+    """Return the work of joining, or dividing, along an axis."""
+    whole = node.taken[0] if node.op == "Split" else node.made[0]
+    axis = int(node.attributes.get("axis", 0)) % max(1, len(whole))
+    parts = node.made if node.op == "Split" else node.taken
+    rows = sum(math.prod(part[:axis]) for part in parts)
+    return Work(0, node.wide * math.prod(whole), 8.0 * rows + 200 * len(parts))
+
+
+def _stepped(node: _Node) -> Work:
+    work = _copied(12)(node)
+    return Work(0, work.moving, work.plain + 3.0 * node.out)
+
+
+def _unpool(node: _Node) -> Work:
+    return Work(0, node.out, 15.0 * node.into)
+
+
+def _moved(node: _Node) -> Work:
+    return Work(0, 0.5 * node.wide * node.out, 0)
+
+
+def _recurrent(node: _Node) -> Work:
+    steps, batch, features = node.taken[0]
+    hidden, rows = node.taken[2][-1], node.taken[1][1]
+    each = _products(node.kind, node.taken[1][0] * steps, batch, features + hidden, rows)
+    return Work(each.products, each.moving, each.plain + 40.0 * steps * batch * rows * node.taken[1][0])
+
+
+def _einsum(node: _Node) -> Work:
+    sides = bytes(node.attributes.get("equation", b"")).decode("ascii", "replace").replace(" ", "").split("->")[0]
+    lengths = dict[str, int]()
+    for letters, shape in zip(sides.split(","), node.taken, strict=False):
+        if "." in letters or len(letters) != len(shape):
+            # Of what is not spelt out, each place of one operand meets each of the other.
+            return _products(node.kind, 1, math.prod(node.taken[0]), 1, math.prod(node.taken[-1]))
+        lengths |= dict(zip(letters, shape, strict=True))
+    flops = 2.0 * math.prod(lengths.values())
+    turned = 2 * 25.0 * (node.out + sum(map(math.prod, node.taken)))
+    return Work(2 * FLOP * flops, 0, turned + PRODUCT * node.out)
+
+
+def _attention(node: _Node) -> Work:
+    query, key = node.taken[:2]
+    pairs = math.prod(query[:-1]) * key[-2]
+    return Work(4 * FLOP * pairs * query[-1] * 2, 0, 20.0 * pairs + 5.0 * sum(map(math.prod, node.taken)))
+
+
+def _normal(node: _Node) -> Work:
+    rows = node.into / max(1, node.taken[0][-1] if node.taken[0] else 1)
+    return Work(0, 6.0 * node.wide * node.into, 30 * rows)
+
+
+def _transform(node: _Node) -> Work:
+    return Work(0, 0, 20.0 * (node.out + node.into) * math.log2(2 + node.out + node.into))
+
+
+def _unknown(node: _Node) -> Work:
+    return Work(0, 0, FAR * (node.out + sum(map(math.prod, node.taken))))
+
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def _mod(node: _Node) -> Work:
+    # A remainder of two floats is found bit by bit of their exponents' difference.
+    floats = node.kind in _FLOATS
+    long = 1200.0 if node.kind == TensorProto.DOUBLE else 200.0
+    return _elements(long if floats else 5.0)(node)
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_NANOSECONDS = {
+    1.0: """
+        Abs Add And Ceil Clip Div Equal Floor Greater GreaterOrEqual HardSigmoid HardSwish LeakyRelu Less LessOrEqual
+        Mul Neg Not Or Reciprocal Relu Round Sigmoid Softsign Sqrt Sub Tanh Erf Exp BatchNormalization Max Min Cast
+        """,
+    2.0: "Gelu Sign Where",
+    4.0: "Celu Elu Selu Log",
+    8.0: "PRelu Sin Cos",
+    18.0: "Mish Softplus Pow",
+}
+
+_RULES: dict[str, Callable[[_Node], Work]] = {
+    **{op: _elements(nanoseconds) for nanoseconds, ops in _NANOSECONDS.items() for op in _words(ops)},
+    **dict.fromkeys(["Softmax", "LogSoftmax"], _softmax),
+    **dict.fromkeys(["MatMul", "Gemm"], _product),
+    **dict.fromkeys(["MaxPool", "AveragePool"], _pool),
+    **dict.fromkeys(["ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"], _reduce),
+    **dict.fromkeys(["ArgMax", "ArgMin"], _pick),
+    **dict.fromkeys(["Gather", "GatherElements"], _gather),
+    **dict.fromkeys(["ScatterElements", "ScatterND"], _scatter),
+    **dict.fromkeys(["Concat", "Split"], _joined),
+    **dict.fromkeys(
+        ["Constant", "ConstantOfShape", "Identity", "Reshape", "Shape", "Size", "Squeeze", "Unsqueeze", "Flatten"],
+        _moved,
+    ),
+    **dict.fromkeys(["LSTM", "GRU", "RNN"], _recurrent),
+    **dict.fromkeys(["DFT", "STFT", "TopK"], _transform),
+    **dict.fromkeys(
+        _words(
+            """
+            GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization InstanceNormalization LRN
+            LayerNormalization LpNormalization MeanVarianceNormalization RMSNormalization
+            """
+        ),
+        _normal,
+    ),
+    "Attention": _attention,
+    "Conv": _conv,
+    "Einsum": _einsum,
+    "LpPool": _pool,
+    "ConvTranspose": _conv_transpose,
+    "CumSum": _elements(6.0),
+    "Expand": _copied(35),
+    "GatherND": _gather_nd,
+    "MaxUnpool": _unpool,
+    "Mod": _mod,
+    "OneHot": _elements(7.0),
+    "Pad": _pad,
+    "Slice": _stepped,
+    "Tile": _copied(8),
+    "Transpose": _transpose,
+}
