@@ -27,6 +27,7 @@ from sparrow.coordinator.fleet.devices import Devices
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.fleet.polling import Polling
+from sparrow.coordinator.fleet.sessions import Sessions
 from sparrow.coordinator.models.global_models import Models, Retention
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.reports.device_list import DeviceLists
@@ -102,6 +103,7 @@ class Coordinator:
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.tokens = Tokens(self.store, clock, settings.tokens())
+        self.sessions = Sessions(self.store, clock, self.tokens)
         lifetime = settings.device_token_lifetime_days
         self.devices = Devices(
             self.store,
@@ -222,10 +224,6 @@ class Coordinator:
         free = shutil.disk_usage(self.settings.data_dir).free
         if free < self.settings.min_free_bytes:
             raise Unavailable(f"the disk of the data folder has {free:,} bytes left")
-
-    def was_known(self, token: str) -> bool:
-        """Return whether this token was valid when it was last looked up, without reading the records."""
-        return self.devices.was_known(token) or self.tokens.known_holder(token) is not None
 
     def leave(self) -> None:
         """Answer the calls that wait, since the process is about to stop. May be called from a signal handler."""

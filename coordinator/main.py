@@ -32,6 +32,7 @@ from sparrow.coordinator.api import (
     status,
 )
 from sparrow.coordinator.api.device_calls import DeviceCalls
+from sparrow.coordinator.api.headers import below_root
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
 from sparrow.coordinator.api.middleware.cross_site import CrossSite
@@ -64,6 +65,8 @@ class _Application(FastAPI):
         """Handle a call, or the application's start and stop."""
         if scope["type"] == "lifespan":
             connections.install(receive, self._settings)
+        else:
+            scope = below_root(scope)
         await super().__call__(scope, receive, send)
 
 

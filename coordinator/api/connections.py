@@ -33,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.utils import get_remote_addr
 
 from sparrow.coordinator.api.buckets import RateLimit, address_key
+from sparrow.coordinator.api.headers import below_root
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.errors import TooLarge
 from sparrow.coordinator.settings import Settings
@@ -437,7 +438,7 @@ class _OnlyHealth:
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app if scope["path"] == "/healthz" else self._refusal
+        app = self._app if below_root(scope)["path"] == "/healthz" else self._refusal
         await app(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Headers of a call, read from its ASGI scope: to make an object of them all takes longer than to find one."""
+"""Headers and path of a call, read from its ASGI scope: an object of all headers takes longer than to find one."""
 
 from __future__ import annotations
 
@@ -11,3 +11,15 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return str(value.decode("latin-1"))
     return None
+
+
+def below_root(scope: Scope) -> Scope:
+    """Return the scope of a call whose path begins below the server's root path (uvicorn's ``--root-path``).
+
+    Middlewares and routes compare whole paths, and then see the same as behind a proxy that removes the prefix.
+    """
+    root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
+    if not root or not f"{path}/".startswith(f"{root}/"):
+        return scope
+    # Starlette makes base URLs with ``app_root_path``.
+    return {**scope, "path": path.removeprefix(root) or "/", "root_path": "", "app_root_path": root}

@@ -1,13 +1,15 @@
-"""Signing in to the pages for people: a form takes a token, and a cookie keeps it until the browser is closed.
+"""Signing in to the pages for people: a form takes a token, and a cookie keeps a session in its place.
 
-The cookie is sent to this coordinator alone, on no other site's behalf, and no script can read it. Its name has the
-port, because browsers keep one set of cookies for all ports of a machine.
+The cookie is not sent on behalf of another site, and no script can read it. Browsers send cookies to all ports of a
+machine: its name has the port, so that two coordinators do not overwrite each other's, and programs on other ports can
+take the session, but not the token. It has no path, so that a browser sends it only below the folder of the form, also
+where a proxy removes a prefix that this process does not know.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlencode
+from urllib.parse import parse_qs, urlencode
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -34,12 +36,12 @@ NOTES = {"again": AGAIN, "out": "You are signed out."}
 router = APIRouter(include_in_schema=False)
 
 
-def kept_token(scope: Scope) -> str | None:
-    """Return the token that a browser keeps for this coordinator."""
+def kept_session(scope: Scope) -> str | None:
+    """Return the id of the session that a browser keeps for this coordinator."""
     begins = f"{_cookie(header(scope, b'host') or '')}="
     for pair in (header(scope, b"cookie") or "").split(";"):
         if pair.strip().startswith(begins):
-            return unquote(pair.strip().removeprefix(begins)) or None
+            return pair.strip().removeprefix(begins) or None
     return None
 
 
@@ -58,7 +60,7 @@ def ask(federation: FederationName | None = None, page: str = "", note: str = ""
 
 @router.post("/sign-in")
 async def sign_in(request: Request) -> Response:
-    """Take a token, keep it in the browser, and lead to the page that was asked for; where it is none, ask again."""
+    """Take a token, begin a session, and lead to the page that was asked for; if the token is not valid, ask again."""
     coordinator: Coordinator = request.app.state.coordinator
     try:
         sent = parse_qs((await read_body(request, LONGEST_FORM)).decode(), max_num_fields=8)
@@ -73,16 +75,22 @@ async def sign_in(request: Request) -> Response:
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
     to = "docs" if page == "docs" else f"./?{urlencode({'federation': federation})}" if federation else "./"
+    session = await coordinator.writers.run(coordinator.sessions.begin, token, kept_session(request.scope))
     led = RedirectResponse(to, 303)
-    led.set_cookie(_cookie(request.headers.get("host", "")), quote(token, safe=""), **_rules(request))
+    led.set_cookie(_cookie(request.headers.get("host", "")), session, **_rules(request))
     return led
 
 
 @router.post("/sign-out")
-def sign_out(request: Request) -> Response:
-    """Have the browser forget its token."""
+async def sign_out(request: Request) -> Response:
+    """End the session, and have the browser forget it."""
+    coordinator: Coordinator = request.app.state.coordinator
+    session = kept_session(request.scope)
+    # A caller that nobody knows has no session to end, and must not make the coordinator write.
+    if session is not None and isinstance(request.state.identity.caller, Holder):
+        await coordinator.writers.run(coordinator.sessions.end, session)
     led = RedirectResponse("sign-in?note=out", 303)
-    led.delete_cookie(_cookie(request.headers.get("host", "")), **_rules(request))
+    led.set_cookie(_cookie(request.headers.get("host", "")), max_age=0, **_rules(request))
     return led
 
 
@@ -94,12 +102,12 @@ def _holder(coordinator: Coordinator, token: str) -> Holder | None:
 
 
 def _rules(request: Request) -> dict[str, Any]:
-    return {"path": "/", "secure": request.url.scheme == "https", "httponly": True, "samesite": "strict"}
+    return {"path": None, "secure": request.url.scheme == "https", "httponly": True, "samesite": "strict"}
 
 
 def _cookie(host: str) -> str:
     port = host.rpartition(":")[2]
-    return f"sparrow-{port if port.isdigit() else 'token'}"
+    return f"sparrow-{port if port.isdigit() else 'session'}"
 
 
 def _form(federation: str, page: str, note: str) -> HTMLResponse:

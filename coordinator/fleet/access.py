@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
 
 from sparrow.coordinator.errors import NotAuthenticated
@@ -33,6 +33,7 @@ PREFIXES = {
     "observer": "sparrow_observe_",
     "enrolment": "sparrow_enrol_",
     "device": "sparrow_device_",
+    "session": "sparrow_session_",
 }
 REMEMBER_SECONDS = 5.0
 """The time for which a look-up of a token is remembered."""
@@ -76,6 +77,10 @@ class Holder:
         """Return whether the token is for this federation; None: for what belongs to none."""
         return self.federation is None or self.federation == federation
 
+    def is_over(self, now: float) -> bool:
+        """Return whether the token has expired."""
+        return self.expires_at is not None and self.expires_at <= now
+
 
 def new_token(
     kind: str,
@@ -102,6 +107,39 @@ def new_token(
     return token, secret
 
 
+class Remembered:
+    """Holders that were looked up in the last ``REMEMBER_SECONDS``, by the digest of the secret that they sent."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: dict[bytes, tuple[Holder, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, digest: bytes) -> Holder | None:
+        """Return the holder, unless its look-up is too old or what it sent has expired."""
+        now = self._clock()
+        holder, looked_at = self._found.get(digest, (None, 0.0))
+        if holder is None or abs(now - looked_at) >= REMEMBER_SECONDS or holder.is_over(now):
+            return None
+        return holder
+
+    def put(self, digest: bytes, holder: Holder, looked_at: float) -> None:
+        """Remember a look-up."""
+        if len(self._found) >= MOST_REMEMBERED:
+            self._found.clear()
+        self._found[digest] = (holder, looked_at)
+
+    def forget(self, digest: bytes) -> None:
+        """Forget one look-up."""
+        self._found.pop(digest, None)
+
+    def clear(self) -> None:
+        """Forget all look-ups."""
+        self._found.clear()
+
+
 class Tokens:
     """Every operator's token. given: kind -> the setting's token, for the kinds that have one."""
 
@@ -109,7 +147,7 @@ class Tokens:
         self._store = store
         self._clock = clock
         self._given = [(digest_of(secret), Holder(kind)) for kind, secret in given.items()]
-        self.remembered: dict[bytes, tuple[Holder, float]] = {}
+        self.remembered = Remembered(clock)
         self._kinds = frozenset(given)
         self._looked_at = -REMEMBER_SECONDS
 
@@ -154,14 +192,13 @@ class Tokens:
 
     def known_holder(self, secret: str) -> Holder | None:
         """Return the holder of this token if it was looked up a moment ago, without reading the records."""
-        digest, now = digest_of(secret), self._clock()
-        of_settings = [holder for known, holder in self._given if hmac.compare_digest(known, digest)]
-        if of_settings:
-            return of_settings[0]
-        holder, looked_at = self.remembered.get(digest, (None, 0.0))
-        if holder is None or abs(now - looked_at) >= REMEMBER_SECONDS or _is_over(holder, now):
-            return None
-        return holder
+        digest = digest_of(secret)
+        return self.of_settings(lambda known: hmac.compare_digest(known, digest)) or self.remembered.get(digest)
+
+    def of_settings(self, is_it: Callable[[bytes], bool]) -> Holder | None:
+        """Return the holder of the settings' token whose digest is the wanted one; None if there is none."""
+        found = [holder for digest, holder in self._given if is_it(digest)]
+        return found[0] if found else None
 
     def find(self, secret: str) -> Holder | None:
         """Return the holder of this token; None if it is unknown, revoked or expired."""
@@ -170,27 +207,25 @@ class Tokens:
             return known
         digest, now = digest_of(secret), self._clock()
         with self._store.reading() as db:
-            row = db.execute(
-                select(Token, Federation.name)
-                .outerjoin(Federation, Federation.id == Token.federation_id)
-                .where(Token.secret_sha256 == digest, Token.revoked_at.is_(None))
-            ).first()
-        if row is None:
-            self.remembered.pop(digest, None)
+            holder = valid_holder(db, Token.secret_sha256 == digest)
+        if holder is None:
+            self.remembered.forget(digest)
             return None
-        token, federation = row
-        holder = Holder(cast(Kind, token.kind), token.id, federation, token.expires_at)
-        if _is_over(holder, now):
+        if holder.is_over(now):
             return None
         self._kinds |= {holder.kind}  # there is one: it guards from now on, not from the next look
-        if len(self.remembered) >= MOST_REMEMBERED:
-            self.remembered.clear()
-        self.remembered[digest] = (holder, now)
+        self.remembered.put(digest, holder, now)
         return holder
 
 
-def _is_over(holder: Holder, now: float) -> bool:
-    return holder.expires_at is not None and holder.expires_at <= now
+def valid_holder(db: Session, which: ColumnElement[bool]) -> Holder | None:
+    """Return the holder of a token of the records; None if it is unknown or revoked. It may have expired."""
+    row = db.execute(
+        select(Token, Federation.name)
+        .outerjoin(Federation, Federation.id == Token.federation_id)
+        .where(which, Token.revoked_at.is_(None))
+    ).first()
+    return None if row is None else Holder(cast(Kind, row[0].kind), row[0].id, row[1], row[0].expires_at)
 
 
 def spend(db: Session, token_id: str, now: float) -> None:

@@ -301,3 +301,19 @@ class Token(Base):
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
+
+
+class BrowserSession(Base):
+    """A browser that has signed in with an operator's token (``fleet.sessions``); of its id only the SHA-256.
+
+    ``kind`` is that of the token, ``token_id`` the token in the records. For a token of the settings there is
+    ``proof`` instead: the HMAC-SHA-256 of its digest with the id as key, from which nobody can guess the token.
+    """
+
+    __tablename__ = "browser_sessions"
+
+    id_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
+    token_id: Mapped[str | None] = mapped_column(ForeignKey("tokens.id"))
+    proof: Mapped[bytes | None] = mapped_column(LargeBinary(32))
+    expires_at: Mapped[float]

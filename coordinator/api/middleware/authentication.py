@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import READY, Middleware
 from sparrow.coordinator.api.problems import CHALLENGE, problem, unavailable
-from sparrow.coordinator.api.sign_in import PAGES, kept_token
+from sparrow.coordinator.api.sign_in import PAGES, kept_session
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
 from sparrow.coordinator.fleet.access import KINDS, PREFIXES, Holder, Kind
@@ -80,23 +80,37 @@ class UnknownCallers(Middleware):
         return await self._app(scope, receive, send)
 
 
-def secret_of(scope: Scope) -> str | None:
-    """Return the token that was sent: as Bearer, or by the browser of somebody who has signed in."""
+def was_known(coordinator: Coordinator, scope: Scope) -> bool:
+    """Return whether the caller's token or session was valid when it was last looked up, without reading the
+    records."""
+    token, session = _sent(scope)
+    if token is not None:
+        return coordinator.devices.was_known(token) or coordinator.tokens.known_holder(token) is not None
+    return session is not None and coordinator.sessions.known_holder(session) is not None
+
+
+def _sent(scope: Scope) -> tuple[str | None, str | None]:
+    """Return the token that was sent as Bearer, or else the session of a browser: a cookie stands for nothing else."""
     scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
-    return sent.strip() or None if scheme.lower() == "bearer" else kept_token(scope)
+    if scheme.lower() == "bearer":
+        return sent.strip() or None, None
+    return None, kept_session(scope)
 
 
 async def identify(coordinator: Coordinator, scope: Scope) -> Identity:
     """Return the identity of a caller."""
-    secret = secret_of(scope)
+    token, session = _sent(scope)
     caller: Caller | Holder | None = None
     failure = None
-    if secret is not None:
-        caller = coordinator.devices.known_caller(secret) or coordinator.tokens.known_holder(secret)
-        try:
-            caller = caller or await coordinator.look_ups.run(_look_up, coordinator, secret)
-        except NotAuthenticated as error:
-            failure = error
+    try:
+        if token is not None:
+            caller = coordinator.devices.known_caller(token) or coordinator.tokens.known_holder(token)
+            caller = caller or await coordinator.look_ups.run(_look_up, coordinator, token)
+        elif session is not None:
+            caller = coordinator.sessions.known_holder(session)
+            caller = caller or await coordinator.look_ups.run(coordinator.sessions.find, session)
+    except NotAuthenticated as error:
+        failure = error
     tokens = coordinator.tokens
     guarded = tokens.guarded() if tokens.guarded_known() else await coordinator.look_ups.run(tokens.guarded)
     return Identity(caller, failure, guarded, _own_host(coordinator, scope))
@@ -117,11 +131,11 @@ async def _identify_soon(coordinator: Coordinator, scope: Scope) -> Identity:
     return Identity(guarded=coordinator.tokens.guarded_before(), own_host=_own_host(coordinator, scope))
 
 
-def _look_up(coordinator: Coordinator, secret: str) -> Caller | Holder:
-    if secret.startswith(PREFIXES["device"]):  # where that is not so, it may be an operator's all the same
+def _look_up(coordinator: Coordinator, token: str) -> Caller | Holder:
+    if token.startswith(PREFIXES["device"]):  # where that is not so, it may be an operator's all the same
         with suppress(NotAuthenticated):
-            return coordinator.devices.authenticate(secret)
-    return coordinator.tokens.find(secret) or coordinator.devices.authenticate(secret)
+            return coordinator.devices.authenticate(token)
+    return coordinator.tokens.find(token) or coordinator.devices.authenticate(token)
 
 
 def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Receive:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparrow.coordinator.api import connections
 from sparrow.coordinator.api.buckets import RateLimit, address_key
-from sparrow.coordinator.api.middleware.authentication import Identity, secret_of
+from sparrow.coordinator.api.middleware.authentication import Identity, was_known
 from sparrow.coordinator.api.middleware.base import Middleware
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.app import Coordinator
@@ -39,8 +39,7 @@ class AddressLimits(Middleware):
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         address, limit = _address(coordinator, scope), coordinator.by_address
         if limit is not None and address is not None:
-            secret = secret_of(scope)
-            wait = 0.0 if secret is not None and coordinator.was_known(secret) else limit.wait(address)
+            wait = 0.0 if was_known(coordinator, scope) else limit.wait(address)
             if wait:
                 return await _too_many(wait)(scope, receive, send)
         return await self._app(scope, receive, send)

@@ -51,12 +51,14 @@ SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=
 
 
 @contextmanager
-def serving(settings):
-    """A client of the application on a real port: streams, long polls and broken bodies are those of the wire."""
+def serving(settings, **server):
+    """A client of the application on a real port: streams, long polls and broken bodies are those of the wire.
+
+    server: more options of uvicorn."""
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sends at once only on what says that it is TCP
     listening.bind(("127.0.0.1", 0))
     listening.listen()  # from here on calls wait until the server is there
-    config = uvicorn.Config(create_app(settings), log_config=None, ws="none", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(create_app(settings), log_config=None, ws="none", timeout_graceful_shutdown=5, **server)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

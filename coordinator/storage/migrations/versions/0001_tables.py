@@ -182,6 +182,19 @@ def upgrade() -> None:
         sa.UniqueConstraint("secret_sha256"),
     )
     op.create_table(
+        "browser_sessions",
+        sa.Column("id_sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("token_id", sa.String(length=16), nullable=True),
+        sa.Column("proof", sa.LargeBinary(length=32), nullable=True),
+        sa.Column("expires_at", sa.Double(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["token_id"],
+            ["tokens.id"],
+        ),
+        sa.PrimaryKeyConstraint("id_sha256"),
+    )
+    op.create_table(
         "assignments",
         sa.Column("id", sa.String(length=32), nullable=False),
         sa.Column("federation_id", sa.Integer(), nullable=False),
@@ -250,6 +263,7 @@ def downgrade() -> None:
         postgresql_where=sa.text("arrival IS NOT NULL"),
     )
     op.drop_table("assignments")
+    op.drop_table("browser_sessions")
     op.drop_table("tokens")
     op.drop_index(op.f("ix_rounds_federation_id"), table_name="rounds")
     op.drop_table("rounds")
