@@ -210,8 +210,8 @@ def make_folder(folder: Path) -> None:
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file that nobody else may read: the ``opener`` of ``open``."""
-    return os.open(path, flags, FILE_MODE)
+    """Open a file that nobody else may read, and that is no link: the ``opener`` of ``open``."""
+    return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
 def flush_folder(folder: Path) -> None:

@@ -205,7 +205,7 @@ class FolderLock:
         try:
             make_folder(path, durable=durable)
             _close_to_others(path)
-            self._file = (path / "lock").open("w")
+            self._file = os.fdopen(os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w")
         except OSError as error:
             raise StateError(f"{path} cannot be used ({error.strerror}); give another --state-dir") from None
         try:

@@ -89,6 +89,17 @@ def test_one_process_at_a_time(folder, tmp_path):
     StateFolder(tmp_path / "state").close()
 
 
+def test_the_lock_is_for_its_owner_alone_and_no_link(folder, tmp_path):
+    assert stat.S_IMODE((folder.path / "lock").stat().st_mode) == 0o600
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"kept")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lock").symlink_to(victim)
+    with pytest.raises(StateError, match=r"other cannot be used .*another --state-dir"):
+        StateFolder(tmp_path / "other")
+    assert victim.read_bytes() == b"kept"
+
+
 def test_an_identity_is_made_once_and_is_nobody_elses_business(folder):
     first = folder.identity("f", "uid", "pi")
     assert len(first.enrolment_key) >= 32

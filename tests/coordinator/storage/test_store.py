@@ -189,6 +189,18 @@ def test_what_a_coordinator_keeps_is_for_its_own_user_alone(tmp_path, clock, ans
     assert open_to_others(tmp_path / "new") == []
 
 
+def test_no_lock_of_a_coordinator_is_a_link_or_open_to_others(tmp_path, usual_mask):
+    Store(tmp_path / "data").close()
+    assert (tmp_path / "data" / "lock").stat().st_mode & 0o777 == 0o600
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"kept")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        Store(tmp_path / "other")
+    assert victim.read_bytes() == b"kept"
+
+
 def test_a_folder_of_before_is_closed_to_others_and_one_of_somebody_elses_is_warned_of(tmp_path, caplog, usual_mask):
     data = tmp_path / "data"
     Store(data).close()
