@@ -156,6 +156,7 @@ def join(
     pin_model: bool = False,
     require: Sequence[str] = (),
     plain_metrics: bool = False,
+    own_frozen: bool = False,
     local_noise: float | None = None,
     local_clip: float | None = None,
     trust: tls.Tls | None = None,
@@ -186,7 +187,9 @@ def join(
     fingerprint of the only publisher whose model is trained; None: the first one that this device meets in the
     federation, which it remembers. pin_model: accept no replacement of the model. require: ranges of settings that
     rounds must keep to, such as ``cohort>=10``. plain_metrics: report losses and accuracies in clear where a secure
-    federation asks for that. local_noise: add Gaussian noise to each value that is sent, of this many times local_clip,
+    federation asks for that. own_frozen: download frozen values also if another federation on this machine has them,
+    and leave them to none, so that a coordinator cannot tell from downloads what else this user takes part in
+    (docs/privacy.md). local_noise: add Gaussian noise to each value that is sent, of this many times local_clip,
     and report no losses (docs/privacy.md). local_clip: the largest 2-norm of an update before the noise; None: 1.
     trust: certificates for https. on_progress: called on this thread, in place of the bar and the lines that this
     function writes otherwise, after each step of training and with each phase; what it raises ends the work, as Ctrl-C
@@ -209,6 +212,7 @@ def join(
         pin_model,
         check_ranges(require, "require"),
         plain_metrics,
+        own_frozen,
     )
     noise = LocalNoise.asked(local_noise, local_clip)
     engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
@@ -764,6 +768,7 @@ def _command(options: argparse.Namespace) -> None:
             pin_model=options.pin_model,
             require=options.require,
             plain_metrics=options.plain_metrics,
+            own_frozen=options.own_frozen,
             local_noise=options.local_noise,
             local_clip=options.local_clip,
             trust=tls.from_options(options),
@@ -864,6 +869,11 @@ def _options(parser: Parser) -> None:
         "--plain-metrics",
         action="store_true",
         help="report losses in clear where a secure federation asks for that",
+    )
+    parser.add_argument(
+        "--own-frozen",
+        action="store_true",
+        help="do not share frozen values with other federations on this machine: download them for this one",
     )
     parser.add_argument(
         "--local-noise",

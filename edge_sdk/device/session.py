@@ -286,7 +286,8 @@ class Session:
         task = self._load_task()
         self.frozen, self._first = Tensors(), Tensors()
         if known is None:
-            self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=True)
+            share = not self._demands.own_frozen
+            self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=share)
             self._first = load_values("first", self.manifest, federation, transport, folder.path)
         # Built-in steps are known by their digests.
         self._step_checked = self._trust.built_in

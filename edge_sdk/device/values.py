@@ -4,15 +4,22 @@ Of what nobody trains, a device keeps the file in its state folder, and so has a
 link to the one in the user's folder ``sparrow/frozen`` (XDG state), where federations with the same frozen values find
 it by its SHA-256, of this coordinator or another; across file systems, a copy. That folder may be emptied at any time.
 A download that was broken off goes on where it was, even in another process.
+
+No link is followed: another user of the machine may have made it, to have a device write to a file elsewhere, or read
+from one that changes after it was compared.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import stat
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -30,31 +37,40 @@ TRIES = 3
 SPARE = 100_000_000
 """Bytes of the disk that a download leaves free."""
 
+UNUSED_SECONDS = 30 * 24 * 3600.0
+"""A shared file that no device of this user has opened for so long is removed."""
+
+_SHARED = re.compile(r"[0-9a-f]{64}(\.\d+\.partial)?")
+"""Names in the shared folder: digests, and those of files that are being made."""
+
 
 def load_values(
     which: Values, manifest: Manifest, federation: str, transport: Transport, folder: Path, *, share: bool = False
 ) -> Tensors:
     """Return the tensors of a file by name, read-only and read from the disk as they are needed; {} without a file.
 
-    folder: where this device keeps its state. share: look for them in the user's folder, and leave them there. Raises
-    StateError where the disk has no room, Damaged for a download that never is what the manifest names.
+    folder: where this device keeps its state. share: look for them in the user's folder, leave them there, and remove
+    files there that are unused for ``UNUSED_SECONDS``. Raises StateError where the disk has no room, Damaged for a
+    download that never is what the manifest names.
     """
+    if share:
+        _clean(shared_folder())
     if which not in manifest.files:
         return {}
     mine, shared = folder / personal.values_file(which), shared_folder() / manifest.files[which]
+    came = False
     try:
         found = _open(which, manifest, mine)
-        if found is None and share and (found := _open(which, manifest, shared)) is not None:
+        if found is None and share and (found := _open(which, manifest, shared, own=True)) is not None:
             size = values.size(manifest, which)
             log.info("%d bytes that nobody trains are here already, from another federation", size)
             _link(shared, mine)
         if found is None:
             _check_room(folder, values.size(manifest, which))
             found = _download(which, manifest, federation, transport, mine)
-            if share:
-                with suppress(OSError):  # then they are not shared
-                    make_folder(shared.parent, durable=False)
-                    _link(mine, shared)
+            came = True
+        if share:
+            _leave(mine, shared, anew=came)
     except OSError as error:
         raise StateError(
             f"{mine} cannot be written ({error.strerror}): {values.size(manifest, which):,} bytes of the model are "
@@ -78,20 +94,41 @@ def shared_folder() -> Path:
     return state_home() / "frozen"
 
 
-def _open(which: Values, manifest: Manifest, path: Path) -> Tensors | None:
-    """Return a file's tensors where it is the one that the manifest names; None elsewhere."""
-    if not path.is_file() or path.stat().st_size != values.size(manifest, which):
+def _open(which: Values, manifest: Manifest, path: Path, *, own: bool = False) -> Tensors | None:
+    """Return a file's tensors if it is the one that the manifest names; None otherwise. own: and if it is this user's,
+    so that nobody else can change it later."""
+    try:
+        file = _open_file(path)
+    except OSError:
         return None
-    with suppress(ManifestError):
-        return values.unpack(manifest, which, np.memmap(path, np.uint8, mode="r"))
+    with file:
+        found = os.fstat(file.fileno())
+        right = stat.S_ISREG(found.st_mode) and found.st_size == values.size(manifest, which)
+        if right and not (own and found.st_uid != os.geteuid()):
+            with suppress(ManifestError):
+                return values.unpack(manifest, which, np.memmap(file, np.uint8, mode="r"))
     return None
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open a file to read, which must not be a link; a pipe in its place does not make this wait."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def _open_partial(path: Path, most: int) -> BinaryIO:
+    """Open what a broken download has left, to go on with it; begin anew if it is not a plain file of its own, or has
+    more than ``most`` bytes."""
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > most:
+            path.unlink()
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
 
 
 def _download(which: Values, manifest: Manifest, federation: str, transport: Transport, path: Path) -> Tensors:
     partial = path.with_name(path.name + PARTIAL)
     for _ in range(TRIES):
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "r+b") as file:
+        with _open_partial(partial, values.size(manifest, which)) as file:
             transport.values(federation, manifest, which, file)
         if (found := _open(which, manifest, partial)) is not None:
             partial.replace(path)
@@ -110,6 +147,27 @@ def _link(file: Path, path: Path) -> None:
     try:
         os.link(file, new)
     except OSError:
-        shutil.copyfile(file, new)
-        new.chmod(0o600)
+        made = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(made, "wb") as copy, _open_file(file) as source:
+            shutil.copyfileobj(source, copy)
     new.replace(path)
+
+
+def _leave(file: Path, shared: Path, *, anew: bool) -> None:
+    """Leave a file for other federations of this user, or note that it is in use. anew: it has just been downloaded."""
+    with suppress(OSError):  # then it is not shared
+        make_folder(shared.parent, durable=False)
+        if anew or not shared.exists():
+            _link(file, shared)
+        os.utime(shared, follow_symlinks=False)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what no device has used for ``UNUSED_SECONDS``; devices that use it have a link of their own."""
+    now = time.time()
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    for path in found:
+        # Another device may have removed it, or another user put it there: this device needs none of them.
+        with suppress(OSError):
+            if _SHARED.fullmatch(path.name) and now - path.lstat().st_mtime >= UNUSED_SECONDS:
+                path.unlink()

@@ -160,6 +160,13 @@ def test_the_second_federation_with_that_backbone_downloads_none_of_it(client, t
     assert take_part(client, "five", tmp_path, classes=5).everything.frozen_down == 0
 
 
+def test_a_device_that_keeps_frozen_values_to_itself_leaves_none(client, tmp_path):
+    create(client, "three")
+    result = take_part(client, "three", tmp_path, own_frozen=True)
+    assert result.everything.frozen_down == create_size(client)
+    assert not shared_folder().exists()
+
+
 def create_size(client):
     return values.size(manifest_of(client, "three"), "frozen")
 

@@ -403,6 +403,31 @@ def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
     assert again["assignment_id"] == work["assignment_id"], "nothing has come of it"
 
 
+def test_single_reports_are_for_observers_and_administrators_alone(open_app, command):
+    client = open_app()
+    enrolled = enrol(client, "one").json()
+    of_device = f"/v1/devices/{enrolled['device_id']}"
+    federation = "/v1/federations/default"
+    records = [f"{federation}/{what}" for what in ("rounds", "rounds/1/reports", "devices", "overview", "assignments")]
+    joining = [federation, f"{federation}/manifest"]
+
+    def statuses(paths, token=None):
+        headers = bearer(token) if token else {}
+        return {client.get(path, headers=headers).status_code for path in paths}
+
+    assert statuses([*records, of_device, *joining]) == {200}, "without an observer token for everybody"
+    tokens = {kind: command("create", kind)["secret"] for kind in ("admin", "observer", "enrolment")}
+    limited = command("create", "observer", "--federation", "default")["secret"]
+    for kind in ("admin", "observer"):
+        assert statuses([*records, of_device, *joining], tokens[kind]) == {200}
+    assert (statuses([*records, *joining], limited), statuses([of_device], limited)) == ({200}, {401})
+    for token in (tokens["enrolment"], enrolled["token"], None):
+        assert statuses([*records, of_device], token) == {401}, "not even its own"
+    assert statuses(joining, tokens["enrolment"]) == statuses(joining, enrolled["token"]) == {200}
+    model = f"{federation}/model"
+    assert (statuses([model], enrolled["token"]), statuses([model], tokens["enrolment"])) == ({200}, {401})
+
+
 # --- how often -------------------------------------------------------------------------------------------------------
 
 
