@@ -187,15 +187,15 @@ def join(
     fingerprint of the only publisher whose model is trained; None: the first one that this device meets in the
     federation, which it remembers. pin_model: accept no replacement of the model. require: ranges of settings that
     rounds must keep to, such as ``cohort>=10``. plain_metrics: report losses and accuracies in clear where a secure
-    federation asks for that. own_frozen: download frozen values also if another federation on this machine has them,
-    and leave them to none, so that a coordinator cannot tell from downloads what else this user takes part in
-    (docs/privacy.md). local_noise: add Gaussian noise to each value that is sent, of this many times local_clip,
-    and report no losses (docs/privacy.md). local_clip: the largest 2-norm of an update before the noise; None: 1.
-    trust: certificates for https. on_progress: called on this thread, in place of the bar and the lines that this
-    function writes otherwise, after each step of training and with each phase; what it raises ends the work, as Ctrl-C
-    does. stop: a threading.Event, or a function that returns whether to stop; looked at between two steps of training
-    and, while the device waits, every few seconds. The work is handed back then, the personal model stays as the last
-    whole round has left it, and the result is ``interrupted``. quiet: no progress bar.
+    federation asks for that. own_frozen: neither take frozen values from other federations of this user nor leave them
+    for others, so that downloads do not reveal in which federations this user takes part (docs/privacy.md).
+    local_noise: add Gaussian noise to each value that is sent, of this many times local_clip, and report no losses
+    (docs/privacy.md). local_clip: the largest 2-norm of an update before the noise; None: 1. trust: certificates for
+    https. on_progress: called on this thread, in place of the bar and the lines that this function writes otherwise,
+    after each step of training and with each phase; what it raises ends the work, as Ctrl-C does. stop: a
+    threading.Event, or a function that returns whether to stop; looked at between two steps of training and, while the
+    device waits, every few seconds. The work is handed back then, the personal model stays as the last whole round has
+    left it, and the result is ``interrupted``. quiet: no progress bar.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
     DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,

@@ -18,7 +18,8 @@ def below_root(scope: Scope) -> Scope:
 
     Middlewares and routes compare whole paths, and then see the same as behind a proxy that removes the prefix.
     """
-    root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
+    root = scope.get("root_path", "").rstrip("/")
+    path = scope["path"]
     if not root or not f"{path}/".startswith(f"{root}/"):
         return scope
     # Starlette makes base URLs with ``app_root_path``.

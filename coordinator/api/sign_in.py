@@ -86,7 +86,7 @@ async def sign_out(request: Request) -> Response:
     """End the session, and have the browser forget it."""
     coordinator: Coordinator = request.app.state.coordinator
     session = kept_session(request.scope)
-    # A caller that nobody knows has no session to end, and must not make the coordinator write.
+    # An unknown caller has no session to end, and must not make the coordinator write.
     if session is not None and isinstance(request.state.identity.caller, Holder):
         await coordinator.writers.run(coordinator.sessions.end, session)
     led = RedirectResponse("sign-in?note=out", 303)

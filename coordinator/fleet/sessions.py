@@ -41,7 +41,8 @@ class Sessions:
 
         former: the id of the session that the browser had; it ends. Expired sessions of all tokens are deleted.
         """
-        holder, now = self._tokens.find(token), self._clock()
+        holder = self._tokens.find(token)
+        now = self._clock()
         if holder is None:
             raise NotAuthenticated("this token is not valid; ask whoever runs this coordinator for another")
         made = new_secret("session")
@@ -78,12 +79,13 @@ class Sessions:
         self._remembered.forget(digest_of(session_id))
 
     def known_holder(self, session_id: str) -> Holder | None:
-        """Return whose session this is if it was looked up a moment ago, without reading the records."""
+        """Return the holder of a session's token if it was looked up a moment ago, without reading the records."""
         return self._remembered.get(digest_of(session_id))
 
     def find(self, session_id: str) -> Holder:
-        """Return whose session this is; its ``expires_at`` is the session's. Raises NotAuthenticated."""
-        digest, now = digest_of(session_id), self._clock()
+        """Return the holder of a session's token, which expires with the session. Raises NotAuthenticated."""
+        digest = digest_of(session_id)
+        now = self._clock()
         with self._store.reading() as db:
             session = db.get(BrowserSession, digest)
             holder = None if session is None else self._holder(db, session, session_id)

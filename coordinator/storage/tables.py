@@ -307,7 +307,8 @@ class BrowserSession(Base):
     """A browser that has signed in with an operator's token (``fleet.sessions``); of its id only the SHA-256.
 
     ``kind`` is that of the token, ``token_id`` the token in the records. For a token of the settings there is
-    ``proof`` instead: the HMAC-SHA-256 of its digest with the id as key, from which nobody can guess the token.
+    ``proof`` instead: the HMAC-SHA-256 of its digest with the id as key. Without the id the token cannot be guessed
+    from it.
     """
 
     __tablename__ = "browser_sessions"

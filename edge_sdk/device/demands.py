@@ -44,7 +44,7 @@ class Demands:
     secure: of secure rounds; None: updates may go without masks. publisher: the fingerprint of the only accepted
     publisher; None: the first one met. pin_model: accept no replacement of the model. ranges: of settings.
     plain_metrics: report losses and accuracies of secure rounds in clear if the federation asks for that, too.
-    own_frozen: download frozen values also if another federation of this user has them, and leave them to none.
+    own_frozen: neither take frozen values from other federations of this user nor leave them for others.
     """
 
     secure: SecureOnly | None = None

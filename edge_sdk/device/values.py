@@ -38,7 +38,7 @@ SPARE = 100_000_000
 """Bytes of the disk that a download leaves free."""
 
 UNUSED_SECONDS = 30 * 24 * 3600.0
-"""A shared file that no device of this user has opened for so long is removed."""
+"""A shared file is removed if this user's devices have not opened it for so long."""
 
 _SHARED = re.compile(r"[0-9a-f]{64}(\.\d+\.partial)?")
 """Names in the shared folder: digests, and those of files that are being made."""
@@ -163,11 +163,11 @@ def _leave(file: Path, shared: Path, *, anew: bool) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what no device has used for ``UNUSED_SECONDS``; devices that use it have a link of their own."""
+    """Remove files that are unused for ``UNUSED_SECONDS``. A device that has one keeps a link of its own."""
     now = time.time()
     found = list(folder.iterdir()) if folder.is_dir() else []
     for path in found:
-        # Another device may have removed it, or another user put it there: this device needs none of them.
+        # Another device may have removed it, or another user made it.
         with suppress(OSError):
             if _SHARED.fullmatch(path.name) and now - path.lstat().st_mtime >= UNUSED_SECONDS:
                 path.unlink()

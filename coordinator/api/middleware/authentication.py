@@ -90,7 +90,7 @@ def was_known(coordinator: Coordinator, scope: Scope) -> bool:
 
 
 def _sent(scope: Scope) -> tuple[str | None, str | None]:
-    """Return the token that was sent as Bearer, or else the session of a browser: a cookie stands for nothing else."""
+    """Return the token that was sent as Bearer, or else the session that a browser sent as a cookie."""
     scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip() or None, None

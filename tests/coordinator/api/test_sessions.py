@@ -7,6 +7,7 @@ from contextlib import closing
 
 import httpx
 import pytest
+from sqlalchemy import func, select
 
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.commands import tokens as commands
@@ -15,6 +16,7 @@ from sparrow.coordinator.fleet.access import REMEMBER_SECONDS, Tokens
 from sparrow.coordinator.fleet.sessions import MOST_SESSIONS, SESSION_SECONDS, Sessions
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import BrowserSession
 
 from .test_contract import serving
 
@@ -122,18 +124,14 @@ def test_each_token_has_so_many_sessions_and_takes_none_of_others(store, clock, 
         sessions.begin("made-up")
 
 
-def rows(folder):
-    with closing(sqlite3.connect(folder / "coordinator.sqlite3")) as connection:
-        return connection.execute("SELECT count(*) FROM browser_sessions").fetchone()[0]
-
-
-def test_expired_sessions_are_deleted_with_the_next_sign_in(tmp_path, clock, process):
+def test_expired_sessions_are_deleted_with_the_next_sign_in(store, clock, process):
     sessions = process(admin=ADMIN, observer=OBSERVER)
     for _ in range(3):
         sessions.begin(OBSERVER)
     clock.pass_seconds(SESSION_SECONDS)
     sessions.begin(ADMIN)
-    assert rows(tmp_path / "data") == 1
+    with store.reading() as db:
+        assert db.scalar(select(func.count()).select_from(BrowserSession)) == 1
 
 
 def test_neither_the_cookie_nor_the_records_have_the_token_nor_the_records_the_cookie(open_app, tmp_path):
