@@ -1,6 +1,6 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
-# make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there
+# make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there; then 19,500 random training steps
 # make dist   a wheel in dist/, to install on other machines
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
@@ -31,8 +31,8 @@ test-integration: runtime
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
-# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install. ALL=1 adds those
-# whose layers another model has, too.
+# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install: one of each
+# kind; ALL=1 tests all.
 test-zoo: setup
 	$(PIP) --constraint constraints.txt --editable '.[adapters,zoo]' torchvision==0.28.0
 	ZOO_ALL=$(ALL) $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
@@ -40,6 +40,7 @@ test-zoo: setup
 # Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
 chaos: setup
 	$(BIN)/python -m tests.system.chaos --rows $(or $(ROWS),runs/chaos.jsonl) $(MORE)
+	$(BIN)/python -m tests.graph_fuzzing --graphs 19500 --seed 1000
 
 # Not in CI: the first run takes 10 minutes and downloads 250 MB.
 test-arm64: setup

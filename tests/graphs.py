@@ -7,7 +7,7 @@ broadcasts that models seldom have. Every value ends in the loss, so that nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,24 +141,7 @@ def draw(seed: int) -> Drawn | None:
             return None
         loss = mean[0] if loss is None else graph.add("Add", [loss, mean[0]])[0]  # type: ignore[index]
     graph.nodes[-1].output[0] = "loss"
-    for output, source in (("output", "input"), ("error", "input"), ("grad:w", "w")):
-        graph.nodes.append(helper.make_node("Neg", [source], [output]))
-    manifest = _manifest(shape, weight)
-    batches = [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", *shape])]
-    batches += [helper.make_tensor_value_info("target", TensorProto.INT64, ["N"])]
-    batches += [helper.make_tensor_value_info("w", TensorProto.FLOAT, weight)]
-    made = [helper.make_tensor_value_info("loss", TensorProto.FLOAT, [])]
-    made += [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *shape]) for name in ("output", "error")]
-    constants = [numpy_helper.from_array(array, name) for name, array in graph.constants.items()]
-    step = _model(
-        graph.nodes, batches, [*made, helper.make_tensor_value_info("grad:w", TensorProto.FLOAT, weight)], constants
-    )
-    plain = [
-        helper.make_node("Neg", ["input"], ["output"]),
-        helper.make_node("ReduceMean", ["input"], ["loss"], keepdims=0),
-    ]
-    evaluation = _model(plain, batches[:2], made[:2], [])
-    graphs = Graphs(step, evaluation)
+    graphs, manifest = assemble(graph.nodes, graph.constants, tuple(shape), weight)
     try:
         needs, _ = check_graphs(graphs, manifest)
     except GraphError:
@@ -169,13 +152,44 @@ def draw(seed: int) -> Drawn | None:
     return Drawn(graphs, manifest, needs, inputs, np.zeros(batch, np.int64), operators)
 
 
+def step_of(nodes: Sequence[NodeProto], shape: tuple[int, ...], **constants: Any) -> tuple[Graphs, Manifest]:
+    """Return a step, and its manifest, whose loss is the mean of what the last of these nodes makes of ``input``."""
+    last = nodes[-1].output[0]
+    ends = [
+        helper.make_node("Cast", [last], ["as_float"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["as_float"], ["loss"], keepdims=0),
+    ]
+    arrays = {name: np.asarray(values) for name, values in constants.items()}
+    return assemble([*nodes, *ends], arrays, shape, (1,))
+
+
+def assemble(
+    nodes: Sequence[NodeProto], constants: Mapping[str, Any], shape: tuple[int, ...], weight: tuple[int, ...]
+) -> tuple[Graphs, Manifest]:
+    """Return graphs, and their manifest, of nodes that make ``loss`` of ``input``, of this shape, and the weight
+    ``w``."""
+    simple = [("output", "input"), ("error", "input"), ("grad:w", "w")]
+    nodes = [*nodes, *(helper.make_node("Neg", [source], [output]) for output, source in simple)]
+    batches = [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", *shape])]
+    batches += [helper.make_tensor_value_info("target", TensorProto.INT64, ["N"])]
+    read = [*batches, helper.make_tensor_value_info("w", TensorProto.FLOAT, weight)]
+    answers = [helper.make_tensor_value_info("loss", TensorProto.FLOAT, [])]
+    answers += [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["N", *shape])]
+    made = [*answers, helper.make_tensor_value_info("error", TensorProto.FLOAT, ["N", *shape])]
+    made += [helper.make_tensor_value_info("grad:w", TensorProto.FLOAT, weight)]
+    values = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    plain = [helper.make_node("Neg", ["input"], ["output"])]
+    plain += [helper.make_node("ReduceMean", ["input"], ["loss"], keepdims=0)]
+    return Graphs(_model(nodes, read, made, values), _model(plain, batches, answers, [])), _manifest(shape, weight)
+
+
 def _model(nodes: Any, inputs: Any, outputs: Any, constants: Any) -> bytes:
     graph = helper.make_graph(nodes, "drawn", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
     return bytes(model.SerializeToString())
 
 
-def _manifest(shape: list[int], weight: tuple[int, ...]) -> Manifest:
+def _manifest(shape: tuple[int, ...], weight: tuple[int, ...]) -> Manifest:
     return Manifest.model_validate(
         {
             "task": "drawn",

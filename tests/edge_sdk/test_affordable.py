@@ -1,0 +1,129 @@
+"""Steps that take more than a device gives them are refused before anything of their size exists."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from edge_sdk.engines.affordable import TooCostly, check_affordable, try_step
+from edge_sdk.engines.checking import check_graphs
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.errors import GraphError
+from sparrow.export.bounds import MIB
+
+from ..graphs import step_of
+
+
+def node(kind, inputs, output, **attributes):
+    return helper.make_node(kind, inputs.split(), [output], name=output, **attributes)
+
+
+def cast(source, output, kind):
+    return node("Cast", source, output, to=int(kind))
+
+
+SLOW = {
+    "a pool of large windows": lambda: step_of(
+        [node("AveragePool", "input", "slow", kernel_shape=[200, 200])], (16, 400, 400)
+    ),
+    "a pool that gives places": lambda: step_of(
+        [helper.make_node("MaxPool", ["input"], ["most", "slow"], name="slow", kernel_shape=[90, 90])], (64, 200, 200)
+    ),
+    "a product of whole numbers": lambda: step_of(
+        [cast("input", "whole", TensorProto.INT64), node("MatMul", "whole whole", "slow")], (2048, 2048)
+    ),
+    "remainders of doubles": lambda: step_of(
+        [cast("input", "double", TensorProto.DOUBLE), node("Mod", "double double", "slow", fmod=1)], (2048, 2048)
+    ),
+    "a convolution of one channel": lambda: step_of(
+        [node("Conv", "input kernel", "slow")], (1, 1500, 1500), kernel=np.ones((1, 1, 90, 90), np.float32)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_node_that_takes_seconds_for_one_sample_is_refused_by_name(what):
+    with pytest.raises(GraphError, match=r"'slow'.* is predicted to take .* s for one sample, at most 2 s"):
+        check_graphs(*SLOW[what]())
+
+
+def test_a_node_that_takes_seconds_for_a_batch_is_refused_on_the_device():
+    graphs, manifest = step_of([node("AveragePool", "input", "slow", kernel_shape=[40, 40])], (8, 100, 100))
+    needs = check_graphs(graphs, manifest)
+    check_affordable(needs, manifest, 1, 1, free=2**40)
+    with pytest.raises(TooCostly, match=r"'slow' .*training step .* batch of 4096 samples.* smaller batch_size"):
+        check_affordable(needs, manifest, 4096, 1, free=2**40)
+
+
+def test_a_batch_that_takes_more_memory_than_there_is_is_refused_on_the_device():
+    graphs, manifest = step_of([node("Expand", "input size", "large")], (1, 100), size=np.array([1, 50_000, 1]))
+    needs = check_graphs(graphs, manifest)
+    check_affordable(needs, manifest, 1, 1, free=64 * MIB)
+    with pytest.raises(
+        TooCostly, match=r"predicted to take 6\d\d MiB of memory for a batch of 16 samples.* there are 64"
+    ):
+        check_affordable(needs, manifest, 16, 1, free=64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "divisor"),
+    [("Div", 0), ("Div", -1), ("Mod", 0), ("Mod", [3, -1]), ("Div", None), ("Mod", None)],
+)
+def test_whole_numbers_are_divided_by_constants_that_trap_no_processor(kind, divisor):
+    nodes = [cast("input", "whole", TensorProto.INT32)]
+    constants = {} if divisor is None else {"by": np.array(divisor, np.int32)}
+    nodes += [cast("w", "by", TensorProto.INT32)] if divisor is None else []
+    graphs, manifest = step_of([*nodes, node(kind, "whole by", "divided")], (2,), **constants)
+    with pytest.raises(GraphError, match="divided by what may be 0 or -1"):
+        check_graphs(graphs, manifest)
+
+
+def test_a_size_of_the_batch_divides_nothing():
+    nodes = [
+        cast("input", "whole", TensorProto.INT64),
+        node("Shape", "input", "count", start=0, end=1),
+        node("Sub", "count seven", "by"),
+        node("Div", "whole by", "divided"),
+    ]
+    with pytest.raises(GraphError, match="divided by what may be 0 or -1"):
+        check_graphs(*step_of(nodes, (2,), seven=np.array([7])))
+
+
+@pytest.mark.parametrize("kind", ["Div", "Mod"])
+def test_whole_numbers_are_divided_by_other_constants_and_floats_by_anything(kind):
+    whole = [cast("input", "whole", TensorProto.INT64), node(kind, "whole by", "divided")]
+    check_graphs(*step_of(whole, (2,), by=np.array([2, -3])))
+    attributes = {"fmod": 1} if kind == "Mod" else {}
+    check_graphs(*step_of([node(kind, "input zero", "divided", **attributes)], (2,), zero=np.zeros(2, np.float32)))
+
+
+def batch_of(manifest, samples):
+    return np.zeros((samples, *manifest.input_shape), np.float32), np.zeros(samples, np.int64)
+
+
+def test_a_step_that_runs_as_predicted_passes_its_trial():
+    graphs, manifest = step_of([node("Relu", "input", "positive")], (4,))
+    try_step(graphs, check_graphs(graphs, manifest)[0], {"w": np.ones(1, np.float32)}, *batch_of(manifest, 3))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+def test_a_step_that_takes_more_than_was_predicted_of_it_ends_its_own_process_alone():
+    """As one would that deceives the prediction."""
+    cheap = check_graphs(*step_of([node("Relu", "input", "positive")], (4,)))[0]
+    graphs, manifest = step_of([node("Expand", "input size", "large")], (1, 4), size=np.array([1, 2**28, 1]))
+    with pytest.raises(GraphError, match=r"was tried .* process of its own"):
+        try_step(graphs, cheap, {"w": np.ones(1, np.float32)}, *batch_of(manifest, 1))
+
+
+@pytest.mark.parametrize("task", builtin_tasks())
+def test_built_in_steps_are_far_from_the_limits(task):
+    known = load_builtin(task)
+    from edge_sdk.engines import Graphs
+
+    graphs = Graphs(known.graphs["step"], known.graphs["evaluation"])
+    step, _ = check_graphs(graphs, known.manifest)
+    assert step.slowest(32)[2] < 0.2
+    assert step.bytes(32) < 128 * MIB
