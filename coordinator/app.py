@@ -18,7 +18,7 @@ from sparrow.coordinator.api.buckets import AtOnce, RateLimit
 from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import FoundNothing, LongPolls, Signal
-from sparrow.coordinator.api.threads import LOOK_UPS, WRITERS, Batches, Threads
+from sparrow.coordinator.api.threads import EVALUATIONS, LOOK_UPS, WAITING_EVALUATIONS, WRITERS, Batches, Threads
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
@@ -82,7 +82,7 @@ class Coordinator:
     It is built without an event loop and does nothing by itself before ``open``.
 
     moved: sent when a round moved, to long polls. changed: sent when anything was recorded, to live views. open_calls:
-    calls in progress, by device.
+    calls in progress, by device. stopping: set when the process is about to stop.
     """
 
     def __init__(
@@ -115,6 +115,12 @@ class Coordinator:
         self.by_address = _limit(settings.address_calls_per_second, clock)
         self.at_once = AtOnce()
         self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
+        self.evaluating = Threads(
+            EVALUATIONS,
+            settings.max_test_seconds + BUSY_SECONDS,
+            most_waiting=WAITING_EVALUATIONS,
+            busy="another evaluation goes on",
+        )
         self.dispatch = Dispatch(self.store, self.models, clock)
         self.asking: Batches[Ask, Asked] = Batches("asking", self.dispatch.answer_all, BUSY_SECONDS)
         self.fetching: Batches[tuple[str, str], Packed] = Batches("payloads", self.dispatch.payloads, BUSY_SECONDS)
@@ -148,10 +154,10 @@ class Coordinator:
         self.downloads = Downloads(settings.download_bytes)
         self.open_calls: Counter[str] = Counter()
         self.polls = LongPolls()
-        self.closing = False
+        self.stopping = threading.Event()
         self.moved = Signal()
         self.changed = Signal()
-        self.live_views = LiveViews(self.overviews, self.changed, lambda: self.closing)
+        self.live_views = LiveViews(self.overviews, self.changed, self.stopping.is_set)
         self._facts = threading.Event()
         self._ended = threading.Event()
         self._mover: threading.Thread | None = None
@@ -227,7 +233,7 @@ class Coordinator:
 
     def leave(self) -> None:
         """Answer the calls that wait, since the process is about to stop. May be called from a signal handler."""
-        self.closing = True
+        self.stopping.set()
         self.wake()
 
     def fact_recorded(self) -> None:

@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     max_test_bytes: int = Field(
         default=256 * 1024**2, gt=0, description="Largest test file that the global model is judged on, bytes"
     )
+    max_test_seconds: float = Field(
+        default=540.0, gt=0, le=86400, description="How long the global model may take for a test file, s"
+    )
     body_patience_seconds: float = Field(
         default=30.0,
         gt=0,

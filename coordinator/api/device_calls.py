@@ -85,7 +85,7 @@ async def give_work(
                 ask = Ask(device.device_id, asking.mask, asking.model, first=False)
             known = False
             remaining = until - loop.time()
-            if remaining <= 0 or coordinator.closing or poll.over:
+            if remaining <= 0 or coordinator.stopping.is_set() or poll.over:
                 pause = coordinator.polling.known_pause(device.device_id)
                 if pause is None:
                     pause = await run_in_threadpool(coordinator.polling.retry_after, device.device_id)

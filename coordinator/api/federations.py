@@ -165,7 +165,7 @@ async def get_open_work(
             if request.headers.get("if-none-match") != headers["ETag"]:
                 return Response(work.model_dump_json(), media_type="application/json", headers=headers)
             remaining = until - loop.time()
-            if remaining <= 0 or coordinator.closing or poll.over:
+            if remaining <= 0 or coordinator.stopping.is_set() or poll.over:
                 return Response(status_code=304, headers=headers)
             await poll.wait(moved, remaining)
     finally:
@@ -265,7 +265,8 @@ def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
 async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
     """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "the test data", coordinator.settings.max_test_bytes)
-    return await run_in_threadpool(coordinator.federations.evaluate, name, body)
+    seconds, stop = coordinator.settings.max_test_seconds, coordinator.stopping
+    return await coordinator.evaluating.run(coordinator.federations.evaluate, name, body, seconds=seconds, stop=stop)
 
 
 @router.get("/{name}/model.onnx", dependencies=[MemberOnly])

@@ -28,16 +28,30 @@ WRITERS = 16
 """Calls that write at a time: one does, and the others have their facts ready to share its commit."""
 LOOK_UPS = 8
 """Tokens that are looked up at a time: anybody may send some."""
+EVALUATIONS, WAITING_EVALUATIONS = 1, 4
+"""Evaluations of global models at a time, each of which takes gigabytes at most, and those that wait."""
 MOST_WAITING = 2000
 """Calls that wait for a thread: twice as many as there are devices in a large fleet, all of which come at once."""
 
 
 class Threads:
-    """A few threads for one kind of calls. patience: how long none of them may end before those who wait give up, s."""
+    """A few threads for one kind of calls.
 
-    def __init__(self, at_once: int, patience: float) -> None:
+    patience: how long none of them may end before those who wait give up, s. most_waiting: calls that wait for a
+    thread; further ones are refused. busy: what a caller that gives up is told.
+    """
+
+    def __init__(
+        self,
+        at_once: int,
+        patience: float,
+        *,
+        most_waiting: int = MOST_WAITING,
+        busy: str = "the coordinator's records take long to answer just now",
+    ) -> None:
         self._slots = asyncio.Semaphore(at_once)
         self._patience = patience
+        self._most_waiting, self._busy = most_waiting, busy
         self._waiting = 0
         self._moved_at = 0.0  # when a call had last done its work
 
@@ -62,7 +76,7 @@ class Threads:
     async def _take(self) -> None:
         if not self._slots.locked():
             return await self._acquired()
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= self._most_waiting:
             raise Unavailable("too many calls wait already; try again in a while")
         came = time.monotonic()
         self._waiting += 1
@@ -70,7 +84,7 @@ class Threads:
             while True:
                 left = max(came, self._moved_at) + self._patience - time.monotonic()
                 if left <= 0:
-                    raise Unavailable("the coordinator's records take long to answer just now; try again in a while")
+                    raise Unavailable(f"{self._busy}; try again in a while")
                 try:
                     return await asyncio.wait_for(self._acquired(), left)
                 except asyncio.TimeoutError:  # writes may have gone on meanwhile

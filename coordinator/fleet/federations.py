@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,8 +62,8 @@ from sparrow.coordinator.errors import (
 )
 from sparrow.coordinator.fleet import publications
 from sparrow.coordinator.methods import CoordinatorMethod, PublishedModel, Situation, load_method
+from sparrow.coordinator.models import judging
 from sparrow.coordinator.models.global_models import Models, carry_out_replacement, record_publication, settings_of
-from sparrow.coordinator.models.judging import CHUNK, judge
 from sparrow.coordinator.rounds import rollback
 from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted, open_round
 from sparrow.coordinator.rounds.buffered import check_buffer
@@ -512,14 +513,12 @@ class Federations:
             return filled
         return compose_bytes(filled, self._models.graph(federation, "preparation"))
 
-    def evaluate(self, name: str, body: bytes) -> Evaluation:
-        """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""
-        from sparrow.export.bounds import samples_at_once  # onnx, as above
-        from sparrow.export.skeleton import check_skeleton
+    def evaluate(self, name: str, body: bytes, *, seconds: float, stop: threading.Event) -> Evaluation:
+        """Return the evaluation of the global model on test data. seconds, stop: when it is ended.
 
-        manifest = self.manifest(name)
-        at_once = samples_at_once(check_skeleton(self.graph(name, "skeleton"), manifest), CHUNK)
-        return judge(self.model_onnx(name), manifest, body, at_once)
+        Raises NoGlobalModel, BadContent, Unavailable."""
+        manifest, skeleton = self.manifest(name), self.graph(name, "skeleton")
+        return judging.evaluate(self.model_onnx(name), skeleton, manifest, body, seconds=seconds, stop=stop)
 
     def _check_whole(self, name: str, version: int) -> None:
         """Raise Damaged where a model that is kept is: now, and not when the federation goes back to it."""

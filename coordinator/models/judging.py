@@ -1,6 +1,13 @@
-"""Evaluation of the global model on an operator's test data, by ONNX Runtime, without torch."""
+"""Evaluation of the global model on an operator's test data, by ONNX Runtime, without torch.
+
+The graph comes from whoever published the model. It runs in a process of its own (``sparrow.limited``): one that runs
+on without end, takes all memory or crashes costs an error, and not the coordinator.
+"""
 
 from __future__ import annotations
+
+import json
+import threading
 
 import numpy as np
 
@@ -9,42 +16,102 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.messages import Evaluation, bounded
 from edge_sdk.protocol.preparation import RAW_TYPES
-from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.errors import BadContent, Unavailable
+from sparrow.limited import Crashed, Stopped, TookTooLong, TookTooMuchMemory, run_limited
 
 CHUNK = 256
 """Most samples run at a time."""
+MEMORY = 4 * 2**30
+"""Bytes of address space that an evaluation may take, besides ``COPIES`` of the model and of the test file."""
+COPIES = 8
 
 _TYPES = {"tensor(float)": "float32", **{f"tensor({kind})": kind for kind in RAW_TYPES}}
 
 
-def judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evaluation:
-    """Return the mean cross-entropy and accuracy of an ONNX ``model`` on a test file, ``at_once`` samples at a time.
+def evaluate(
+    model: bytes, skeleton: bytes, manifest: Manifest, body: bytes, *, seconds: float, stop: threading.Event
+) -> Evaluation:
+    """Return the mean cross-entropy and accuracy of an ONNX model on a test file.
 
-    body: a safetensors file of ``inputs`` [N, ...] as the model takes them, raw samples if it has its preparation in
-    front, and ``targets`` [N], classes. Raises BadContent if it is not that, and for a model whose outputs are no
-    scores of classes.
+    skeleton: the graph that the model was filled from. body: a safetensors file of ``inputs`` [N, ...] as the model
+    takes them, raw samples if it has its preparation in front, and ``targets`` [N], classes. seconds: until the
+    evaluation is ended. stop: ends it early.
+
+    Raises BadContent if the file is not that, for a model whose outputs are no scores of classes, and for one that
+    cannot be run within the limits; Unavailable if it was stopped.
     """
     if len(manifest.output_shape) != 1:
         raise BadContent(f"the model answers {manifest.output_shape} for a sample; only classes can be judged here")
-    import onnxruntime  # 40 MB and a fifth of a second, which a coordinator that judges nothing does without
+    parts = {"model": model, "skeleton": skeleton, "test": body}
+    request = checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()}, manifest.text)
+    memory = MEMORY + COPIES * (len(model) + len(body))
+    try:
+        answered = json.loads(run_limited(__name__, request, seconds=seconds, memory=memory, stop=stop))
+    except Stopped:
+        raise Unavailable("the coordinator is stopping; try again when it has started") from None
+    except TookTooLong:
+        raise BadContent(
+            f"the evaluation takes longer than {seconds:g} s; send fewer samples, or set COORDINATOR_MAX_TEST_SECONDS"
+        ) from None
+    except TookTooMuchMemory:
+        raise BadContent(
+            f"the evaluation takes more than {memory:,} bytes of memory; send fewer samples, or publish a smaller model"
+        ) from None
+    except Crashed as error:
+        raise BadContent(f"the model cannot be run: {error}; publish a sound model") from None
+    if "refused" in answered:
+        raise BadContent(answered["refused"])
+    return Evaluation.model_validate(answered)
+
+
+def answer(request: bytes) -> bytes:
+    """Return an ``Evaluation`` as JSON, or why there is none: what the process runs."""
+    from sparrow.export.bounds import samples_at_once
+    from sparrow.export.skeleton import check_skeleton
+
+    parts, text = checkpoint.load(request)
+    manifest = Manifest.model_validate_json(text)
+    try:
+        at_once = samples_at_once(check_skeleton(parts["skeleton"].tobytes(), manifest), CHUNK)
+        found = _judge(parts["model"].tobytes(), manifest, parts["test"].tobytes(), at_once)
+    except BadContent as error:
+        return json.dumps({"refused": str(error)}).encode()
+    return found.model_dump_json().encode()
+
+
+def _judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evaluation:
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: its warnings are about its own optimiser
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    (taken,) = session.get_inputs()
-    inputs, targets = _read(body, manifest, np.dtype(_TYPES[taken.type]), tuple(taken.shape[1:]))
-    loss, right = 0.0, 0
-    for start in range(0, len(inputs), at_once):
-        (answer,) = session.run(None, {taken.name: inputs[start : start + at_once]})
-        scores, classes = np.asarray(answer, dtype=np.float64), targets[start : start + at_once]
-        with np.errstate(invalid="ignore"):  # of infinite scores
-            highest = scores.max(axis=1)
-            total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))
-            loss += float((total - scores[np.arange(len(classes)), classes]).sum())
-        right += int((scores.argmax(axis=1) == classes).sum())
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        (taken,) = session.get_inputs()
+        inputs, targets = _read(body, manifest, np.dtype(_TYPES[taken.type]), tuple(taken.shape[1:]))
+        loss, right = 0.0, 0
+        for start in range(0, len(inputs), at_once):
+            (scores,) = session.run(None, {taken.name: inputs[start : start + at_once]})
+            classes = targets[start : start + at_once]
+            loss += _loss(scores, classes)
+            right += int((scores.argmax(axis=1) == classes).sum())
+    except BadContent:
+        raise
+    except Exception as error:  # of many kinds, which only their texts tell apart
+        if "bad_alloc" in str(error) or "allocate memory" in str(error):
+            raise MemoryError from error
+        raise
     if not np.isfinite(loss):
         raise BadContent("inputs: what the model answers to them is not finite; scale them as in training")
     return Evaluation(num_examples=len(inputs), loss=bounded(loss / len(inputs)), accuracy=right / len(inputs))
+
+
+def _loss(answer: Array, classes: Array) -> float:
+    """Return the sum of the cross-entropies of ``answer`` [N, C], scores, against ``classes`` [N]."""
+    scores = np.asarray(answer, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # of infinite scores
+        highest = scores.max(axis=1)
+        total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))
+        return float((total - scores[np.arange(len(classes)), classes]).sum())
 
 
 def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[Array, Array]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import onnxruntime
+import psutil
 import pytest
 
 from edge_sdk.protocol import checkpoint
@@ -76,6 +80,30 @@ def test_a_model_that_is_none_by_itself_is_not_judged(client, digits):
     assert client.post("/v1/federations", json=wanted).status_code == 201
     answer = client.post("/v1/federations/gated/model/evaluation", content=checkpoint.save(digits), headers=FILE)
     assert answer.status_code == 404
+
+
+def test_an_evaluation_ends_at_its_deadline(tmp_path, digits):
+    app = create_app(Settings(data_dir=tmp_path, max_test_seconds=0.05))
+    with inprocess.running(app) as client:
+        answer = client.post(PATH, content=checkpoint.save(digits), headers=FILE)
+        assert answer.status_code == 422
+        assert "takes longer than 0.05 s; send fewer samples" in answer.json()["detail"]
+
+
+def child_of(process):
+    """The process of an evaluation, when there is one."""
+    while True:
+        for child in process.children():
+            if "sparrow.limited" in child.cmdline():
+                return child
+
+
+def test_a_crash_of_an_evaluation_is_said_in_words(client, digits):
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.post, PATH, content=checkpoint.save(digits), headers=FILE)
+        child_of(psutil.Process()).send_signal(signal.SIGFPE)
+        assert answer.result().status_code == 422
+        assert "ended by the signal 8 (SIGFPE); publish a sound model" in answer.result().json()["detail"]
 
 
 def test_it_takes_an_admin(tmp_path, digits):
