@@ -74,6 +74,7 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
             f"fedem mixes classifiers, and this model's outputs have the shape {manifest.output_shape} per sample; "
             f"publish one with a score for each of two classes or more, or choose another method"
         )
+    mixture = mixture_of(manifest, rules.components)  # which bounds its bytes, before there are any
     graphs = mix_all({name: published.files[name] for name in manifest.graphs}, manifest, rules.components)
     if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
         log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
@@ -81,7 +82,7 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
     others = {name: file for name, file in published.files.items() if name not in MIXED}
     files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
     tensors = _of_each(published.tensors, manifest, rules, settings.seed)
-    return PublishedModel(mixture_of(manifest, rules.components).with_graphs(graphs), files, tensors)
+    return PublishedModel(mixture.with_graphs(graphs), files, tensors)
 
 
 def _may_run(graph: bytes) -> bool:

@@ -40,8 +40,14 @@ from edge_sdk.protocol.preparation import Preparation, Targets
 Array = NDArray[np.generic]
 Tensors = dict[str, Array]
 
-MAX_TENSOR_VALUES = 2**33
-"""Largest tensor accepted, in values: beyond it a shape is a mistake or an attack."""
+MAX_MODEL_BYTES = 2**32
+"""Bytes that a manifest's tensors may have in all: a few lines can describe any number, and an ONNX file holds half."""
+
+MAX_SAMPLE_BYTES = 2**28
+"""Bytes that the input, the output and the raw form of one sample may have: batches of them are made."""
+
+MAX_NEURONS = 2**20
+"""Most neurons of all groups together: masks name them one by one."""
 
 MAX_MANIFEST = 16 * 1024 * 1024
 """Largest manifest accepted, as JSON, in bytes."""
@@ -135,10 +141,13 @@ class TensorSpec(_Record):
         """Number of values."""
         return math.prod(self.shape)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of its values."""
+        return self.size * np.dtype(self.dtype).itemsize
+
     @model_validator(mode="after")
     def _check(self) -> TensorSpec:
-        if self.size > MAX_TENSOR_VALUES:
-            raise ValueError(f"{self.name}: {self.size} values; the largest tensor accepted has {MAX_TENSOR_VALUES}")
         if self.axes and len(self.axes) != len(self.shape):
             raise ValueError(f"{self.name}: {len(self.axes)} axes described, its shape has {len(self.shape)}")
         if any(self.axes[2:]):
@@ -230,6 +239,7 @@ class Manifest(_Record):
     @model_validator(mode="after")
     def _check(self) -> Manifest:
         self._check_targets()
+        self._check_bytes()
         _no_repeats("tensor", [tensor.name for tensor in (*self.tensors, *(self.outputs or ()))])
         for output in self.outputs or ():
             if output.policy != "shared" or any(output.axes):
@@ -248,6 +258,10 @@ class Manifest(_Record):
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
         if sum(sizes.values()) > sum(sum(tensor.shape) for tensor in self.tensors):
             raise ValueError(f"{sum(sizes.values())} neurons in all are more than rows and columns; publish it again")
+        if sum(sizes.values()) > MAX_NEURONS:
+            raise ValueError(
+                f"{sum(sizes.values()):,} neurons in all, at most {MAX_NEURONS:,} are accepted; publish a smaller model"
+            )
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:
@@ -269,6 +283,24 @@ class Manifest(_Record):
                     f"blocks: {name!r} has blocks of {sum(blocks)} values; cut shared, trainable tensors, and whole"
                 )
         return self
+
+    def _check_bytes(self) -> None:
+        """Raise ValueError for a description of more bytes than either side is to hold."""
+        total = sum(spec.bytes for spec in (*self.tensors, *(self.outputs or ())))
+        if total > MAX_MODEL_BYTES:
+            raise ValueError(
+                f"tensors: {total:,} bytes in all, at most {MAX_MODEL_BYTES:,} are accepted; publish a smaller model, "
+                f"or have its method exchange less"
+            )
+        samples = {"input_shape": (self.input_shape, 8), "output_shape": (self.output_shape, 8)}
+        if self.preparation is not None:
+            samples["preparation.shape"] = self.preparation.shape, np.dtype(self.preparation.dtype).itemsize
+        for what, (shape, width) in samples.items():
+            if math.prod(shape) * width > MAX_SAMPLE_BYTES:
+                raise ValueError(
+                    f"{what}: {math.prod(shape):,} values for one sample have more than {MAX_SAMPLE_BYTES:,} bytes; "
+                    f"publish a model of smaller samples"
+                )
 
     def _check_targets(self) -> None:
         if (self.preparation_sha256 is None) != (self.preparation is None):

@@ -158,6 +158,34 @@ HOSTILE = {
 }
 
 
+LARGE = [{"name": f"large.{number}", "shape": [2**30], "policy": "personal"} for number in range(16)]
+TOO_LARGE = {
+    "tensors": lambda said: said["tensors"].extend(LARGE),
+    "frozen tensors": lambda said: said["tensors"].extend(
+        [{**each, "policy": "frozen", "trainable": False} for each in LARGE]
+    ),
+    "inputs": lambda said: said.update(input_shape=[2**31]),
+    "outputs": lambda said: said.update(output_shape=[*said["output_shape"], 2**28]),
+    "raw samples": lambda said: said["preparation"].update(columns=[], shape=[2**15, 2**14]),
+    "neurons": lambda said: (
+        said["tensors"].append({"name": "large", "shape": [2**21]}),
+        said["groups"].append({"name": "large", "size": 2**21}),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_a_model_that_is_too_large_is_refused_by_both(modules, what):
+    said = json.loads(DESCRIBED.text)
+    TOO_LARGE[what](said)
+    usual = {"axes": [], "trainable": True, "dtype": "float32", "policy": "shared", "init": {"kind": "data"}}
+    said["tensors"] = [{**usual, **each} for each in said["tensors"]]
+    with pytest.raises(ValueError, match=r"publish a (smaller )?model"):
+        Manifest.model_validate_json(json.dumps(said))
+    found = modules(READ, module="manifest.js", argument=json.dumps(said))
+    assert found.startswith("ProtocolError: the manifest describes a model that is too large")
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_descriptions_are_refused_by_both(modules, case):
     part, key, value = HOSTILE[case]

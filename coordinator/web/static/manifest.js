@@ -6,7 +6,8 @@ import { hex, sha256, utf8 } from "./sha256.js";
 /** Bytes of the largest manifest, and of the largest ONNX graph, that are accepted. */
 export const MAX_MANIFEST = 16 * 1024 * 1024;
 export const MAX_GRAPH = 16 * 1024 * 1024;
-const MAX_TENSOR_VALUES = 2 ** 33, MAX_SIZE = 2 ** 31;
+/** Bytes of all tensors and of one sample, and neurons of all groups, that are accepted. */
+const MAX_MODEL_BYTES = 2 ** 32, MAX_SAMPLE_BYTES = 2 ** 28, MAX_NEURONS = 2 ** 20, MAX_SIZE = 2 ** 31;
 const MOST_COLUMNS = 10_000, MOST_CATEGORIES = 1_000, MOST_CLASSES = 10_000, MOST_SPARE = 1_000, LONGEST_NAME = 200;
 const FILES = ["skeleton", "step", "evaluation", "preparation", "frozen", "first"];
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, int32: Int32Array, uint8: Uint8Array, bool: Uint8Array };
@@ -166,11 +167,21 @@ function checked(text) {
     names.add(spec.name);
   }
   if (!names.size || sum([...groups.values()]) > sum(said.tensors.map(({ shape }) => sum(shape)))) throw unreadable();
+  checkBytes(said);
   for (const { kind, positions, tensors } of records(said.layers)) {
     const known = isText(kind) && isSize(positions) && Array.isArray(tensors) && tensors.every((name) => names.has(name));
     if (!known) throw unreadable();
   }
   return said;
+}
+
+/** Throw ProtocolError for a description of more bytes or neurons than a page is to hold. */
+function checkBytes({ tensors, groups, input_shape, output_shape, preparation }) {
+  const bytes = ({ dtype, shape }) => product(shape) * ARRAYS[dtype].BYTES_PER_ELEMENT;
+  const raw = isShape(preparation?.shape) ? product(preparation.shape) * Number(/\d*$/.exec(preparation.dtype)[0]) / 8 : 0;
+  const tooLarge = sum(tensors.map(bytes)) > MAX_MODEL_BYTES || sum(groups.map(({ size }) => size)) > MAX_NEURONS
+    || Math.max(product(input_shape) * 8, product(output_shape) * 8, raw) > MAX_SAMPLE_BYTES;
+  if (tooLarge) throw new ProtocolError("the manifest describes a model that is too large; publish a smaller model");
 }
 
 /** Return whether the graph of a preparation is described, and outputs have as many names as there are. */
@@ -194,7 +205,7 @@ function records(list) {
 
 function isUsable({ name, shape, dtype, policy, trainable, axes, init }, groups) {
   return isText(name) && isText(dtype) && Object.hasOwn(ARRAYS, dtype) && POLICIES.includes(policy)
-    && typeof trainable === "boolean" && isShape(shape) && product(shape) <= MAX_TENSOR_VALUES
+    && typeof trainable === "boolean" && isShape(shape)
     && (policy !== "shared" || dtype === "float32") && isRecipe(init, dtype) && areAxes(axes, shape, groups)
     && (policy !== "frozen" || (!trainable && axes.every((segments) => !segments.length)));
 }
@@ -213,7 +224,7 @@ const DTYPES = ["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"]
 function described({
   reader = "arrays", free = [], rate = null, step = null, dtype = "float32", shape, axes = "", columns = [], own = false,
 }) {
-  const sound = READERS.includes(reader) && isBelow(rate, 1e6) && isBelow(step, 86_400) && DTYPES.includes(dtype) && isShape(shape) && shape.length <= 7 && product(shape) <= MAX_TENSOR_VALUES
+  const sound = READERS.includes(reader) && isBelow(rate, 1e6) && isBelow(step, 86_400) && DTYPES.includes(dtype) && isShape(shape) && shape.length <= 7
     && Array.isArray(free) && free.every((axis) => Number.isInteger(axis) && axis >= 0 && axis < shape.length)
     && new Set(free).size === free.length
     && isText(axes) && /^[A-Z]{0,7}$/.test(axes) && typeof own === "boolean"

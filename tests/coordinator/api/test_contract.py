@@ -347,18 +347,23 @@ def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, sa
 
 
 def test_a_few_lines_do_not_describe_gigabytes(client):
-    """Constant and drawn values need not travel: two tensors of 8 GB would have been made of these 2 kB."""
-    spec = {"shape": [2**31], "init": {"kind": "constant", "value": 1}}
-    tensors = [{"name": name, **spec} for name in ("a", "b")]
-    manifest = {"task": "big", "input_shape": [1], "output_shape": [1], "tensors": tensors}
-    body = checkpoint.save(
-        {
-            "sparrow.manifest": np.frombuffer(json.dumps(manifest).encode(), np.uint8),
-            "sparrow.skeleton": np.zeros(1, np.uint8),
-        },
-        json.dumps({"name": "big", "settings": {"method": "fedavg"}}),
-    )
-    assert_problem(client.post(FROM_MODEL, content=body, headers=CHECKPOINT), 413, "takes up to 2147483648")
+    """Constant and drawn values need not travel: tensors of gigabytes would have been made of these 2 kB."""
+    for count, policy, status, said in (
+        (3, "shared", 413, "takes up to 2147483648"),
+        (16, "shared", 422, "17,179,869,184 bytes in all, at most 4,294,967,296 are accepted; publish a smaller model"),
+        (16, "personal", 422, "17,179,869,184 bytes in all"),
+    ):
+        spec = {"shape": [2**28], "init": {"kind": "constant", "value": 1}, "policy": policy}
+        tensors = [{"name": f"w{number}", **spec} for number in range(count)]
+        manifest = {"task": "big", "input_shape": [1], "output_shape": [1], "tensors": tensors}
+        body = checkpoint.save(
+            {
+                "sparrow.manifest": np.frombuffer(json.dumps(manifest).encode(), np.uint8),
+                "sparrow.skeleton": np.zeros(1, np.uint8),
+            },
+            json.dumps({"name": "big", "settings": {"method": "fedavg"}}),
+        )
+        assert_problem(client.post(FROM_MODEL, content=body, headers=CHECKPOINT), status, said)
     note = checkpoint.save({}, json.dumps({"name": "big", "x": "y" * 2**16}))
     assert_problem(client.post(FROM_MODEL, content=note, headers=CHECKPOINT), 413, "the note has")
     graph = published(step=bytes(MAX_GRAPH + 1))

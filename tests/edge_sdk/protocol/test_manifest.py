@@ -58,10 +58,6 @@ B = TensorSpec(name="fc.bias", shape=(4,), axes=((Segment(group="h"),),))
             lambda: TensorSpec(name="bn.num_batches_tracked", shape=(), dtype="int64"),
             "bn.num_batches_tracked: dtype int64 cannot be averaged; give it the policy personal, frozen or dropped",
         ),
-        (
-            lambda: TensorSpec(name="fc.weight", shape=(2**17, 2**17)),
-            "fc.weight: 17179869184 values; the largest tensor accepted has 8589934592",
-        ),
         (lambda: TensorSpec(name="fc.weight", shape=(4, 0)), "greater than or equal to 1"),
         (lambda: Manifest.model_validate({**model(W).model_dump(), "lyers": ()}), "Extra inputs are not permitted"),
         (lambda: Uniform(bound=float("inf")), "finite"),
@@ -199,6 +195,39 @@ def test_names_that_stand_twice_are_found_in_one_pass():
     finally:
         sys.setprofile(None)
     assert counted == 0, "each such call looks through all names"
+
+
+PERSONAL = [
+    {"name": f"w{each}", "shape": [2**30], "policy": "personal", "init": {"kind": "constant", "value": 0}}
+    for each in range(16)
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tensors": PERSONAL}, "tensors: 68,719,476,736 bytes in all, at most 4,294,967,296 are accepted"),
+        ({"tensors": [{**PERSONAL[0], "policy": "dropped", "shape": [2**31]}]}, "publish a smaller model"),
+        ({"tensors": [{**PERSONAL[0], "policy": "frozen", "trainable": False, "shape": [2**31]}]}, "bytes in all"),
+        ({"outputs": [{"name": "scores", "shape": [2**31, 2]}]}, "or have its method exchange less"),
+        ({"input_shape": [2**31]}, "input_shape: 2,147,483,648 values for one sample have more than 268,435,456 bytes"),
+        ({"output_shape": [2**16, 2**16]}, "output_shape: 4,294,967,296 values"),
+        (
+            {"preparation": {"dtype": "uint8", "shape": [2**15, 2**15]}, "preparation_sha256": "0" * 64},
+            "preparation.shape: 1,073,741,824 values",
+        ),
+        (
+            {"tensors": [{"name": "w", "shape": [2**21]}], "groups": [{"name": "g", "size": 2**21}]},
+            "2,097,152 neurons in all, at most 1,048,576",
+        ),
+    ],
+)
+def test_no_manifest_describes_more_than_either_side_is_to_hold(change, said):
+    manifest = {"task": "x", "input_shape": [4], "output_shape": [4], "tensors": [{"name": "w", "shape": [4, 4]}]}
+    Manifest.model_validate(manifest)
+    with pytest.raises(ValidationError) as refused:
+        Manifest.model_validate({**manifest, **change})
+    assert said in str(refused.value)
 
 
 def test_there_are_no_more_neurons_than_rows_and_columns():
