@@ -18,7 +18,15 @@ from sparrow.coordinator.api.buckets import AtOnce, RateLimit
 from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import FoundNothing, LongPolls, Signal
-from sparrow.coordinator.api.threads import EVALUATIONS, LOOK_UPS, WAITING_EVALUATIONS, WRITERS, Batches, Threads
+from sparrow.coordinator.api.threads import (
+    EVALUATIONS,
+    LOOK_UPS,
+    PUBLICATIONS,
+    WAITING_EVALUATIONS,
+    WRITERS,
+    Batches,
+    Threads,
+)
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
@@ -57,6 +65,8 @@ HANGS_SECONDS = 90.0
 as slow for all."""
 LONGEST_REST = 0.05
 """The longest pause of the thread of the rounds between two looks, s; it rests for as long as a look took."""
+PUBLISHING_SECONDS = 120.0
+"""How long publications may take, of which none ends, before those that wait for them give up."""
 READY_SECONDS = 3.0
 """How long an answer on readiness waits for records and blobs."""
 
@@ -115,6 +125,7 @@ class Coordinator:
         self.by_address = _limit(settings.address_calls_per_second, clock)
         self.at_once = AtOnce()
         self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
+        self.publishing = Threads(PUBLICATIONS, PUBLISHING_SECONDS, busy="other models are being published")
         self.evaluating = Threads(
             EVALUATIONS,
             settings.max_test_seconds + BUSY_SECONDS,
@@ -145,7 +156,8 @@ class Coordinator:
         self.uploads = Uploads(
             *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
         )
-        self.page_steps = Steps()
+        self.stopping = threading.Event()
+        self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
         self.overviews = Overviews(
             *(self.store, self.models, self.federations, self.records, self.metrics, self.device_lists, clock)
@@ -154,7 +166,6 @@ class Coordinator:
         self.downloads = Downloads(settings.download_bytes)
         self.open_calls: Counter[str] = Counter()
         self.polls = LongPolls()
-        self.stopping = threading.Event()
         self.moved = Signal()
         self.changed = Signal()
         self.live_views = LiveViews(self.overviews, self.changed, self.stopping.is_set)

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -88,7 +89,7 @@ async def publish_model(request: Request, coordinator: TheCoordinator) -> Federa
     """Create a federation of one's own model: a checkpoint with manifest, graphs, and name and settings as its note."""
     most = coordinator.settings.max_model_bytes
     body = await _read(request, checkpoint.MEDIA_TYPE, "the model", most)
-    return await coordinator.writers.run(coordinator.federations.publish, body, most)
+    return await coordinator.publishing.run(coordinator.federations.publish, body, most)
 
 
 @router.get("", dependencies=[ObserverOnly])
@@ -249,7 +250,7 @@ def get_model(
 async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
     """Replace the model's graphs, between rounds: a checkpoint of manifest and graphs, whose tensors are the same."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "manifest and graphs", coordinator.settings.max_model_bytes)
-    info = await coordinator.writers.run(coordinator.federations.replace_model, name, body)
+    info = await coordinator.publishing.run(coordinator.federations.replace_model, name, body)
     coordinator.fact_recorded()
     coordinator.wake()
     return info
@@ -293,18 +294,23 @@ def _values(name: str, which: Values, coordinator: TheCoordinator, request: Requ
 
 
 @router.get("/{name}/fast-step.onnx", dependencies=[ProspectiveMemberOnly])
-def get_fast_step(
+async def get_fast_step(
     name: str,
     coordinator: TheCoordinator,
     request: Request,
-    ratio: Annotated[float, Query(gt=0, le=1, description="Share of each group's neurons that are trained")] = 1.0,
+    ratio: Annotated[
+        float, Query(gt=0, le=1, description="Share of each group's neurons that are trained: a multiple of 0.05")
+    ] = 1.0,
 ) -> Response:
     """Return the training step as browsers run it: rearranged to be fast, its errors those of active neurons alone.
 
-    The ``ETag`` is its SHA-256. Which neurons are active the graph reads, int64: ``rows:NAME``, ``columns:NAME``.
+    The ``ETag`` is its SHA-256. Which neurons are active the graph reads, int64: ``rows:NAME``, ``columns:NAME``. 503
+    if too many others are being made.
     """
-    manifest, step = coordinator.federations.manifest(name), coordinator.federations.graph(name, "step")
-    return ranged(request, coordinator.page_steps.make(step, manifest, ratio), "application/octet-stream")
+    manifest = await run_in_threadpool(coordinator.federations.manifest, name)
+    read = partial(coordinator.federations.graph, name, "step")
+    step = await coordinator.page_steps.get(manifest, ratio, read)
+    return ranged(request, step.body, "application/octet-stream", step.sha256)
 
 
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])

@@ -28,6 +28,8 @@ WRITERS = 16
 """Calls that write at a time: one does, and the others have their facts ready to share its commit."""
 LOOK_UPS = 8
 """Tokens that are looked up at a time: anybody may send some."""
+PUBLICATIONS = 2
+"""Models that are published at a time: the check of their graphs takes seconds of a core."""
 EVALUATIONS, WAITING_EVALUATIONS = 1, 4
 """Evaluations of global models at a time, each of which takes gigabytes at most, and those that wait."""
 MOST_WAITING = 2000

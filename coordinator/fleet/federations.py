@@ -212,7 +212,8 @@ class Federations:
         with callers_data():
             if published is not None:
                 manifest.check_tensors(published, what="the published weights", which="published")
-            composed = _composed(method, PublishedModel(manifest, published_files, published or {}), settings)
+            own = PublishedModel(manifest, published_files, published or {})
+            composed = _composed(method, own, settings, built_in=published is None)
             manifest, published_files = method.manifest(composed.manifest, settings), composed.files
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
@@ -598,19 +599,22 @@ def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
             raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
 
 
-def _composed(method: CoordinatorMethod, published: PublishedModel, settings: FederationSettings) -> PublishedModel:
-    """Return the federation's model. Raises BadContent and SkeletonError for a published one that is none, or cannot be
-    taken."""
+def _composed(
+    method: CoordinatorMethod, published: PublishedModel, settings: FederationSettings, *, built_in: bool = False
+) -> PublishedModel:
+    """Return the federation's model. Raises BadContent, SkeletonError and GraphError for a published one that is none,
+    or cannot be taken."""
     if method.compose is None:
         return published
-    _check_graphs(published.files, published.manifest)
+    _check_graphs(published.files, published.manifest, built_in=built_in)
     return method.compose(published, settings)
 
 
 def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
     """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge.
 
-    built_in: whether the skeleton is our own, and need not be read; else SkeletonError for one that is not the model's.
+    built_in: whether the graphs are our own, and need not be read; else SkeletonError for a skeleton that is not the
+    model's, and GraphError for a training step or an evaluation that devices would refuse.
     """
     if manifest.skeleton_sha256 is None:
         raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
@@ -627,6 +631,11 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
             from sparrow.export.preparation import check_preparation  # onnx, as above
 
             check_preparation(graphs["preparation"], manifest)
+        if "step" in manifest.graphs:
+            from edge_sdk.engines import Graphs
+            from edge_sdk.engines.checking import check_graphs  # the devices' own check; onnx, as above
+
+            check_graphs(Graphs(graphs["step"], graphs["evaluation"]), manifest)
 
 
 def _built_in(name: str | None) -> BuiltinTask:

@@ -42,8 +42,8 @@ def evaluate(
     """
     if len(manifest.output_shape) != 1:
         raise BadContent(f"the model answers {manifest.output_shape} for a sample; only classes can be judged here")
-    parts = {"model": model, "skeleton": skeleton, "test": body}
-    request = checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()}, manifest.text)
+    parts = {"model": model, "skeleton": skeleton, "manifest": manifest.text.encode(), "test": body}
+    request = checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
     memory = MEMORY + COPIES * (len(model) + len(body))
     try:
         answered = json.loads(run_limited(__name__, request, seconds=seconds, memory=memory, stop=stop))
@@ -69,8 +69,8 @@ def answer(request: bytes) -> bytes:
     from sparrow.export.bounds import samples_at_once
     from sparrow.export.skeleton import check_skeleton
 
-    parts, text = checkpoint.load(request)
-    manifest = Manifest.model_validate_json(text)
+    parts, _ = checkpoint.load(request)
+    manifest = Manifest.model_validate_json(parts["manifest"].tobytes())
     try:
         at_once = samples_at_once(check_skeleton(parts["skeleton"].tobytes(), manifest), CHUNK)
         found = _judge(parts["model"].tobytes(), manifest, parts["test"].tobytes(), at_once)

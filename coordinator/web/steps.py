@@ -1,38 +1,86 @@
 """The training step as pages run it: made fast here, and for as many neurons as a page trains.
 
-A device with the SDK changes the published graph itself; a browser has nothing that could.
+A device with the SDK changes the published graph itself; a browser has nothing that could. For a graph of thousands of
+nodes that takes long, so steps are made in processes with a deadline, few at a time, once for all who ask for the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
 from edge_sdk.protocol.neurons import counts_at
+from sparrow.coordinator.api.threads import Threads
+from sparrow.coordinator.errors import BadContent, Unavailable
+from sparrow.coordinator.models.payloads import Packed
+from sparrow.export import page_steps
+from sparrow.limited import NotAnswered, run_limited
+
+log = logging.getLogger(__name__)
 
 MOST_KEPT = 32
+RATIOS = 20
+"""Shares of the neurons that steps are made for: its multiples of one part."""
+REWRITERS, MOST_WAITING = 2, 16
+"""Steps that are made at a time, and those that wait."""
+SECONDS = 60.0
+"""How long one may take."""
+MEMORY = 2**30
+"""Bytes of memory that one may take."""
+
+Key = tuple[str, tuple[int, ...]]
 
 
 class Steps:
-    """Steps that were made, the last ``MOST_KEPT`` of them kept. One is made at a time."""
+    """Steps that were made, the last ``MOST_KEPT`` of them kept. stop: ends those that are being made.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[str, tuple[int, ...]], bytes] = OrderedDict()
+    To be used on the event loop.
+    """
 
-    def make(self, step: bytes, manifest: Manifest, ratio: float) -> bytes:
-        """Return a manifest's step for masks of this active ratio, in (0, 1]."""
-        from sparrow.export.steps import step_of_neurons  # onnx, which a coordinator without pages does not load
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        busy = "the training steps of other models are being made"
+        self._threads = Threads(REWRITERS, 2 * SECONDS, most_waiting=MOST_WAITING, busy=busy)
+        self._made: OrderedDict[Key, asyncio.Task[Packed]] = OrderedDict()
 
-        key = (manifest.files["step"], tuple(counts_at(manifest, ratio).values()))
-        with self._lock:
-            if key not in self._made:
-                some = ratio < FULL_RATIO and bool(manifest.groups)
-                mask = draw_neurons(manifest, NeuronDraw("any", ratio)) if some else None
-                self._made[key] = step_of_neurons(step, manifest, mask)
-                if len(self._made) > MOST_KEPT:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-            return self._made[key]
+    async def get(self, manifest: Manifest, ratio: float, read: Callable[[], bytes]) -> Packed:
+        """Return a manifest's step for masks of this active ratio, a multiple of 1 / ``RATIOS`` up to 1.
+
+        read: returns the published step. Raises BadContent for another ratio, Unavailable for a step that cannot be
+        made now, and the errors of ``read``.
+        """
+        if abs(ratio * RATIOS - round(ratio * RATIOS)) > 1e-6:
+            raise BadContent(f"ratio: {ratio} is no multiple of {1 / RATIOS}; give the page's device such a budget")
+        key = manifest.graphs.get("step", ""), tuple(counts_at(manifest, ratio).values())
+        task = self._made.get(key)
+        if task is None:
+            task = self._made[key] = asyncio.ensure_future(self._threads.run(self._make, manifest, ratio, read))
+            task.add_done_callback(lambda done: self._settle(key, done))
+        self._made.move_to_end(key)
+        # Others wait for the same step when this caller has gone.
+        return await asyncio.shield(task)
+
+    def _settle(self, key: Key, done: asyncio.Task[Packed]) -> None:
+        if (done.cancelled() or done.exception() is not None) and self._made.get(key) is done:
+            del self._made[key]
+        for old in [each for each, task in self._made.items() if task.done()][:-MOST_KEPT]:
+            del self._made[old]
+
+    def _make(self, manifest: Manifest, ratio: float, read: Callable[[], bytes]) -> Packed:
+        step = read()
+        if hashlib.sha256(step).hexdigest() != manifest.graphs.get("step"):
+            raise Unavailable("a new version of the model has just come in the place of this; try again")
+        request = page_steps.request_of(step, manifest, ratio)
+        try:
+            made = run_limited(page_steps.__name__, request, seconds=SECONDS, memory=MEMORY, stop=self._stop)
+        except NotAnswered as error:
+            log.warning("the training step of %s cannot be made for pages: %s", manifest.task, error)
+            raise Unavailable(
+                f"the training step cannot be made for pages now: {error}; try again, or publish a smaller model"
+            ) from None
+        return Packed(made, hashlib.sha256(made).hexdigest())

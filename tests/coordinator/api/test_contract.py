@@ -346,6 +346,40 @@ def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, sa
     assert_problem(client.post(FROM_MODEL, content=body, headers=CHECKPOINT), 422, said)
 
 
+def endless_chain(count):
+    """A graph of so many nodes, each of which reads the one before."""
+    value = onnx.helper.make_tensor_value_info("n0", onnx.TensorProto.FLOAT, [])
+    nodes = [onnx.helper.make_node("Neg", [f"n{number}"], [f"n{number + 1}"]) for number in range(count)]
+    graph = onnx.helper.make_graph(nodes, "endless", [value], [])
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "said"),
+    [
+        ("step", b"\xff" * 1000, "the step's graph is refused"),
+        ("evaluation", b"\xff" * 1000, "the evaluation's graph is refused"),
+        ("step", DIGITS.graphs["evaluation"], "the step's graph is refused: it has no output 'error'"),
+        ("step", endless_chain(150_000), "the step's graph is refused: the graph has more than 500000 fields"),
+        ("evaluation", endless_chain(20_000), "it has 20000 nodes, at most 10000 are accepted"),
+    ],
+    ids=["no step", "no evaluation", "an evaluation as step", "a huge step", "a large evaluation"],
+)
+def test_a_step_that_devices_would_refuse_is_not_published(client, name, graph, said):
+    named = OWN.with_graphs({**DIGITS.graphs, name: graph})
+    manifest = np.frombuffer(named.model_dump_json().encode(), np.uint8)
+
+    def changed(tensors):
+        tensors["sparrow.manifest"] = manifest
+
+    sent = published(changed, **{name: graph})
+    assert_problem(client.post(FROM_MODEL, content=sent, headers=CHECKPOINT), 422, said)
+    assert client.post(FROM_MODEL, content=published(), headers=CHECKPOINT).status_code == 201
+    tensors, _ = checkpoint.load(sent)
+    again = checkpoint.save({key: tensor for key, tensor in tensors.items() if key.startswith("sparrow.")})
+    assert_problem(client.patch("/v1/federations/mine/model", content=again, headers=CHECKPOINT), 422, said)
+
+
 def test_a_few_lines_do_not_describe_gigabytes(client):
     """Constant and drawn values need not travel: tensors of gigabytes would have been made of these 2 kB."""
     for count, policy, status, said in (

@@ -1,0 +1,27 @@
+"""The training step as pages run it, made of a published one in a process of its own (``sparrow.limited``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
+
+
+def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:
+    """Return the request of a manifest's step for masks of this active ratio, in (0, 1]."""
+    parts = {"step": step, "manifest": manifest.text.encode()}
+    return checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()}, repr(ratio))
+
+
+def answer(request: bytes) -> bytes:
+    """Return the step, faster, and with errors for as many neurons as such a mask has."""
+    # onnx, which the coordinator that makes the request does not load
+    from sparrow.export.steps import step_of_neurons
+
+    parts, ratio = checkpoint.load(request)
+    manifest = Manifest.model_validate_json(parts["manifest"].tobytes())
+    some = float(ratio) < FULL_RATIO and bool(manifest.groups)
+    mask = draw_neurons(manifest, NeuronDraw("any", float(ratio))) if some else None
+    return step_of_neurons(parts["step"].tobytes(), manifest, mask)
