@@ -25,6 +25,8 @@ from sparrow.limited import NotAnswered, TookTooLong, TookTooMuchMemory, run_lim
 
 COPIES = 3
 """Of the model's tensors while it trains: values, gradients, and what the optimiser keeps."""
+MOST_BATCH_SECONDS = 300.0
+"""Seconds that a batch may take, as predicted."""
 STARTING_SECONDS = 60.0
 """Of the process of a trial: to start, and to load the graph. Small boards take ten."""
 OVER = 10
@@ -55,6 +57,12 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
             raise TooCostly(
                 f"the node {name[:80]!r} ({operator[:80]!r}) of the {what} is predicted to take {seconds:,.1f} s for a "
                 f"batch of {samples} samples on this device, at most {MOST_SECONDS:g} s are accepted; {smaller}"
+            )
+        whole = each.seconds(samples, speed)
+        if whole > MOST_BATCH_SECONDS:
+            raise TooCostly(
+                f"the {what} is predicted to take {whole:,.0f} s for a batch of {samples} samples on this device, at "
+                f"most {MOST_BATCH_SECONDS:g} are accepted; {smaller}"
             )
         taken = tensors + each.bytes(samples)
         if taken > free:
