@@ -23,8 +23,8 @@ from sparrow import trial
 from sparrow.export.bounds import MIB, MOST_SECONDS
 from sparrow.limited import NotAnswered, TookTooLong, TookTooMuchMemory, run_limited
 
-COPIES = 3
-"""Of the model's tensors while it trains: values, gradients, and what the optimiser keeps."""
+SPARE = 64 * MIB
+"""Bytes beyond what is free that are left to ``budget.preparation``: it measures, and names a budget that fits."""
 MOST_BATCH_SECONDS = 300.0
 """Seconds that a batch may take, as predicted."""
 STARTING_SECONDS = 60.0
@@ -49,7 +49,7 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
     needs: of both. train, held_out: samples of a batch of each. free: bytes that training may add.
     """
     speed = measured_speed()
-    tensors = COPIES * sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.kept)
+    tensors = sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.kept)
     for what, each, samples in (("training step", needs[0], train), ("evaluation", needs[1], held_out)):
         smaller = "ask the operator for a smaller batch_size, or its author for a smaller model"
         name, operator, seconds = each.slowest(samples, speed)
@@ -65,10 +65,10 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
                 f"most {MOST_BATCH_SECONDS:g} are accepted; {smaller}"
             )
         taken = tensors + each.bytes(samples)
-        if taken > free:
+        if taken > max(0, free) + SPARE:
             raise TooCostly(
                 f"the {what} is predicted to take {taken / MIB:,.0f} MiB of memory for a batch of {samples} samples, "
-                f"and there are {free / MIB:,.0f}; give this device more, or {smaller}"
+                f"and there are {max(0, free) / MIB:,.0f}; give this device more, or {smaller}"
             )
 
 
