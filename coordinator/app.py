@@ -137,7 +137,7 @@ class Coordinator:
         self.fetching: Batches[tuple[str, str], Packed] = Batches("payloads", self.dispatch.payloads, BUSY_SECONDS)
         self.found_nothing = FoundNothing()
         decoded = DecodedUpdates()
-        self.acceptance = Acceptance(self.store, self.models, decoded)
+        self.acceptance = Acceptance(self.store, self.models, decoded, clock)
         self.costs = UploadCosts(self.store)
         self.last_seen = LastSeen(self.store, clock)
         self.polling = Polling(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)

@@ -39,7 +39,7 @@ from sparrow.coordinator.fleet.access import (
 )
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import note_failure, touch
+from sparrow.coordinator.rounds.assignments import note_failure, rests, touch
 from sparrow.coordinator.rounds.candidates import reaches, smallest_budget
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
@@ -242,7 +242,9 @@ class Devices:
                     _change_open(db, device_id, full=True)
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
-                device.present, device.rest_until = request.conditions.available, 0.0
+                device.present = request.conditions.available
+                if not rests(device, self._clock()):  # which it cannot end itself
+                    device.rest_until = 0.0
                 device.paused = None
                 if not device.present:
                     reason = request.conditions.reason

@@ -2,11 +2,16 @@
 
 An update is decoded here once. The sums take the decoded values from memory (``intake.DecodedUpdates``) if they are
 still there, else from the disk.
+
+A device whose updates are refused ``MOST_REFUSALS`` times in a row loses its assignment and rests: its rounds would
+wait for it, and each further body would cost the coordinator a look. After the rest one refusal is enough for the
+next. An update that is accepted ends the count.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +40,8 @@ from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     BUNDLE_KINDS,
     COHORT_KINDS,
+    MOST_REFUSALS,
+    note_failure,
     owned,
     touch,
     update_key,
@@ -48,8 +55,12 @@ from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
+log = logging.getLogger(__name__)
+
 JSON_TYPE = "application/json"
 LARGEST_RECEIPT = 64 * 1024
+
+REST_MINUTES = 10
 
 _ACCEPT = (
     update(cast(Table, Assignment.__table__))
@@ -88,10 +99,11 @@ class _Checked:
 class Acceptance:
     """Takes in what devices send: updates and receipts. decoded: keeps updates in memory for the round's sums."""
 
-    def __init__(self, store: Store, models: Models, decoded: DecodedUpdates) -> None:
+    def __init__(self, store: Store, models: Models, decoded: DecodedUpdates, clock: Callable[[], float]) -> None:
         self._store = store
         self._models = models
         self._decoded = decoded
+        self._clock = clock
 
     def check_owner(self, assignment_id: str, device_id: str) -> None:
         """Raise NotFound or NotAllowed unless it is an assignment of this device."""
@@ -162,6 +174,8 @@ class Acceptance:
         for index, sent in enumerate(updates):
             try:
                 found = self._check(sent)
+            except BadContent as error:
+                outcomes[index] = self._refused(sent, error)
             except Exception as error:
                 outcomes[index] = error
             else:
@@ -177,6 +191,30 @@ class Acceptance:
             if late or outcome is False:
                 drop_unneeded(self._store, each.federation_id, each.keys)
         return outcomes
+
+    def _refused(self, sent: Sent, error: BadContent) -> BadContent:
+        """Count a refusal; let the device rest after ``MOST_REFUSALS`` in a row. Return the error for its caller."""
+        with self._store.writing() as db:
+            assignment, device, federation = owned(db, sent.assignment_id, sent.device_id)
+            if assignment.status != "open":
+                return error
+            device.refusals += 1
+            if device.refusals < MOST_REFUSALS:
+                return error
+            now, rest = self._clock(), f"it gets no work for {REST_MINUTES} minutes"
+            assignment.status, assignment.return_reason = "returned", "update-refused"
+            note_failure(device, assignment, f"{device.refusals} updates in a row were refused; {rest}", now)
+            device.rest_until = now + 60 * REST_MINUTES
+            touch(db, federation.id, assignment.round)
+            name, refusals = device.name, device.refusals
+        log.warning(
+            "%s: %s updates of %s in a row were refused, so %s: %s",
+            *(federation.name, refusals, name, rest, error),
+            extra={"round": assignment.round},
+        )
+        return BadContent(
+            f"{error}; {refusals} updates in a row were refused, so this device gets no work for {REST_MINUTES} minutes"
+        )
 
     def _check(self, sent: Sent) -> _Checked | None:
         """Authorise, check and store an update; return what is to be recorded, None for one that was before."""
@@ -212,6 +250,8 @@ class Acceptance:
             changed["holds_model"] = True
         if device.failure is not None and _mends(assignment, device.failure):
             changed["failure"] = None
+        if device.refusals:
+            changed["refusals"] = 0
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
         if isinstance(report, wire.UpdateReport):

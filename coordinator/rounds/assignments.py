@@ -71,6 +71,15 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
     return assignment, device, federation
 
 
+MOST_REFUSALS = 3
+"""Refused updates in a row after which a device rests, whatever it says."""
+
+
+def rests(device: Device, now: float) -> bool:
+    """Return whether a device gets no work because its updates were refused."""
+    return device.refusals >= MOST_REFUSALS and device.rest_until > now
+
+
 def note_failure(device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
     """Record why the work of a device came to nothing, for those who look after it."""
     round_, kind = (assignment.round, assignment.kind) if assignment is not None else (None, None)

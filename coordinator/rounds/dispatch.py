@@ -16,7 +16,7 @@ from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, Ro
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
-from sparrow.coordinator.rounds.assignments import assign, missed_work, note_failure, oldest_open, owned, touch
+from sparrow.coordinator.rounds.assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
 from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
 from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
@@ -120,7 +120,7 @@ class Dispatch:
                 device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
             return Asked(None, was_away=away)
-        if assignment is None:
+        if assignment is None and not rests(device, now):
             assignment = self._late_work(federation, device_id)
         if assignment is None and federation.status in ("finished", "stopped"):
             if device.holds_model:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol.messages import Kind
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.rounds.assignments import assign
+from sparrow.coordinator.rounds.assignments import assign, rests
 from sparrow.coordinator.rounds.candidates import devices_of
 from sparrow.coordinator.rounds.draws import Candidate, choose
 from sparrow.coordinator.storage.tables import Device, Federation
@@ -25,10 +25,13 @@ def ask_for_evaluation(
 ) -> bool:
     """Ask the devices that are present, stopped or not, to evaluate models; return False if nobody is asked.
 
+    Those that rest because their updates were refused are not asked.
+
     with_global: a sample of them also judges the global model. last: so it does, for no round follows.
     """
     method, settings = load_method(federation.method), settings_of(federation)
-    present = sorted((each for each in devices_of(db, federation, ("active", "stopped")) if each.present), key=_name)
+    there = devices_of(db, federation, ("active", "stopped"))
+    present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
     sends = method.sends_values(Kind.evaluate, holds_model=True)
     sample: set[str] = set()
     mixes = last and method.mixes_global and settings.personal_model == "best"

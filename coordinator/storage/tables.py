@@ -105,7 +105,8 @@ class Device(Base):
 
     ``present`` is False from a missed deadline, silence or a leave-taking until the device asks again: it is not drawn.
     ``seen_at`` is when it was last heard of, to about 15 seconds; ``hosted`` says that its silence means nothing.
-    After it handed an assignment back it is not drawn before ``rest_until``.
+    After it handed an assignment back, or ``refusals`` updates in a row were refused, it is not drawn before
+    ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
     ``num_examples`` its training samples, as it told when it enrolled or later, else as it first reported them;
@@ -147,6 +148,7 @@ class Device(Base):
     present: Mapped[bool] = mapped_column(default=True)
     paused: Mapped[str | None] = mapped_column(String(16))
     rest_until: Mapped[float] = mapped_column(default=0.0)
+    refusals: Mapped[int] = mapped_column(default=0, server_default="0")
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     accuracy: Mapped[float | None]
     seconds: Mapped[float | None]

@@ -6,7 +6,7 @@ import pytest
 
 from edge_sdk.protocol.failures import FAILURES
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
 
 OOM = "RuntimeError: CUDA out of memory"
@@ -41,6 +41,18 @@ def test_why_work_was_handed_back_is_told_until_the_next_update(begin, answer):
     coordinator.rounds.advance()
     answer(one)
     assert of(lists, "a").failure is None
+
+
+def test_a_device_that_was_refused_rests_and_the_list_says_why(begin):
+    coordinator, (one, _), lists = begin()
+    coordinator.rounds.advance()
+    assignment = one.ask()
+    for _ in range(3):
+        with pytest.raises(BadContent):
+            one.send(assignment, b"not an update")
+    found = of(lists, "a")
+    assert found.doing is Doing.resting
+    assert found.failure.reason == "3 updates in a row were refused; it gets no work for 10 minutes"
 
 
 def test_why_a_device_left_is_told_with_work_and_without(begin):

@@ -646,6 +646,69 @@ def test_an_update_that_moved_too_far_is_refused_where_a_limit_is_set(coordinato
     assert one.send(assignment, bundle.encode(DIGITS, still, mask, report=report))
 
 
+def refused_bodies(train, assignment):
+    """One of each kind that is refused: no update, values that no model can hold, and values that moved too far."""
+    mask = draw_neurons(DIGITS, NeuronDraw(**assignment.work.model_dump()))
+    values = np.full(count_values(DIGITS, mask), -1, np.float32)
+    report = UpdateReport(num_examples=1, steps=1, train_loss=1.0).model_dump_json()
+    return [b"not an update", bundle.encode(DIGITS, values, mask, report=report), train(DIGITS, assignment)]
+
+
+def send_still(device, assignment):
+    """Send an update that moves nothing."""
+    mask = draw_neurons(DIGITS, NeuronDraw(**assignment.work.model_dump()))
+    report = UpdateReport(num_examples=1, steps=1, train_loss=1.0).model_dump_json()
+    values = pack(DIGITS, initial_values(DIGITS, 0), mask)
+    assert device.send(assignment, bundle.encode(DIGITS, values, mask, report=report))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_device_that_is_refused_three_times_in_a_row_rests_whatever_it_says(coordinator, train, clock, caplog, kind):
+    coordinator.create(update_norm_limit=1.0, rounds=9, min_devices=1)
+    liar, honest = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    assignment = liar.ask()
+    body = refused_bodies(train, assignment)[kind]
+    for _ in range(2):
+        with pytest.raises(BadContent):
+            liar.send(assignment, body)
+    assert coordinator.record(1).handed_back == 0
+    with pytest.raises(BadContent, match="3 updates in a row were refused, so this device gets no work for 10 minutes"):
+        liar.send(assignment, body)
+    assert "3 updates of a in a row were refused, so it gets no work for 10 minutes" in caplog.text
+    with pytest.raises(RoundClosed):
+        liar.send(assignment, body)
+    coordinator.devices.change(liar.id, ChangeDevice(conditions=Conditions()))
+    send_still(honest, honest.ask())
+    for _ in range(2):
+        coordinator.rounds.advance()
+        assert liar.ask() is None
+        send_still(honest, honest.ask())
+    assert (coordinator.record(1).handed_back, coordinator.record(2).cohort) == (1, ("b",))
+    clock.pass_seconds(600)
+    coordinator.rounds.advance()
+    assignment = liar.ask()
+    assert assignment is not None
+    with pytest.raises(BadContent, match="4 updates in a row were refused"):
+        liar.send(assignment, body)
+    coordinator.rounds.advance()
+    assert liar.ask() is None
+
+
+def test_an_accepted_update_ends_the_count_of_refusals(coordinator):
+    coordinator.create(rounds=9, min_devices=1)
+    (device,) = coordinator.enrol("a")
+    for _ in range(3):
+        coordinator.rounds.advance()
+        assignment = device.ask()
+        for _ in range(2):
+            with pytest.raises(BadContent):
+                device.send(assignment, b"not an update")
+        send_still(device, assignment)
+    coordinator.rounds.advance()
+    assert device.ask() is not None
+
+
 # --- devices that come, come again, and must go ------------------------------------------------------------------
 
 

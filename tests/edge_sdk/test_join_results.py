@@ -105,6 +105,16 @@ def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, t
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
 
 
+def test_a_device_whose_updates_are_refused_says_that_it_rests(client, tmp_path, caplog):
+    settings = {"method": "fedavg", "rounds": 3, "min_devices": 1, "local_steps": 1, "update_norm_limit": 1e-9}
+    publish(inprocess.ADDRESS, "default", "digits", client=client, **settings)
+    with caplog.at_level(logging.WARNING, "edge_sdk.device.session"):
+        together(client, tmp_path, "default", [1.0])
+    last = [each.getMessage() for each in caplog.records if each.name == "edge_sdk.device.session"][-1]
+    assert last.startswith("the update was refused: values: they moved by")
+    assert last.endswith("3 updates in a row were refused, so this device gets no work for 10 minutes")
+
+
 def together(client, tmp_path, federation, budgets, more=""):
     """The results of devices that join at the same time, one for each of ``budgets``. more: further options of data."""
 

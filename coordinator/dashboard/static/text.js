@@ -1,7 +1,7 @@
 // Words and numbers of the page.
 
 export const DOING = {
-  training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
+  training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back, or was refused",
   paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
   stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended",
   untrained: "trained nothing: it handed its work back", offline: "offline",

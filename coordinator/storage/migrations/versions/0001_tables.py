@@ -91,6 +91,7 @@ def upgrade() -> None:
         sa.Column("present", sa.Boolean(), nullable=False),
         sa.Column("paused", sa.String(length=16), nullable=True),
         sa.Column("rest_until", sa.Double(), nullable=False),
+        sa.Column("refusals", sa.Integer(), server_default="0", nullable=False),
         sa.Column("failure", sa.JSON(), nullable=True),
         sa.Column("accuracy", sa.Double(), nullable=True),
         sa.Column("seconds", sa.Double(), nullable=True),
