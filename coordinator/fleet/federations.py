@@ -70,7 +70,7 @@ from sparrow.coordinator.rounds.buffered import check_buffer
 from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
 from sparrow.coordinator.rounds.cleanup import clear_deleted
 from sparrow.coordinator.rounds.draws import new_secret, why_predictable
-from sparrow.coordinator.rounds.intake import fault_of_model
+from sparrow.coordinator.rounds.intake import clips_relatively, fault_of_model
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
 from sparrow.coordinator.rounds.secure import check_secure
@@ -693,11 +693,12 @@ def check_adjustment(method: CoordinatorMethod, manifest: Manifest, settings: Fe
 
 def _unbounded(settings: FederationSettings) -> str | None:
     """Return a notice where nothing bounds how far one device's update moves the global model; None elsewhere."""
-    if settings.robust or any((settings.update_clip, settings.update_norm_limit, settings.outlier_mads)):
+    if settings.robust or clips_relatively(settings):
         return None
-    return (
-        "nothing bounds how far one device can move the global model: where you do not trust every device, set "
-        "update_clip or update_norm_limit, and outlier_mads or robust"
+    if any((settings.update_clip, settings.update_norm_limit, settings.outlier_mads)):
+        return None
+    return "nothing bounds how far one device can move the global model: where you do not trust every device, set " + (
+        "update_clip" if settings.secure else "relative_clip, update_clip or robust"
     )
 
 

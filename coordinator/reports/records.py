@@ -229,6 +229,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     lost = {name: DAMAGED for each, name in training if (each.status, each.return_reason) == ("expired", DAMAGED)}
     notes = dict(item.notes) if isinstance(item.notes, dict) else {}
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
+    clipped = notes.pop("clipped", {})
     masked = notes.pop("metrics", {})  # of secure rounds: means that no device has told
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
@@ -270,6 +271,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         privacy=read_stored(PrivacySpent, privacy) if privacy else None,
         left_out=lost | {name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
         capped={name: weight for name, report, weight in counted if weight < report.num_examples},
+        clipped={name: clipped[assignment.id] for assignment, name in done if assignment.id in clipped},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),

@@ -75,6 +75,7 @@ from sparrow.coordinator.rounds.cleanup import clear, models_in_use
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
 from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
+from sparrow.coordinator.rounds.lengths import usual_before
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.rounds.secure import PHASES, SecureRounds
@@ -620,7 +621,12 @@ class Rounds:
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            folding = Folding(self._store, self._models, self._decoded, federation, situation, progress=self._progress)
+                length = usual_before(db, federation.id, number)
+            folding = Folding(
+                *(self._store, self._models, self._decoded, federation, situation),
+                usual_length=length,
+                progress=self._progress,
+            )
             self._folding[federation.id] = folding
         return folding
 

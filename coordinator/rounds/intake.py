@@ -2,6 +2,7 @@
 
     update_clip     an update whose difference from what was sent is longer (2-norm, over the values that it sent) is
                     scaled down to that length
+    relative_clip   likewise one that is so many times longer than usual (``lengths``)
     outlier_mads    an update is left out of the sums when the root mean square of its difference lies further from the
                     round's median than so many times 1.4826 MAD, the median distance from that median (for a normal
                     distribution 1.4826 MAD is the standard deviation; Leys and others, J. Exp. Soc. Psychol. 2013)
@@ -10,9 +11,9 @@ The root mean square and not the norm, because masks of unequal budgets have une
 a twentieth of the median counts as that: devices that agree to the last bit are no reason to leave the next one out.
 Of fewer than four updates nobody can be told from the others.
 
-Outliers are known when all updates have come. So updates are measured as they come, in the cohort's order, and read
-from the disk once more when the round closes. An update that is left out stays acknowledged: the device did its work,
-counts in the record, and the record says why the model is without it.
+Outliers are known when all updates have come, and so is what is usual in the first round. There updates are measured
+as they come, in the cohort's order, and read from the disk once more when the round closes. An update that is left out
+stays acknowledged: the device did its work, counts in the record, and the record says why the model is without it.
 
 What no model can hold does not get into one: a value that is not finite in the federation's precision. An update that
 would bring one by itself is refused when it comes (``fault_of_update``). One of a buffered round that does so when it
@@ -26,6 +27,7 @@ that was accepted a moment ago is still decoded in memory (``DecodedUpdates``); 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +47,7 @@ from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situatio
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of
 from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, staleness_weight
+from sparrow.coordinator.rounds.lengths import LENGTHS, kept, norm_of, usual
 from sparrow.coordinator.rounds.privacy import PrivateSums
 from sparrow.coordinator.rounds.robust import RobustSums
 from sparrow.coordinator.rounds.secure import Ended
@@ -214,7 +217,8 @@ class Update:
 class Intake:
     """Takes in the updates of one round, in the cohort's order.
 
-    sent: the values that devices were given.
+    sent: the values that devices were given. usual_length: that of updates of earlier rounds, None where there are none
+    (``lengths``).
     """
 
     def __init__(
@@ -223,25 +227,31 @@ class Intake:
         settings: FederationSettings,
         manifest: Manifest,
         sent: Tensors,
+        usual_length: float | None = None,
     ) -> None:
         self.sums = sums
         # In secure rounds devices have clipped, and what comes are means of their updates.
         self._clip, self._mads = None if settings.secure else settings.update_clip, settings.outlier_mads
+        self._relative = settings.relative_clip if clips_relatively(settings) else 0.0
+        self._usual = usual_length
         self._manifest = manifest
         self._sent = sent
         if isinstance(sums, OneUpdate):  # what prepares a model is no change of it, and there is no other
             self._clip = self._mads = None
-        self._measured: list[tuple[str, str, float]] = []
-        self._clipped = 0
+            self._relative = 0.0
+        self._waits = self._mads is not None or (self._relative > 0 and usual_length is None)
+        self._measured: list[tuple[str, str, float, float]] = []  # with 2-norm and root mean square
+        self._lengths: list[float] = []
+        self._clipped: dict[str, float] = {}
         self._left_out: dict[str, str] = {}
 
     def take(self, assignment_id: str, key: str, update: Update) -> None:
         """Take in the next update; key: the one under which it can be read again."""
-        if self._mads is None:
-            self._fold(update)
+        if self._waits:
+            norm = norm_of(self._manifest, self._sent, update.values, update.mask)
+            self._measured.append((assignment_id, key, norm, norm / math.sqrt(max(1, len(update.values)))))
         else:
-            moved = difference(self._manifest, self._sent, update.values, update.mask)
-            self._measured.append((assignment_id, key, float(np.sqrt(np.mean(moved * moved)))))
+            self._fold(assignment_id, update)
 
     def leave_out(self, assignment_id: str, why: str) -> None:
         """Note that an update does not count."""
@@ -253,17 +263,20 @@ class Intake:
         read: returns an update by its key, again."""
         if isinstance(self.sums, RobustSums):
             self.sums.drawn = drawn
-        if self._mads is None or not self._measured:
+        if not self._measured:
             return
-        median, spread = centre([size for _, _, size in self._measured])
-        for assignment_id, key, size in self._measured:
-            if len(self._measured) >= FEWEST and abs(size - median) > self._mads * spread:
+        if self._usual is None:
+            self._usual = usual(norm for _, _, norm, _ in self._measured)
+        median, spread = centre([size for *_, size in self._measured])
+        mads = self._mads if self._mads is not None and len(self._measured) >= FEWEST else math.inf
+        for assignment_id, key, _, size in self._measured:
+            if abs(size - median) > mads * spread:
                 self._left_out[assignment_id] = (
                     f"outlier: its values moved by {size:.3g} (root mean square), the round's median is {median:.3g}, "
-                    f"and {self._mads:g} deviations from it are {self._mads * spread:.3g}"
+                    f"and {mads:g} deviations from it are {mads * spread:.3g}"
                 )
             else:
-                self._fold(read(key))
+                self._fold(assignment_id, read(key))
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
@@ -273,36 +286,55 @@ class Intake:
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
-        """Return notes for the round's record: how many updates were clipped and left out, assignment id -> why.
+        """Return notes for the round's record: the updates that were clipped, assignment id -> to which share of their
+        length, and left out, assignment id -> why.
 
         And how many values a robust rule held back."""
         found: dict[str, Any] = {}
-        if self._clip is not None:
-            found["updates_clipped"] = self._clipped
+        if self._clip is not None or self._relative:
+            found["updates_clipped"] = len(self._clipped)
+        if self._clipped and not isinstance(self.sums, PrivateSums):  # whose are as private as the updates
+            found["clipped"] = self._clipped
+        if self._lengths:
+            found[LENGTHS] = kept(self._lengths)
         if self._mads is not None or self._left_out:
             found |= {"updates_left_out": len(self._left_out), "left_out": self._left_out}
         if isinstance(self.sums, RobustSums):
             found["values_held_back"] = self.sums.held_back
         return found
 
-    def _fold(self, update: Update) -> None:
-        if self._clip is not None:
-            update, clipped = clip(self._manifest, self._sent, update, self._clip)
-            self._clipped += clipped
+    def _fold(self, assignment_id: str, update: Update) -> None:
+        if self._relative or self._clip is not None:
+            longest = math.inf if self._clip is None else self._clip
+            if self._relative and self._usual:  # of 0 where nobody moved anything, and then nothing is unusual
+                longest = min(longest, self._relative * self._usual)
+            update, norm = clip(self._manifest, self._sent, update, longest)
+            if norm > longest:
+                self._clipped[assignment_id] = longest / norm
+            if self._relative:
+                self._lengths.append(min(norm, longest))
         self.sums.fold_in_place(update.values, update.mask, update.num_examples, update.gradients)
         if update.signs is not None:
             assert isinstance(self.sums, SignSums), "of methods whose updates bring signs"
             self.sums.fold_signs_in_place(update.signs, update.num_examples)
 
 
-def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, bool]:
-    """Return the update, its difference from what was sent cut to ``longest`` (2-norm), and whether it was longer."""
-    moved = difference(manifest, sent, update.values, update.mask)
-    norm = float(np.linalg.norm(moved))
+def clips_relatively(settings: FederationSettings) -> bool:
+    """Return whether ``relative_clip`` acts: not in secure rounds, where nobody sees single updates; not under noise,
+    where other devices' updates would decide how much of one counts; not beside a robust rule, which has its bound."""
+    return settings.relative_clip > 0 and not (
+        settings.secure or settings.robust is not None or settings.noise_multiplier is not None
+    )
+
+
+def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, float]:
+    """Return the update, its difference from what was sent cut to ``longest`` (2-norm), and the norm that it had."""
+    norm = norm_of(manifest, sent, update.values, update.mask)
     if norm <= longest:
-        return update, False
+        return update, norm
+    moved = difference(manifest, sent, update.values, update.mask)
     values = pack(manifest, sent, update.mask) + (longest / norm) * moved
-    return replace(update, values=values.astype(np.float32)), True
+    return replace(update, values=values.astype(np.float32)), norm
 
 
 def centre(sizes: list[float]) -> tuple[float, float]:
@@ -313,7 +345,7 @@ def centre(sizes: list[float]) -> tuple[float, float]:
 
 
 class Folding:
-    """The sums of one open round. decoded: updates that are still in memory.
+    """The sums of one open round. decoded: updates that are still in memory. usual_length: that of earlier updates.
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
@@ -329,6 +361,7 @@ class Folding:
         federation: Federation,
         situation: Situation,
         *,
+        usual_length: float | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._progress = progress
@@ -347,6 +380,7 @@ class Folding:
             situation.settings,
             situation.manifest,
             self._model.tensors,
+            usual_length,
         )
         self.position = self.last = 0
         self.taken: list[str] = []

@@ -204,6 +204,13 @@ class FederationSettings(_Request):
         default=None,
         description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
     )
+    relative_clip: float = Field(
+        default=10.0,
+        ge=0,
+        le=1e12,
+        description="Times the usual 2-norm of an update less what was sent (median of the last rounds): a longer one "
+        "is scaled down to it as it counts; 0: off. Without effect under secure, noise_multiplier or robust",
+    )
     outlier_mads: Limit | None = Field(
         default=None,
         description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
@@ -357,6 +364,11 @@ class FederationSettings(_Request):
     def _check(self) -> FederationSettings:
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
+        if 0 < self.relative_clip <= 1:
+            raise ValueError(
+                f"relative_clip: at {self.relative_clip:g} updates become shorter from round to round; give more than "
+                f"1, or 0 for none"
+            )
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
         if self.secure_metrics and not self.secure:
@@ -682,7 +694,7 @@ class Doing(str, Enum):
     offline = "offline"  # it has not been heard of for longer than a device is that waits for work
     small_budget = "small_budget"  # too small for its federation's method
     evaluating = "evaluating"
-    resting = "resting"  # it has handed its work back
+    resting = "resting"  # it has handed its work back, or its updates were refused
     ready = "ready"  # not drawn
 
 
@@ -1003,7 +1015,7 @@ class RoundRecord(Answer):
     prepares the model. ``privacy`` is what the models up to this round's have cost. ``unreadable`` names devices whose
     stored reports cannot be read, which are missing in all sums and means. ``left_out`` says which devices' updates,
     acknowledged all the same, its model is without, and why; ``capped`` which reported more samples than their updates
-    count with, and how many those are.
+    count with, and how many those are; ``clipped`` whose updates count shortened, and to which share of their length.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -1036,6 +1048,7 @@ class RoundRecord(Answer):
     unreadable: tuple[str, ...] = ()
     left_out: dict[str, str] = {}
     capped: dict[str, int] = {}
+    clipped: dict[str, float] = {}
     privacy: PrivacySpent | None = None
     evaluation_bytes_down: int
     evaluation_bytes_up: int

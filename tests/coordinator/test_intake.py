@@ -29,6 +29,9 @@ DIGITS = load_builtin("digits").manifest
 CALM = {"evaluation_interval": 0, "early_stopping": "off", "min_devices": 5, "cohort": 5, "rounds": 2}
 
 
+CLIPS = {**CALM, "relative_clip": 3}
+
+
 @pytest.fixture
 def new_local(tmp_path, clock):
     """Opens coordinators, each over a folder of its own."""
@@ -99,9 +102,108 @@ def test_an_outlier_is_acknowledged_counted_and_left_out_with_the_reason(coordin
 
 
 def test_without_the_settings_nothing_is_said(coordinator):
-    coordinator.create(**CALM)
+    coordinator.create(**CALM, relative_clip=0)
     play(coordinator, coordinator.enrol(*NAMES), [0.05] * 4 + [30.0])
     assert coordinator.record(1).notes == {}
+
+
+def test_an_update_much_longer_than_usual_counts_as_three_times_the_usual_one(coordinator):
+    """In the first round what is usual is the round's own lower median, later that of the rounds before."""
+    coordinator.create(**{**CLIPS, "rounds": 9})
+    devices = coordinator.enrol(*NAMES)
+    moved = play(coordinator, devices, [0.05, 0.04, 0.06, 0.05, 30.0])
+    np.testing.assert_allclose(moved, (0.05 + 0.04 + 0.06 + 0.05 + 3 * 0.05) / 5, rtol=1e-3, atol=1e-6)
+    record = coordinator.record(1)
+    assert (record.updates, record.notes["updates_clipped"], list(record.clipped)) == (5, 1, ["e"])
+    assert record.clipped["e"] == pytest.approx(3 * 0.05 / 30, rel=1e-3)
+    moved = play(coordinator, devices, [0.2, 0.1, -0.4, 0.1, 1e6])
+    np.testing.assert_allclose(moved, (0.15 + 0.1 - 0.15 + 0.1 + 0.15) / 5, rtol=1e-3, atol=1e-6)
+    assert list(coordinator.record(2).clipped) == ["a", "c", "e"]
+
+
+def test_by_default_an_update_counts_as_ten_times_the_usual_one_at_most(coordinator):
+    coordinator.create(**CALM)
+    moved = play(coordinator, coordinator.enrol(*NAMES), [0.05, 0.05, 0.05, 0.4, 1e6])
+    np.testing.assert_allclose(moved, (3 * 0.05 + 0.4 + 0.5) / 5, rtol=1e-3, atol=1e-6)
+    assert list(coordinator.record(1).clipped) == ["e"]
+
+
+def test_updates_within_the_clip_give_the_same_model_bit_for_bit(new_local):
+    made = []
+    for relative_clip in (3, 0):
+        coordinator = new_local()
+        coordinator.create(**{**CALM, "relative_clip": relative_clip})
+        devices = coordinator.enrol(*NAMES, b=0.4, d=0.2)
+        for moves in ([0.05, 0.06, 0.04, -0.05, 0.08], [0.02, -0.06, 0.05, 0.01, 0.1]):
+            play(coordinator, devices, moves)
+        made.append(coordinator.model())
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+def test_less_than_half_of_the_devices_never_raise_what_is_usual(coordinator, liars):
+    """They agree with each other, and send more in every round."""
+    names = TEN[: 2 * liars + 1]
+    coordinator.create(**{**CLIPS, "rounds": 20, "cohort": len(names), "min_devices": len(names)})
+    devices = coordinator.enrol(*names)
+    honest = [0.05] * (len(names) - liars)
+    for number in range(4):
+        moved = play(coordinator, devices, honest + [100.0**number] * liars)
+        np.testing.assert_allclose(moved, (sum(honest) + liars * 0.15) / len(names), rtol=1e-3, atol=1e-6)
+
+
+def test_of_two_devices_the_longer_is_no_measure_of_itself(coordinator):
+    coordinator.create(**{**CLIPS, "rounds": 20, "cohort": 2, "min_devices": 2})
+    devices = coordinator.enrol("a", "b")
+    for number in range(4):
+        moved = play(coordinator, devices, [0.05, 100.0**number])
+        np.testing.assert_allclose(moved, (0.05 + 0.15) / 2, rtol=1e-3, atol=1e-6)
+
+
+def test_devices_of_small_budgets_move_the_model_no_further(coordinator):
+    """What counts is the length over all values that an update brings, which may be few."""
+    coordinator.create(**CLIPS)
+    devices = coordinator.enrol(*NAMES, a=0.2, b=0.4)
+    play(coordinator, devices, [0.05, 0.05, 0.05, 0.05, 0.05])
+    assert coordinator.record(1).clipped == {}
+    moved = play(coordinator, devices, [30.0, 0.0, 0.0, 0.0, 0.0])
+    assert list(coordinator.record(2).clipped) == ["a"]
+    assert np.linalg.norm(moved) <= 3 * 0.05 * DIGITS.shared_values**0.5 * 1.001
+
+
+def test_what_is_usual_is_the_same_after_a_restart(tmp_path, clock):
+    coordinator = LocalCoordinator(tmp_path, clock)
+    coordinator.create(**CLIPS)
+    devices = coordinator.enrol(*NAMES)
+    play(coordinator, devices, [0.05, 0.04, 0.06, 0.05, 0.05])
+    coordinator.close()
+    coordinator = LocalCoordinator(tmp_path, clock)
+    for device in devices:
+        device.coordinator = coordinator
+    moved = play(coordinator, devices, [0.05] * 4 + [30.0])
+    np.testing.assert_allclose(moved, (4 * 0.05 + 0.15) / 5, rtol=1e-3, atol=1e-6)
+    coordinator.close()
+
+
+def test_where_most_updates_move_nothing_nothing_is_unusual(coordinator):
+    coordinator.create(**CLIPS)
+    moved = play(coordinator, coordinator.enrol(*NAMES), [0.0, 0.0, 0.0, 0.1, 0.1])
+    np.testing.assert_allclose(moved, 0.04, rtol=1e-3, atol=1e-6)
+    assert coordinator.record(1).clipped == {}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "elements", "blocks"])
+def test_the_relative_clip_holds_whatever_an_update_is_made_of(coordinator, kind):
+    settings = {**CLIPS, "cohort": 3, "min_devices": 3, "local_epochs": 1, **EVERY_KIND[kind]}
+    coordinator.create(**settings)
+    devices = coordinator.enrol("a", "b", "c")
+    before = packed(coordinator).astype(np.float64)
+    coordinator.rounds.advance()
+    for device, far in zip(devices, (0.01, 0.01, 1e6), strict=True):
+        assert answer(device, device.ask(), packed(coordinator) + np.float32(far))
+    coordinator.rounds.advance()
+    assert list(coordinator.record(1).clipped) == ["c"]
+    assert np.abs(packed(coordinator) - before).max() < 0.1
 
 
 def test_robust_rules_in_a_whole_round(coordinator):
@@ -200,6 +302,18 @@ def take_all(small, moves, mads):
     return intake
 
 
+@pytest.mark.parametrize(
+    "settings", [{"robust": "median"}, {"noise_multiplier": 1.0, "update_clip": 1e6}, {"secure": True}]
+)
+def test_beside_a_rule_noise_or_masks_no_update_is_measured_by_others(small, settings):
+    sent = initial_values(small, 0)
+    base = pack(small, sent, None)
+    intake = Intake(Kept(), FederationSettings(**settings), small, sent, usual_length=0.1)
+    for far in (0.1, 9.0):
+        intake.take(f"{far}", f"{far}", Update(base + np.float32(far), None, 1))
+    assert [np.abs(values - base).max().round(1) for values in intake.sums.values] == pytest.approx([0.1, 9.0])
+
+
 def test_three_updates_are_too_few_to_tell(small):
     assert take_all(small, [0.1, 0.1, 9.0], 3).sums.updates == 3
     assert take_all(small, [0.1, 0.1, 0.1, 9.0], 3).notes()["left_out"].keys() == {"id-3"}
@@ -223,11 +337,11 @@ def test_clipping_keeps_direction_and_what_is_short_enough(small):
     base = pack(small, sent, None)
     moved = np.random.default_rng(0).normal(size=len(base)).astype(np.float32)
     update = Update(base + moved, None, 1)
-    same, clipped = clip(small, sent, update, 1e6)
+    same, norm = clip(small, sent, update, 1e6)
     assert same is update
-    assert not clipped
-    short, clipped = clip(small, sent, update, 0.5)
-    assert clipped
+    assert norm == pytest.approx(np.linalg.norm(moved), rel=1e-4)
+    short, norm = clip(small, sent, update, 0.5)
+    assert norm == pytest.approx(np.linalg.norm(moved), rel=1e-4)
     change = short.values.astype(np.float64) - base
     assert np.linalg.norm(change) == pytest.approx(0.5, rel=1e-4)
     assert change @ moved == pytest.approx(0.5 * np.linalg.norm(moved), rel=1e-4)
@@ -419,7 +533,7 @@ PLAIN = {**CALM, "cohort": 10, "min_devices": 10, "rounds": 5, "method": "fedavg
 
 def lie(coordinator, claimed, told=10, **settings):
     """The mean of a round in which the others send 0 and device ``a`` sends 1: its share. Counts are 10 each."""
-    coordinator.create(**{**PLAIN, **settings})
+    coordinator.create(**{**PLAIN, "relative_clip": 0, **settings})
     devices = coordinator.enrol(*TEN, examples={**dict.fromkeys(TEN, 10), "a": told})
     coordinator.rounds.advance()
     for device in devices:
@@ -516,10 +630,11 @@ def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(
 
 
 def test_what_bounds_no_device_is_said_once_when_a_federation_is_made(coordinator, caplog):
-    coordinator.create(**CALM)
+    coordinator.create(**CALM, relative_clip=0)
     assert "nothing bounds how far one device can move the global model" in coordinator.info().notice
     assert [record.message for record in caplog.records] == [f"f: {coordinator.info().notice}"]
-    bounds = ({"update_clip": 1.0}, {"update_norm_limit": 1.0}, {"outlier_mads": 5.0}, {"robust": "median"})
+    bounds = ({}, {"relative_clip": 0, "update_clip": 1.0}, {"relative_clip": 0, "update_norm_limit": 1.0})
+    bounds += ({"relative_clip": 0, "outlier_mads": 5.0}, {"relative_clip": 0, "robust": "median"})
     for number, bound in enumerate(bounds):
         coordinator.create(f"g{number}", **CALM, **bound)
         assert coordinator.info(f"g{number}").notice is None

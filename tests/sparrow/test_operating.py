@@ -51,12 +51,12 @@ def test_it_is_gone_for_good_and_its_name_is_free(sparrow, night, lab):
 def test_who_publishes_is_told_that_nothing_bounds_a_device(sparrow, night, lab):
     lab.delete("/v1/federations/night")
     words = ("publish", "night", "--server", night, "--json")
-    code, out, err = sparrow(*words, "--update-clip", "10")
+    code, out, err = sparrow(*words)
     assert (code, json.loads(out)["notice"], err) == (0, None, "")
     lab.delete("/v1/federations/night")
-    code, out, err = sparrow(*words)
+    code, out, err = sparrow(*words, "--relative-clip", "0")
     assert (code, err) == (0, f"warning: {json.loads(out)['notice']}\n")
-    assert "set update_clip or update_norm_limit, and outlier_mads or robust" in err
+    assert "set relative_clip, update_clip or robust" in err
 
 
 def test_a_person_is_asked(sparrow, night, lab, monkeypatch):

@@ -102,6 +102,13 @@ def test_momentum_belongs_to_sgd():
         FederationSettings(momentum=0.9, optimizer="adam")
 
 
+def test_a_relative_clip_that_shortens_every_round_is_refused():
+    assert FederationSettings(relative_clip=0).relative_clip == 0
+    for share in (0.5, 1):
+        with pytest.raises(ValidationError, match="updates become shorter from round to round; give more than 1, or 0"):
+            FederationSettings(relative_clip=share)
+
+
 def test_settings_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         FederationSettings().rounds = 3
