@@ -1,12 +1,12 @@
-"""``python -m benchmarks.clipping --data DIR``: what ``relative_clip`` takes from honest devices, and leaves to liars.
+"""``python -m benchmarks.clipping --data DIR``: effects of ``relative_clip`` on honest and on malicious devices.
 
 Honest: FedSPU with budgets from 0.2 to 1, DEVICES devices, all of them in every round, with skewed classes and unequal
 numbers of samples (``har``: people). A federation in which no update was clipped has the same models without the clip,
 bit for bit; another is played again without it.
 
-Liars: rounds without training, in which honest updates are random and of unequal lengths and each of f liars of n sends
-1e5 in every value of one direction. The mean's move along that direction is given in honest updates' median lengths:
-in the worst round of ROUNDS, and in their sum, if no honest device pulls it back.
+Malicious: rounds without training, in which honest updates are random and of unequal lengths, f of n devices send 1e5
+in every value of one direction. The mean's move along that direction is given in honest updates' median lengths: in the
+worst round of ROUNDS, and in their sum, if no honest device pulls it back.
 
 It prints both tables and writes the first one's rows to ``docs/results/clipping.jsonl``.
 """
@@ -52,7 +52,7 @@ TASKS = {
     "har": ("partition=person", (23,)),
 }
 """Task -> its partition, and of how many parts devices have theirs, in turn: of fewer parts, more samples."""
-LIARS = ((1, 10), (2, 10), (4, 10), (5, 10), (6, 10), (1, 2))
+MALICIOUS = ((1, 10), (2, 10), (4, 10), (5, 10), (6, 10), (1, 2))
 CLAIMS = (1, 10)
 """Times an honest device's samples: more than ten times the median do not count."""
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     cells = [(task, seed) for task in options.tasks for seed in options.seeds]
     rows = [honest(task, seed, options.data, options.times) for task, seed in tqdm(cells, unit="federation")]
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{machine()}\n\n{table_of(rows)}\n\n{table_of_liars()}")
+    print(f"{machine()}\n\n{table_of(rows)}\n\n{table_of_malicious()}")
 
 
 def honest(task: str, seed: int, folder: Path, times: float) -> Row:
@@ -152,22 +152,22 @@ def table_of(rows: list[Row]) -> str:
     return markdown_table(header, body)
 
 
-# --- liars -----------------------------------------------------------------------------------------------------------
+# --- malicious devices -----------------------------------------------------------------------------------------------
 
 
-def table_of_liars() -> str:
-    """Return the table of liars: for each number of them, with honest weights and with ten times those."""
-    header = ("liars", "samples that each claims", "worst round", f"{ROUNDS} rounds")
+def table_of_malicious() -> str:
+    """Return the table of malicious devices: for each number of them, with honest weights and with ten times those."""
+    header = ("malicious", "samples that each claims", "worst round", f"{ROUNDS} rounds")
     body = []
-    for liars, devices in LIARS:
+    for malicious, devices in MALICIOUS:
         for claim in CLAIMS:
-            moves = list(lied(liars, devices, claim))
-            body.append((f"{liars} of {devices}", f"{claim} times", f"{max(moves):.3g}", f"{sum(moves):.3g}"))
+            moves = list(lied(malicious, devices, claim))
+            body.append((f"{malicious} of {devices}", f"{claim} times", f"{max(moves):.3g}", f"{sum(moves):.3g}"))
     return markdown_table(header, body)
 
 
-def lied(liars: int, devices: int, claim: int) -> Iterator[float]:
-    """Yield how far each round's mean moves along the liars' direction, in honest updates' median lengths."""
+def lied(malicious: int, devices: int, claim: int) -> Iterator[float]:
+    """Yield how far each round's mean moves along their direction, in honest updates' median lengths."""
     manifest = load_builtin("digits").manifest
     chance = np.random.default_rng(0)
     sent = initial_values(manifest, 0)
@@ -176,11 +176,11 @@ def lied(liars: int, devices: int, claim: int) -> Iterator[float]:
     direction /= np.linalg.norm(direction)
     noted: list[list[float]] = []
     for _ in range(ROUNDS):
-        sizes = 0.01 * np.exp(chance.normal(0, 0.4, devices - liars))
+        sizes = 0.01 * np.exp(chance.normal(0, 0.4, devices - malicious))
         moves = [size * chance.normal(size=len(start)) for size in sizes]
         updates = [Update((start + move).astype(np.float32), None, 10) for move in moves]
         far = np.float32(1e5 * len(start) ** 0.5) * direction
-        updates += [Update((start + far).astype(np.float32), None, 10 * claim)] * liars
+        updates += [Update((start + far).astype(np.float32), None, 10 * claim)] * malicious
         sums = MaskedSums(manifest)
         usual_length = usual(length for lengths in noted[-WINDOW:] for length in lengths)
         intake = Intake(sums, FederationSettings(), manifest, sent, usual_length)

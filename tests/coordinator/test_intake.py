@@ -140,16 +140,16 @@ def test_updates_within_the_clip_give_the_same_model_bit_for_bit(new_local):
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("liars", [1, 2])
-def test_less_than_half_of_the_devices_never_raise_what_is_usual(coordinator, liars):
+@pytest.mark.parametrize("malicious", [1, 2])
+def test_less_than_half_of_the_devices_never_raise_what_is_usual(coordinator, malicious):
     """They agree with each other, and send more in every round."""
-    names = TEN[: 2 * liars + 1]
+    names = TEN[: 2 * malicious + 1]
     coordinator.create(**{**CLIPS, "rounds": 20, "cohort": len(names), "min_devices": len(names)})
     devices = coordinator.enrol(*names)
-    honest = [0.05] * (len(names) - liars)
+    honest = [0.05] * (len(names) - malicious)
     for number in range(4):
-        moved = play(coordinator, devices, honest + [100.0**number] * liars)
-        np.testing.assert_allclose(moved, (sum(honest) + liars * 0.15) / len(names), rtol=1e-3, atol=1e-6)
+        moved = play(coordinator, devices, honest + [100.0**number] * malicious)
+        np.testing.assert_allclose(moved, (sum(honest) + malicious * 0.15) / len(names), rtol=1e-3, atol=1e-6)
 
 
 def test_of_two_devices_the_longer_is_no_measure_of_itself(coordinator):

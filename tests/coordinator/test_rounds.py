@@ -665,34 +665,34 @@ def send_still(device, assignment):
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_device_that_is_refused_three_times_in_a_row_rests_whatever_it_says(coordinator, train, clock, caplog, kind):
     coordinator.create(update_norm_limit=1.0, rounds=9, min_devices=1)
-    liar, honest = coordinator.enrol("a", "b")
+    hostile, honest = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
-    assignment = liar.ask()
+    assignment = hostile.ask()
     body = refused_bodies(train, assignment)[kind]
     for _ in range(2):
         with pytest.raises(BadContent):
-            liar.send(assignment, body)
+            hostile.send(assignment, body)
     assert coordinator.record(1).handed_back == 0
     with pytest.raises(BadContent, match="3 updates in a row were refused, so this device gets no work for 10 minutes"):
-        liar.send(assignment, body)
+        hostile.send(assignment, body)
     assert "3 updates of a in a row were refused, so it gets no work for 10 minutes" in caplog.text
     with pytest.raises(RoundClosed):
-        liar.send(assignment, body)
-    coordinator.devices.change(liar.id, ChangeDevice(conditions=Conditions()))
+        hostile.send(assignment, body)
+    coordinator.devices.change(hostile.id, ChangeDevice(conditions=Conditions()))
     send_still(honest, honest.ask())
     for _ in range(2):
         coordinator.rounds.advance()
-        assert liar.ask() is None
+        assert hostile.ask() is None
         send_still(honest, honest.ask())
     assert (coordinator.record(1).handed_back, coordinator.record(2).cohort) == (1, ("b",))
     clock.pass_seconds(600)
     coordinator.rounds.advance()
-    assignment = liar.ask()
+    assignment = hostile.ask()
     assert assignment is not None
     with pytest.raises(BadContent, match="4 updates in a row were refused"):
-        liar.send(assignment, body)
+        hostile.send(assignment, body)
     coordinator.rounds.advance()
-    assert liar.ask() is None
+    assert hostile.ask() is None
 
 
 def test_an_accepted_update_ends_the_count_of_refusals(coordinator):
