@@ -801,7 +801,7 @@ def broken_updates(train, assignment):
     short = np.zeros(count_values(DIGITS, fewer), dtype=np.float32)
     return {
         "precision": bundle.encode(DIGITS, values, mask, precision="fp16", report=report),
-        "mask: it is not the one of round 1 for a": bundle.encode(DIGITS, short, fewer, report=report),
+        "mask: it is not the one of round 1 for ": bundle.encode(DIGITS, short, fewer, report=report),
         "not the one of round 1": bundle.encode(
             DIGITS, pack(DIGITS, initial_values(DIGITS, 0), None), None, report=report
         ),
@@ -813,14 +813,17 @@ def broken_updates(train, assignment):
 
 
 def test_what_breaks_the_contract_changes_nothing(coordinator, train):
-    coordinator.create()
-    one, two = coordinator.enrol("a", "b", a=0.5)
+    coordinator.create(cohort=20)
+    one, two, *more = coordinator.enrol(*"abcdefghijklmnopqrst", **dict.fromkeys("acdefghijklmnopqrst", 0.5))
     coordinator.rounds.advance()
     assignment = one.ask()
     before = coordinator.record(1), coordinator.model()
-    for said, body in broken_updates(train, assignment).items():
+    for said, device in zip(
+        broken_updates(train, assignment), more, strict=False
+    ):  # one each: three in a row would rest
+        work = device.ask()
         with pytest.raises((BadContent, BundleError), match=said):
-            one.send(assignment, body)
+            device.send(work, broken_updates(train, work)[said])
     with pytest.raises(NotAllowed, match="belongs to another device"):
         two.send(assignment, train(DIGITS, assignment))
     with pytest.raises(NotAllowed):
