@@ -1,4 +1,6 @@
-"""``python -m benchmarks.coordinator.attacks``: what a caller without a token, and an enrolled device, can cost others.
+"""``python -m benchmarks.coordinator.attacks``: costs for others of attacks by callers of three kinds.
+
+These are callers without a token, an enrolled device, and the publisher of a model, who has the admin token.
 
 Each attack has a coordinator of its own, with the large model of the comparison and one honest device. It comes from
 this machine's network address, so that the limits hold for it, for ``SECONDS``. Meanwhile the honest device, and a
@@ -31,11 +33,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 from tqdm import tqdm
 
 from edge_sdk.device.transport import Transport, connect
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.messages import Enrol
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import GraphName, Tensors
+from edge_sdk.protocol.messages import CreateFederation, Enrol, FederationSettings
 from edge_sdk.publish import publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.contest import Row
@@ -171,6 +178,47 @@ def _once(of: Callable[[Target], bytes]) -> Callable[[Target, int], Iterator[byt
     return lambda target, number: iter([of(target)])
 
 
+def _publication(step: bytes) -> Callable[[Target], bytes]:
+    """Return what publishes the digits' model under a new name, with another training step."""
+    known = load_builtin("digits")
+    files: dict[GraphName, bytes] = {**known.graphs, "step": step}
+    described = known.manifest.with_graphs(files).text.encode()
+    parts: dict[str, bytes] = {"manifest": described, **{str(name): file for name, file in files.items()}}
+    return _of_parts({f"sparrow.{name}": np.frombuffer(part, np.uint8) for name, part in parts.items()})
+
+
+def _manifest(**fields: object) -> Callable[[Target], bytes]:
+    """Return what publishes the digits' model with other fields in its manifest."""
+    described: dict[str, object] = json.loads(load_builtin("digits").manifest.text)
+    said = {**described, **fields}
+    return _of_parts({"sparrow.manifest": np.frombuffer(json.dumps(said).encode(), np.uint8)})
+
+
+def _of_parts(parts: Tensors) -> Callable[[Target], bytes]:
+    def of(target: Target) -> bytes:
+        name = f"a{secrets.token_hex(8)}"
+        body = checkpoint.save(parts, CreateFederation(name=name, settings=FederationSettings()).model_dump_json())
+        return _posted(target, "/v1/federations", body)
+
+    return of
+
+
+def _posted(target: Target, path: str, body: bytes) -> bytes:
+    admin, size = f"Bearer {TOKENS['COORDINATOR_ADMIN_TOKEN']}", str(len(body))
+    head = target.head("POST", path, Authorization=admin, Content_Type=checkpoint.MEDIA_TYPE, Content_Length=size)
+    return head + body
+
+
+def _slow_step() -> bytes:
+    """Return the digits' step with a pool that takes minutes for a sample."""
+    step = onnx.load_from_string(load_builtin("digits").graphs["step"])
+    constant = numpy_helper.from_array(np.array([1, 1, 2000, 2000]), "attack.size")
+    step.graph.initializer.append(constant)
+    step.graph.node.append(helper.make_node("Expand", ["loss", "attack.size"], ["attack.wide"]))
+    step.graph.node.append(helper.make_node("AveragePool", ["attack.wide"], ["attack"], kernel_shape=[900, 900]))
+    return bytes(step.SerializeToString())
+
+
 LINE = b"".join(b"X-%d: %s\r\n" % (number, b"y" * 100) for number in range(500))
 START = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 CHUNKED = b"POST /v1/federations/x/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -181,6 +229,8 @@ MANY = 300
 """Connections of an attack that holds as many as it can."""
 POLL = f"/v1/federations/{FEDERATION}/assignment?wait=50"
 MODEL = f"/v1/federations/{FEDERATION}/model"
+FAST_STEP = f"/v1/federations/{FEDERATION}/fast-step.onnx"
+TEST_FILE = checkpoint.save({"inputs": np.zeros((1, 1), np.float32), "targets": np.zeros(1, np.int64)})
 
 ANYBODY: dict[str, Attack] = {
     "header lines without end": keep(20, lambda target, number: _endless(LINE, START)),
@@ -204,6 +254,10 @@ ANYBODY: dict[str, Attack] = {
     "descriptions and manifests": repeat(32, _get(f"/v1/federations/{FEDERATION}/manifest", device=False)),
     "unread manifests": keep(MANY, _once(_get(f"/v1/federations/{FEDERATION}/manifest", device=False))),
     "long queries": repeat(32, _get(f"/v1/federations/{FEDERATION}/devices?search={'y' * 7000}", device=False)),
+    "steps for pages": repeat(60, _get(f"{FAST_STEP}?ratio=0.5", device=False)),
+    "steps for pages of budgets that nobody has": repeat(
+        60, lambda target: _get(f"{FAST_STEP}?ratio={secrets.randbelow(10**9) / 10**9}", device=False)(target)
+    ),
     "calls of nothing": repeat(32, _get("/v1/nothing", device=False)),
     "calls that are not waited for": repeat(32, _get(f"/v1/federations/{FEDERATION}", device=False), answers=False),
 }
@@ -246,6 +300,22 @@ DEVICE: dict[str, Attack] = {
     "heartbeats": repeat(
         16, lambda target: target.head("POST", f"/v1/assignments/{target.assignment}/heartbeat", device=True)
     ),
+}
+
+
+ADMIN: dict[str, Attack] = {
+    "steps that are no graphs": repeat(8, _publication(b"\xff" * 1000)),
+    "steps of minutes": repeat(8, _publication(_slow_step())),
+    "manifests of gigabytes": repeat(
+        8,
+        _manifest(
+            tensors=[
+                {"name": f"t{number}", "shape": [2**30], "policy": "personal", "trainable": True}
+                for number in range(16)
+            ]
+        ),
+    ),
+    "evaluations": repeat(8, lambda target: _posted(target, f"{MODEL}/evaluation", TEST_FILE)),
 }
 
 
@@ -416,7 +486,7 @@ def main(arguments: list[str] | None = None) -> int:
     host = options.host or network_address()
     wanted = [
         (who, name, attack)
-        for who, attacks in (("no token", ANYBODY), ("device", DEVICE))
+        for who, attacks in (("no token", ANYBODY), ("device", DEVICE), ("admin", ADMIN))
         for name, attack in attacks.items()
         if options.only in name
     ]
