@@ -1,4 +1,4 @@
-"""What training steps take, against what is predicted of them before they run.
+"""Time and memory of training steps, measured and as predicted before they run.
 
     python -m benchmarks.graph_costs [--only WORD] [--samples 8]
 

@@ -66,7 +66,7 @@ as slow for all."""
 LONGEST_REST = 0.05
 """The longest pause of the thread of the rounds between two looks, s; it rests for as long as a look took."""
 PUBLISHING_SECONDS = 120.0
-"""How long publications may take, of which none ends, before those that wait for them give up."""
+"""Seconds without the end of a publication after which waiting ones give up."""
 READY_SECONDS = 3.0
 """How long an answer on readiness waits for records and blobs."""
 

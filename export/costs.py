@@ -1,4 +1,4 @@
-"""What the nodes of a checked graph cost, predicted before any of them runs.
+"""Prediction of the work of a graph's nodes, from their shapes, before any of them runs.
 
 The work of a node is counted from its shapes: products of matrices, values that are read or written one after the
 other, and plain code. Each is given in nanoseconds of a reference machine (one core of an AMD EPYC, ONNX Runtime

@@ -30,7 +30,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Row:
-    """What a step took, and what was predicted. error: the runtime's, for a step that it does not run."""
+    """Time and memory of a step, and the predictions. error: the runtime's, if it does not run the step."""
 
     seed: int
     operators: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Random training steps that the check of graphs accepts, for comparing what they take with what is predicted.
+"""Random training steps that devices accept, to compare predictions of their costs with runs.
 
 Each is drawn from a seed: a few nodes of any accepted operator, on a batch and a weight, with attributes, sizes and
-broadcasts that models seldom have. Every value ends in the loss, so that nothing is left out when the step runs.
+broadcasts that models seldom have. The loss depends on every value, so that the runtime leaves out none.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ def test_the_engine_reads_what_a_method_declares():
     assert not found, "\n".join(found)
 
 
+@functools.cache
 def words_of(name: str) -> set[str]:
     """Return the words of a name in snake or camel case; `Visit` was a class, to visit a tree is usual."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)

@@ -31,7 +31,7 @@ LOOK_UPS = 8
 PUBLICATIONS = 2
 """Models that are published at a time: the check of their graphs takes seconds of a core."""
 EVALUATIONS, WAITING_EVALUATIONS = 1, 4
-"""Evaluations of global models at a time, each of which takes gigabytes at most, and those that wait."""
+"""Evaluations of global models at a time, and evaluations that wait. One may take gigabytes."""
 MOST_WAITING = 2000
 """Calls that wait for a thread: twice as many as there are devices in a large fleet, all of which come at once."""
 

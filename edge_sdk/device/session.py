@@ -114,7 +114,6 @@ from sparrow.devices import EnergyMeter
 
 if TYPE_CHECKING:
     from edge_sdk.device.secure import SecureRound
-    from edge_sdk.engines.checking import Needs
 
 log = logging.getLogger(__name__)
 
@@ -446,22 +445,21 @@ class Session:
         """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
         return self._graph("skeleton")
 
-    @property
+    @cached_property
     def graphs(self) -> Graphs | None:
         """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
         was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
-        return None if self._checked_graphs is None else self._checked_graphs[0]
-
-    @cached_property
-    def _checked_graphs(self) -> tuple[Graphs, tuple[Needs, Needs]] | None:
-        return fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
+        found = fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
+        if found is None:
+            return None
+        graphs, self._needs = found
+        return graphs
 
     def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
-        assert self._checked_graphs is not None, "the manifest names them"
-        graphs, needs = self._checked_graphs
+        assert self.graphs is not None, "the manifest names them"
         free = (self._memory_limit or room("cpu")) - held("cpu")
-        check_costs(task, self.manifest, graphs, needs, free=free, trial=not self._trust.built_in)
-        return open_onnx(task, self.manifest, self.info, graphs, prepare, budget)
+        check_costs(task, self.manifest, self.graphs, self._needs, free=free, trial=not self._trust.built_in)
+        return open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
 
     def _take_new_version(self) -> None:
         """Go on with a new version of the federation's model, of the same values and of other graphs.
@@ -480,7 +478,7 @@ class Session:
         log.warning("the federation's model has a new version; this device goes on with it")
         before, self.manifest = self.manifest, manifest
         prepares_alike = before.preparation_sha256 == manifest.preparation_sha256
-        self.__dict__.pop("_checked_graphs", None)
+        self.__dict__.pop("graphs", None)
         try:
             task = self.task if prepares_alike else replace(self._load_task(), compute=self.task.compute)
             _, engine = self._open_onnx(task, None, self.budget)

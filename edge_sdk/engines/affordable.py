@@ -1,4 +1,4 @@
-"""Whether a device can afford a federation's graphs: predicted before anything of their size exists, then tried.
+"""Check that a device can afford a federation's graphs: by prediction before anything is allocated, then by a trial.
 
 Nothing ends ONNX Runtime within a node. So no node may be predicted to take longer than ``MOST_SECONDS`` for a batch of
 this device, on this device; what a batch takes must fit its memory; and a published step, which may be made to deceive

@@ -35,7 +35,7 @@ LARGEST_CONSTANT = 1024 * 1024
 SAMPLES = (2, 3)
 """Numbers of samples that sizes are inferred at."""
 FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**34
-"""Most work of a sample's step, in FLOPs that take as long: so many times those of the manifest's layers, and more."""
+"""Limit of the work for one sample, in FLOPs that take as long: a multiple of the manifest's layers, and a constant."""
 
 OPERATORS = names(
     """
@@ -61,10 +61,9 @@ DRAWN = {"uniform": 2, "normal": 2, "uniform_step": 1, "normal_step": 1}
 
 
 class Needs:
-    """What the nodes of a graph take, for any number of samples: bytes that are held while each runs, beside the
-    model's tensors, and its work.
+    """Memory and work of each node of a graph, for any number of samples.
 
-    walks: of ``SAMPLES`` samples.
+    walks: of ``SAMPLES`` samples. Both grow linearly with the number of samples, or not at all.
     """
 
     def __init__(self, model: ModelProto, walks: Sequence[Walk]) -> None:

@@ -134,7 +134,7 @@ def host_of(client, plan, folder, engine="onnx"):
     if engine == "torch":
         trainer = TorchTrainer(task_of(0), known, plan.compute, {})
     else:
-        graphs = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
+        graphs, _ = fetch_graphs(known.manifest, partial(transport.graph, plan.federation))
         trainer = OnnxTrainer(task_of(0), known, Sessions(graphs))
     return Host(plan, client, folder, known, task_of, trainer, reference=None)
 

@@ -164,7 +164,7 @@ HOSTILE = {
     "neither real nor complex": (dft(21, shape=(32, 3)), "is to be 1, of real values, or 2"),
     "the samples' axis": (dft(21, axis=0, onesided=1), "the preparation makes"),
     "countless bands": (mel(bands=2**40), "input 0 is to be one constant"),
-    "many bands": (mel(bands=2**20, length=2**16), "bytes of constants"),
+    "many bands": (mel(bands=2**20, length=2**16), "predicted to take"),
     "bands beyond the spectrum": (mel(highest=16000.0), "do not lie within the spectrum"),
     "bands at no frequency": (mel(highest=np.nan), "do not lie within the spectrum"),
     "bands below 0": (mel(lowest=-700.0), "do not lie within the spectrum"),

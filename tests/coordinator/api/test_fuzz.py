@@ -230,7 +230,9 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
             assignment = ask(client, headers)
         else:
             assert answer.headers["content-type"] == "application/problem+json"
-            assert answer.json()["detail"]
+            if "gets no work" in answer.json()["detail"]:  # it rests after three refusals, and another goes on
+                _, headers = enrol(client, f"a{number}", budget=0.5)
+                assignment = ask(client, headers)
     assert resident() - before < 64 * MEGABYTE
     assert came[422] > count / 2
     assert put(client, headers, assignment, train(DIGITS, assignment)).status_code == 201
