@@ -125,6 +125,8 @@ MOST_TRANSFORM_FLOPS = 2**32
 """FLOPs of one node's Fourier transforms for one sample: ONNX Runtime takes some ten seconds for them on one core."""
 MOST_SECONDS = 2.0
 """Seconds that a node may take, as predicted: nothing ends a run within a node."""
+MOST_GRAPH_SECONDS = 60.0
+"""Seconds that a graph may take for one sample, as predicted."""
 
 _WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4}
 """Operators that take a multiple of their results while they run."""
@@ -188,10 +190,14 @@ def check_sizes(model: ModelProto) -> None:
 
 
 def samples_at_once(model: ModelProto, most: int) -> int:
-    """Return how many samples, at most ``most``, this checked model may run at a time within ``MOST_AT_ONCE``."""
+    """Return how many samples, at most ``most``, this checked model may run at a time.
+
+    They take at most ``MOST_AT_ONCE`` bytes, and no node of the model ``MOST_SECONDS``.
+    """
     while most > 1:
         try:
-            if Walk(model, samples=most).run() <= MOST_AT_ONCE:
+            walk = Walk(model, samples=most)
+            if walk.run() <= MOST_AT_ONCE and max(map(REFERENCE.seconds, walk.work), default=0) <= MOST_SECONDS:
                 return most
         except SkeletonError:
             pass
@@ -270,6 +276,12 @@ class Walk:
                         f"{_named(node)}: the graph would compute {self._constants:,} bytes of constants; compute "
                         f"less in forward that does not depend on the input"
                     )
+        seconds = sum(map(REFERENCE.seconds, self.work))
+        if self._samples == 1 and seconds > MOST_GRAPH_SECONDS:
+            raise SkeletonError(
+                f"the graph is predicted to take {seconds:,.0f} s for one sample, at most {MOST_GRAPH_SECONDS:g} s are "
+                f"accepted; publish a smaller model"
+            )
         return peak
 
     def _infer(self, node: NodeProto) -> dict[str, int]:

@@ -22,7 +22,7 @@ from edge_sdk.engines import Graphs
 from edge_sdk.protocol.errors import GraphError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
-from sparrow.export.bounds import MOST_SECONDS, Walk, check_fields, names, too_slow
+from sparrow.export.bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, names, too_slow
 from sparrow.export.costs import FLOP, REFERENCE, Speed
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import check_node, check_structure, parse, refuse_external
@@ -250,7 +250,7 @@ def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
     name, operator, longest = needs.slowest(1)
     if longest > MOST_SECONDS:
         raise too_slow(name, operator, longest, "one sample")
-    most = FLOP * 1e-9 * (FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE)
+    most = min(MOST_GRAPH_SECONDS, FLOP * 1e-9 * (FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE))
     if (seconds := needs.seconds(1)) > most:
         raise GraphError(
             f"it is predicted to take {seconds:.2f} s for a sample, and a step of this manifest's layers takes at most "

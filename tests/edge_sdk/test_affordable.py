@@ -12,7 +12,8 @@ from edge_sdk.engines.affordable import TooCostly, check_affordable, try_step
 from edge_sdk.engines.checking import check_graphs
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import GraphError
-from sparrow.export.bounds import MIB
+from sparrow.export.bounds import MIB, check_sizes, samples_at_once
+from sparrow.export.errors import SkeletonError
 
 from ..graphs import step_of
 
@@ -127,3 +128,33 @@ def test_built_in_steps_are_far_from_the_limits(task):
     step, _ = check_graphs(graphs, known.manifest)
     assert step.slowest(32)[2] < 0.2
     assert step.bytes(32) < 128 * MIB
+
+
+def forward_of(shape, *nodes):
+    """A forward pass as a skeleton has it, whose result is that of the last node."""
+    given = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", *shape])
+    graph = helper.make_graph(nodes, "forward", [given], [helper.make_empty_tensor_value_info(nodes[-1].output[0])])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_a_forward_pass_that_takes_seconds_within_a_node_is_refused():
+    check_sizes(forward_of((4, 50, 50), node("AveragePool", "input", "y", kernel_shape=[20, 20])))
+    with pytest.raises(SkeletonError, match=r"'y' .* predicted to take .* s for one sample"):
+        check_sizes(forward_of((16, 400, 400), node("AveragePool", "input", "y", kernel_shape=[200, 200])))
+
+
+def test_a_forward_pass_of_many_slow_nodes_is_refused():
+    pool = {"kernel_shape": [91, 91], "pads": [45] * 4}
+    nodes = [
+        node("AveragePool", "input" if place == 0 else f"y{place - 1}", f"y{place}", **pool) for place in range(99)
+    ]
+    check_sizes(forward_of((1, 200, 200), *nodes[:10]))
+    with pytest.raises(SkeletonError, match=r"the graph is predicted to take .* s for one sample, at most 60 s"):
+        check_sizes(forward_of((1, 200, 200), *nodes))
+
+
+def test_samples_are_run_so_many_at_a_time_that_no_node_takes_seconds():
+    slow = forward_of((1, 200, 200), node("AveragePool", "input", "y", kernel_shape=[91, 91], pads=[45] * 4))
+    fast = forward_of((1, 200, 200), node("Relu", "input", "y"))
+    assert samples_at_once(fast, 256) == 256
+    assert samples_at_once(slow, 256) == 1
