@@ -96,16 +96,24 @@ def compiling() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _not_compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish tasks without their training steps."""
-    if "edge_sdk.publish" not in sys.modules or "compiling" in request.fixturenames:
+def _compiling_little(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish tasks without their training steps, and compile the same model once."""
+    if "edge_sdk.publish" not in sys.modules or "torch" not in sys.modules:
+        return
+    from edge_sdk.publishing import skeleton, step
+
+    from .compiled import once
+
+    monkeypatch.setattr(skeleton, "make_skeleton", once(skeleton.make_skeleton))
+    if "compiling" in request.fixturenames:
+        monkeypatch.setattr(step, "compile_step", once(step.compile_step))
         return
     from edge_sdk.publishing.translations import CannotCompile
 
     def refuse(*given: Any) -> None:
         raise CannotCompile("not in this test")
 
-    monkeypatch.setattr("edge_sdk.publishing.step.compile_step", refuse)
+    monkeypatch.setattr(step, "compile_step", refuse)
 
 
 class Clock:
