@@ -1,7 +1,7 @@
 """Graphs of models that tests publish again and again, compiled once in each process.
 
-Tracing a model takes seconds, and depends on nothing but its arguments. Those are recognised by their pickled form, with
-tensors by their values. What cannot be pickled, such as a class inside a function, is compiled each time.
+Tracing a model takes seconds, and depends on nothing but its arguments. These are recognised by their pickled form,
+with tensors by their values. What cannot be pickled, such as a class inside a function, is compiled each time.
 """
 
 from __future__ import annotations
