@@ -36,7 +36,7 @@ from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.main import create_app
-from sparrow.coordinator.rounds import dispatch
+from sparrow.coordinator.rounds import acceptance, dispatch
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
@@ -804,7 +804,13 @@ def half_pair(client):
     return (*one, ask(client, one[1])), (*two, ask(client, two[1]))
 
 
-def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, sign, take_apart):
+@pytest.fixture
+def without_rest(monkeypatch):
+    """No device rests, however many of its updates are refused."""
+    monkeypatch.setattr(acceptance, "MOST_REFUSALS", 10**6)
+
+
+def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, sign, take_apart, without_rest):
     (_, headers, assignment), _ = half_pair
     before = all_that_counts(client)
     for name, (status, said, body) in bad_updates(assignment, train, sign, take_apart).items():
@@ -977,7 +983,7 @@ def moved(mask):
     return ElementMask(exists)
 
 
-def test_wrong_masks_are_refused_and_change_nothing(open_app):
+def test_wrong_masks_are_refused_and_change_nothing(open_app, without_rest):
     client = open_app(default_settings=SPARSE)
     pair = [enrol(client, name)[1] for name in ("one", "two")]
     assignments = [ask(client, headers) for headers in pair]
