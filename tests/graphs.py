@@ -100,7 +100,7 @@ class _Graph:
             described = [each[name].tensor_type for each in found]
             shapes = [[dim.dim_value for dim in each.shape.dim] for each in described]
             known = all(dim.WhichOneof("value") == "dim_value" for each in described for dim in each.shape.dim)
-            if not known or any(0 in shape for shape in shapes) or math.prod(shapes[0]) > 2**26:
+            if not known or any(min(shape, default=1) < 1 for shape in shapes) or math.prod(shapes[0]) > 2**26:
                 return None
             self.values[name] = described[0].elem_type, shapes
         self.nodes.append(node)

@@ -72,6 +72,12 @@ def open_coordinator(tmp_path, clock):
 
 
 @pytest.fixture
+def without_rest(monkeypatch):
+    """No device rests, however many of its updates are refused."""
+    monkeypatch.setattr("sparrow.coordinator.rounds.acceptance.MOST_REFUSALS", 10**6)
+
+
+@pytest.fixture
 def answer(train):
     from .fakes import answering
 

@@ -762,7 +762,7 @@ def send(coordinator, session, mask):
     return coordinator.acceptance.accept_update(assignment.assignment_id, identity, body)
 
 
-def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordinator):
+def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordinator, without_rest):
     first, second = begin(coordinator, "ab", own={"iterations": 1}, rounds=4)
     coordinator.rounds.advance()
     count, m_g = COUNTS["fc1.weight"], coordinator.model().mask

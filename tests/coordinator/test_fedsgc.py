@@ -716,7 +716,7 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
     return ElementMask(flags)
 
 
-def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(coordinator):
+def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(coordinator, without_rest):
     first, second = start(coordinator)
     coordinator.rounds.advance()
     model = coordinator.model()

@@ -36,7 +36,7 @@ from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.main import create_app
-from sparrow.coordinator.rounds import acceptance, dispatch
+from sparrow.coordinator.rounds import dispatch
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
@@ -802,12 +802,6 @@ def half_pair(client):
     """Two devices of which the first trains half of its neurons, so that masks matter."""
     one, two = enrol(client, "one", budget=0.5), enrol(client, "two")
     return (*one, ask(client, one[1])), (*two, ask(client, two[1]))
-
-
-@pytest.fixture
-def without_rest(monkeypatch):
-    """No device rests, however many of its updates are refused."""
-    monkeypatch.setattr(acceptance, "MOST_REFUSALS", 10**6)
 
 
 def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, sign, take_apart, without_rest):
