@@ -128,7 +128,7 @@ MOST_SECONDS = 2.0
 MOST_GRAPH_SECONDS = 60.0
 """Seconds that a graph may take for one sample, as predicted."""
 
-_WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4}
+_WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
 """Operators that take a multiple of their results while they run."""
 
 

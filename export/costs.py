@@ -33,7 +33,7 @@ WHOLE_FLOP = 15.0
 """The same for whole numbers, which have no fast kernel."""
 CACHED = 2**20
 """Bytes that are read in any order at the speed of a cache."""
-NEAR, FAR = 20.0, 90.0
+NEAR, FAR = 25.0, 100.0
 """A value read from such a place, and from a larger one."""
 
 
@@ -205,7 +205,7 @@ def _conv_transpose(node: _Node) -> Work:
     product = _products(node.kind, count, rows, inner, places)
     folded = float(count) * rows * places
     # Over two axes it has a fast kernel; the other one is slow on values that are not finite.
-    each = 1.5 if len(taken) == 4 else 15.0
+    each = 2.0 if len(taken) == 4 else 15.0
     runs = 15 * folded / max(1, taken[-1])
     return Work(product.products, product.moving, product.plain + each * folded + runs + node.out)
 
@@ -220,7 +220,7 @@ def _pool(node: _Node) -> Work:
 
 def _reduce(node: _Node) -> Work:
     run = max(1, _last_run(node))
-    each, short = (0.4, 12.0) if node.kind == TensorProto.FLOAT else (3.0, 12.0)
+    each, short = (0.4, 15.0) if node.kind == TensorProto.FLOAT else (3.0, 15.0)
     return Work(0, 0, each * node.into + short * node.into / run + 10.0 * node.out)
 
 
@@ -239,7 +239,7 @@ def _last_run(node: _Node) -> int:
 
 
 def _pick(node: _Node) -> Work:
-    return Work(0, 0, node.wide * 4.0 * node.into + 10.0 * node.out)
+    return Work(0, 0, node.wide * 5.0 * node.into + 12.0 * node.out)
 
 
 def _transpose(node: _Node) -> Work:
@@ -275,7 +275,7 @@ def _gather(node: _Node) -> Work:
 
 
 def _gather_nd(node: _Node) -> Work:
-    return _blocks(node, node.out / max(1, math.prod(node.taken[1][:-1])), beside=60)
+    return _blocks(node, node.out / max(1, math.prod(node.taken[1][:-1])), beside=75)
 
 
 def _blocks(node: _Node, run: float, beside: float = 0) -> Work:
@@ -326,7 +326,7 @@ def _joined(node: _Node) -> Work:
 
 def _stepped(node: _Node) -> Work:
     work = _copied(12)(node)
-    return Work(0, work.moving, work.plain + 3.0 * node.out)
+    return Work(0, work.moving, work.plain + 4.0 * node.out)
 
 
 def _unpool(node: _Node) -> Work:
