@@ -291,7 +291,7 @@ class Intake:
 
         And how many values a robust rule held back."""
         found: dict[str, Any] = {}
-        if self._clip is not None or self._relative:
+        if self._clip is not None or self._clipped:
             found["updates_clipped"] = len(self._clipped)
         if self._clipped and not isinstance(self.sums, PrivateSums):  # whose are as private as the updates
             found["clipped"] = self._clipped

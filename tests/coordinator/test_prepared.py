@@ -212,7 +212,7 @@ def test_masks_that_nobody_may_prepare_are_refused(coordinator, method, counts, 
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
-def test_what_is_prepared_has_a_mask_of_elements(coordinator, method):
+def test_what_is_prepared_has_a_mask_of_elements(coordinator, method, without_rest):
     coordinator.create(method, rounds=1, method_settings=own(method))
     for name in "ab":
         coordinator.open_device(name)

@@ -330,7 +330,7 @@ def test_hermes_prunes_nothing_where_accuracy_does_not_hold(coordinator):
 
 
 @pytest.mark.integration
-def test_hermes_updates_may_neither_grow_nor_fall_below_the_budget(coordinator):
+def test_hermes_updates_may_neither_grow_nor_fall_below_the_budget(coordinator, without_rest):
     coordinator.create("hermes", method_settings={"accuracy_threshold": 0.0, "prune_rate": 0.4})
     sessions = open_all(coordinator)
     one_round(coordinator, *sessions)

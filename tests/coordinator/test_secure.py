@@ -392,7 +392,7 @@ def reach(coordinator, devices, phase):
 
 
 @pytest.mark.integration
-def test_an_update_without_a_true_statement_is_refused(begin):
+def test_an_update_without_a_true_statement_is_refused(begin, without_rest):
     coordinator, devices = begin()
     reach(coordinator, devices, "train")
     one, other = devices[:2]
