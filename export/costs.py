@@ -372,6 +372,13 @@ def _transform(node: _Node) -> Work:
     return Work(0, 0, 20.0 * (node.out + node.into) * math.log2(2 + node.out + node.into))
 
 
+def _resize(node: _Node) -> Work:
+    # With antialias all of the input is read; without, the cubic kernel is slow.
+    smooth = bool(node.attributes.get("antialias"))
+    each = 600.0 if node.attributes.get("mode") == b"cubic" and not smooth else 12.0
+    return Work(0, (8.0 if smooth else 1.0) * node.into, each * node.out)
+
+
 def _unknown(node: _Node) -> Work:
     return Work(0, 0, FAR * (node.out + sum(map(math.prod, node.taken))))
 
@@ -399,6 +406,10 @@ _NANOSECONDS = {
     4.0: "Celu Elu Selu Log",
     8.0: "PRelu Sin Cos",
     18.0: "Mish Softplus Pow",
+    25.0: """
+        Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor CastLike Cosh DepthToSpace
+        Dropout Hardmax IsInf IsNaN Mean Shrink Sinh SpaceToDepth Sum Swish Tan ThresholdedRelu Trilu Xor
+        """,
 }
 
 _RULES: dict[str, Callable[[_Node], Work]] = {
@@ -406,7 +417,15 @@ _RULES: dict[str, Callable[[_Node], Work]] = {
     **dict.fromkeys(["Softmax", "LogSoftmax"], _softmax),
     **dict.fromkeys(["MatMul", "Gemm"], _product),
     **dict.fromkeys(["MaxPool", "AveragePool"], _pool),
-    **dict.fromkeys(["ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"], _reduce),
+    **dict.fromkeys(
+        _words(
+            """
+            ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
+            ReduceSumSquare
+            """
+        ),
+        _reduce,
+    ),
     **dict.fromkeys(["ArgMax", "ArgMin"], _pick),
     **dict.fromkeys(["Gather", "GatherElements"], _gather),
     **dict.fromkeys(["ScatterElements", "ScatterND"], _scatter),
@@ -438,6 +457,7 @@ _RULES: dict[str, Callable[[_Node], Work]] = {
     "Mod": _mod,
     "OneHot": _elements(7.0),
     "Pad": _pad,
+    "Resize": _resize,
     "Slice": _stepped,
     "Tile": _copied(8),
     "Transpose": _transpose,
