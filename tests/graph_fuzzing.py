@@ -64,20 +64,19 @@ def run(seed: int, count: int, processes: int = IN_A_PROCESS) -> Iterator[Row | 
     """Draw from ``seed`` on until ``count`` steps were accepted; yield what each took."""
     accepted = 0
     while accepted < count:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.graph_fuzzing", "--child", str(seed), str(min(processes, count - accepted))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
+        command = ["--child", str(seed), str(min(processes, count - accepted))]
         last = seed
-        for line in child.stdout:
-            said = json.loads(line)
-            last = said["seed"]
-            if "operators" in said:
-                accepted += 1
-                yield Row(**{**said, "operators": tuple(said["operators"])})
-        code = child.wait()
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.graph_fuzzing", *command], stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                said = json.loads(line)
+                last = said["seed"]
+                if "operators" in said:
+                    accepted += 1
+                    yield Row(**{**said, "operators": tuple(said["operators"])})
+        code = child.returncode
         if code < 0:
             accepted += 1
             yield Died(last, -code)
