@@ -13,7 +13,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -52,21 +52,32 @@ def measure(name: str, graphs: Graphs, manifest: Manifest, inputs: Array, target
     chance = np.random.Generator(np.random.PCG64(0))
     some = {spec.name: chance.uniform(0.5, 1, spec.shape).astype(np.dtype(spec.dtype)) for spec in manifest.kept}
     network.load({name: values / max(1, values.shape[-1] if values.ndim else 1) for name, values in some.items()})
+    again, _, grown = first_step(network, inputs, targets)
+    fastest = min(again() for _ in range(TRIES))
+    return Row(name, needs.seconds(samples, speed), fastest, needs.bytes(samples), grown)
+
+
+def first_step(network: Network, inputs: Array, targets: Array) -> tuple[Callable[[], float], float, int]:
+    """Take a network's first step on a batch.
+
+    Returns a function that takes another one and returns its processor seconds, those of the first one, and the bytes
+    by which this process grew, with the session.
+    """
     gc.collect()
     give_back()
     memory.give_back()
     before = memory.resident()
     memory.forget_peak()
     step = network.step()
-    drawn = step.draw(chance, samples)
-    step.run(inputs, targets, drawn)
-    grown = memory.peak_resident() - before
-    fastest = float("inf")
-    for _ in range(TRIES):
+    drawn = step.draw(np.random.Generator(np.random.PCG64(0)), len(inputs))
+
+    def again() -> float:
         begin = time.process_time()
         step.run(inputs, targets, drawn)
-        fastest = min(fastest, time.process_time() - begin)
-    return Row(name, needs.seconds(samples, speed), fastest, needs.bytes(samples), max(0, grown))
+        return time.process_time() - begin
+
+    seconds = again()
+    return again, seconds, max(0, memory.peak_resident() - before)
 
 
 def _built_in(samples: int, only: str) -> Iterator[Row]:

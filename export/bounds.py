@@ -128,7 +128,7 @@ MOST_SECONDS = 2.0
 MOST_GRAPH_SECONDS = 60.0
 """Seconds that a graph may take for one sample, as predicted."""
 
-_WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
+_HELD = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
 """Operators that take a multiple of their results while they run."""
 
 
@@ -251,7 +251,7 @@ class Walk:
         for place, node in enumerate(nodes):
             varies = not self._varies.isdisjoint(node.input)
             made = self._infer(node)
-            beside = _WORK.get(node.op_type, 0) * sum(made.values()) + self._beside(node)
+            beside = _HELD.get(node.op_type, 0) * sum(made.values()) + self._beside(node)
             self.work.append(work_of(node, self))
             self._check_work(node)
             if varies:

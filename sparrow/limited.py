@@ -178,6 +178,11 @@ def _main() -> None:
         answer = function(sys.stdin.buffer.read())
     except MemoryError:
         os._exit(NO_MEMORY)
+    except Exception as error:
+        # ONNX Runtime's errors have one type for all causes, and only their texts tell them apart.
+        if "bad_alloc" in str(error) or "allocate memory" in str(error):
+            os._exit(NO_MEMORY)
+        raise
     with open(output, "wb") as file:
         file.write(answer)
     sys.stderr.flush()

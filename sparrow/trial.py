@@ -34,10 +34,5 @@ def answer(request: bytes) -> bytes:
             continue
         shape = [size if isinstance(size, int) else len(held["input"]) for size in each.shape]
         feeds[each.name] = chance.standard_normal(shape, np.float32)
-    try:
-        session.run(None, feeds)
-    except Exception as error:  # of many kinds, which only their texts tell apart
-        if "bad_alloc" in str(error) or "allocate memory" in str(error):
-            raise MemoryError from error
-        raise
+    session.run(None, feeds)
     return b""

@@ -10,16 +10,18 @@ What is beyond is printed with its seed, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from .graphs import Drawn
 
 LEAST_SECONDS, LEAST_BYTES = 0.05, 20e6
 MOST = 2.0
@@ -101,41 +103,24 @@ def _child(seed: int, count: int) -> None:
         seed += 1
 
 
-def _measured(seed: int, drawn: object) -> Row:
-    from edge_sdk.engines.onnx import Network, Sessions, give_back
+def _measured(seed: int, drawn: Drawn) -> Row:
+    from edge_sdk.engines.onnx import Network, Sessions
     from edge_sdk.engines.speed import measured_speed
-    from sparrow.devices import memory
+    from sparrow.benchmarks.graph_costs import first_step
 
-    from .graphs import Drawn
-
-    assert isinstance(drawn, Drawn)
     samples = len(drawn.inputs)
-    sessions = Sessions(drawn.graphs)
-    network = Network(drawn.manifest, sessions)
+    network = Network(drawn.manifest, Sessions(drawn.graphs))
     network.load({"w": np.full(drawn.manifest.tensors[0].shape, 0.5, np.float32)})
     predicted = drawn.needs.seconds(samples, measured_speed()), drawn.needs.bytes(samples)
-    gc.collect()
-    give_back()
-    memory.give_back()
-    before = memory.resident()
-    memory.forget_peak()
     try:
-        step = network.step()
-        seconds = _seconds(lambda: step.run(drawn.inputs, drawn.targets))
-        grown = max(0, memory.peak_resident() - before)
+        again, seconds, grown = first_step(network, drawn.inputs, drawn.targets)
         for _ in range(TRIES):
             if seconds <= max(LEAST_SECONDS, MOST * predicted[0]):
                 break
-            seconds = min(seconds, _seconds(lambda: step.run(drawn.inputs, drawn.targets)))
+            seconds = min(seconds, again())
     except Exception as error:  # the runtime's own have many kinds
         return Row(seed, drawn.operators, samples, error=str(error)[:200])
     return Row(seed, drawn.operators, samples, predicted[0], seconds, predicted[1], grown)
-
-
-def _seconds(work: object) -> float:
-    begin = time.process_time()
-    work()  # type: ignore[operator]
-    return time.process_time() - begin
 
 
 def main() -> int:

@@ -117,16 +117,27 @@ def open_torch(
 
 
 def open_onnx(
-    task: Task, manifest: Manifest, info: FederationInfo, graphs: Graphs, prepare: Prepare | None, budget: float
+    task: Task,
+    manifest: Manifest,
+    info: FederationInfo,
+    graphs: Graphs,
+    prepare: Prepare | None,
+    budget: float,
+    *,
+    needs: tuple[Needs, Needs],
+    free: int,
+    trial: bool,
 ) -> tuple[Prepared, Engine]:
     """Return the task as it is to be computed with its budget, and ONNX Runtime's engine for a federation's step.
 
-    Raises as ``share_onnx``.
+    needs: of the graphs. free: bytes that training may add. trial: whether the step first runs once, in a process of
+    its own. Raises as ``share_onnx``, and TooCostly if the device cannot afford the graphs for batches of its task.
     """
     from edge_sdk.engines.onnx import Sessions
     from edge_sdk.engines.rehearsal import OnnxRehearsal
 
     task = suited(replace(task, compute=Compute(threads=task.compute.threads)), types_of(graphs))
+    _check_costs(task, manifest, graphs, needs, free=free, trial=trial)
     prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
     if prepare is not None:
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
@@ -135,23 +146,12 @@ def open_onnx(
     return prepared, engine
 
 
-def check_costs(
-    task: Task,
-    manifest: Manifest,
-    graphs: Graphs,
-    needs: tuple[Needs, Needs],
-    *,
-    free: int,
-    trial: bool,
+def _check_costs(
+    task: Task, manifest: Manifest, graphs: Graphs, needs: tuple[Needs, Needs], *, free: int, trial: bool
 ) -> None:
-    """Raise TooCostly if a device cannot afford a federation's graphs for batches of its task.
-
-    needs: of the graphs. free: bytes that training may add. trial: whether the step also runs once, in a process of
-    its own.
-    """
+    """Raise TooCostly if a device cannot afford a federation's graphs for batches of its task."""
     from edge_sdk.engines.affordable import check_affordable, try_step
 
-    task = suited(task, types_of(graphs))
     with random_state_kept(task.train, task.held_out):
         batch, held_out = (next(map(as_arrays, loader), None) for loader in (task.train, task.held_out))
     if batch is None or held_out is None:

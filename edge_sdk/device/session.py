@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.budget.prediction import held, room
+from edge_sdk.budget.prediction import held
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.demands import Demands
@@ -37,7 +37,6 @@ from edge_sdk.device.local_noise import WITHHELD, LocalNoise, check_history, cou
 from edge_sdk.device.opening import (
     Prepare,
     as_taken,
-    check_costs,
     check_digest,
     choose_engine,
     fetch_graphs,
@@ -107,10 +106,12 @@ from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.secure.messages import Statement
 from edge_sdk.tasks import Task, count_examples
+from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.tasks.intake import take_in
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
+from sparrow.devices.memory import available
 
 if TYPE_CHECKING:
     from edge_sdk.device.secure import SecureRound
@@ -457,9 +458,13 @@ class Session:
 
     def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
         assert self.graphs is not None, "the manifest names them"
-        free = (self._memory_limit or room("cpu")) - held("cpu")
-        check_costs(task, self.manifest, self.graphs, self._needs, free=free, trial=not self._trust.built_in)
-        return open_onnx(task, self.manifest, self.info, self.graphs, prepare, budget)
+        free = available() if self._memory_limit is None else self._memory_limit - held(PROCESSOR)
+        return open_onnx(
+            *(task, self.manifest, self.info, self.graphs, prepare, budget),
+            needs=self._needs,
+            free=free,
+            trial=not self._trust.built_in,
+        )
 
     def _take_new_version(self) -> None:
         """Go on with a new version of the federation's model, of the same values and of other graphs.

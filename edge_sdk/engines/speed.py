@@ -1,4 +1,4 @@
-"""How fast this machine's core is, over the reference that the costs of graphs are counted on."""
+"""The speed of this machine's core, over that of the reference on which the costs of graphs are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from onnx import NodeProto, TensorProto, helper
 
-from sparrow.export.costs import Speed
+from sparrow.export.costs import FLOP, Speed
 
 TRIES = 5
 """Runs of each graph, of which the fastest counts: other load on the machine only adds to it."""
@@ -21,21 +21,17 @@ def measured_speed() -> Speed:
     """Return the speed of one core here (``TRIES`` short runs), measured once in a process."""
     values, side = 1_000_000, 256
     return Speed(
-        products=_over([helper.make_node("MatMul", ["x", "x"], ["y"])], (side, side), _products(side)),
-        moving=_over([helper.make_node("Add", ["x", "x"], ["y"])], (values,), 0.9e-9 * values),
-        plain=_over([helper.make_node("Softplus", ["x"], ["y"])], (values // 10,), 15e-9 * values / 10),
+        products=_over(helper.make_node("MatMul", ["x", "x"], ["y"]), (side, side), 1e-9 * FLOP * 2 * side**3),
+        moving=_over(helper.make_node("Add", ["x", "x"], ["y"]), (values,), 0.9e-9 * values),
+        plain=_over(helper.make_node("Softplus", ["x"], ["y"]), (values // 10,), 15e-9 * values / 10),
     )
 
 
-def _products(side: int) -> float:
-    return 0.02e-9 * 2 * side**3
-
-
-def _over(nodes: list[NodeProto], shape: tuple[int, ...], reference: float) -> float:
-    """Return the seconds that nodes take here, over those that they take on the reference."""
+def _over(node: NodeProto, shape: tuple[int, ...], reference: float) -> float:
+    """Return the seconds that a node takes here, over those that it takes on the reference."""
     given, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y"))
     model = helper.make_model(
-        helper.make_graph(nodes, "speed", [given], [made]), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
+        helper.make_graph([node], "speed", [given], [made]), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -347,7 +347,7 @@ def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, sa
 
 
 def endless_chain(count):
-    """A graph of so many nodes, each of which reads the one before."""
+    """Return a graph of this many nodes in a chain."""
     value = onnx.helper.make_tensor_value_info("n0", onnx.TensorProto.FLOAT, [])
     nodes = [onnx.helper.make_node("Neg", [f"n{number}"], [f"n{number + 1}"]) for number in range(count)]
     graph = onnx.helper.make_graph(nodes, "endless", [value], [])
