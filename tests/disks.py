@@ -10,18 +10,38 @@ from pathlib import Path
 import pytest
 
 
+# A process of its own unmounts, also if the tests are killed: what stays mounted cannot be removed by the next run.
+GUARD = """
+mount -t tmpfs -o "size=$2" tmpfs "$1" || exit 1
+echo mounted
+read -r line
+umount --lazy "$1"
+"""
+
+
 @contextmanager
 def mounted(folder: Path, megabytes: int) -> Iterator[bool]:
     """A file system of so many megabytes in ``folder``; False where none can be mounted."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    done = False
-    with suppress(FileNotFoundError):
-        done = subprocess.run(mount, capture_output=True).returncode == 0
-    try:
-        yield done
-    finally:
-        if done:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    command = ["sh", "-c", GUARD, "guard", str(folder), f"{megabytes}m"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as guard:
+        assert guard.stdin is not None
+        assert guard.stdout is not None
+        done = guard.stdout.readline() == "mounted\n"
+        try:
+            yield done
+        finally:
+            # A line, for a forked process may hold the other end of a pipe that is closed here.
+            if done:
+                guard.stdin.write("\n")
+                guard.stdin.flush()
+                assert guard.wait() == 0
 
 
 @pytest.fixture
