@@ -23,6 +23,12 @@ test: setup
 runtime: setup
 	$(BIN)/sparrow web
 
+# Of similar cases, such as all methods, tests choose one of each kind; with ALL=1 they test all.
+export TEST_ALL := $(ALL)
+
+# Tests start hundreds of processes, each of which would compile our modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Real coordinators, devices, browsers, databases and shells; whole federations in one process.
 test-integration: runtime
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
@@ -31,11 +37,10 @@ test-integration: runtime
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
-# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install: one of each
-# kind; ALL=1 tests all.
+# Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install.
 test-zoo: setup
 	$(PIP) --constraint constraints.txt --editable '.[adapters,zoo]' torchvision==0.28.0
-	ZOO_ALL=$(ALL) $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
 
 # Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
 chaos: setup

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 # A process of its own unmounts, also if the tests are killed: what stays mounted cannot be removed by the next run.
 GUARD = """
 mount -t tmpfs -o "size=$2" tmpfs "$1" || exit 1

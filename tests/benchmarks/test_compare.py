@@ -11,7 +11,7 @@ from edge_sdk.protocol.messages import FederationSettings
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.compare import compared
-from sparrow.benchmarks.experiment import load_experiment, trials
+from sparrow.benchmarks.experiment import trials
 from sparrow.benchmarks.files import files_of_devices
 
 PEOPLE = ("ann", "bob", "cleo")
@@ -101,10 +101,23 @@ def test_a_task_of_an_installed_package_is_compared_by_its_name(tmp_path, monkey
 
 @pytest.mark.integration
 def test_the_experiment_on_digits_needs_no_data_and_draws_its_page(tmp_path, capsys):
-    more = ("--scale", "0.05", "--processes", "2", "--folder", str(tmp_path), "--only", "FedSPU", "--only", "Local")
+    more = (
+        "--scale",
+        "0.05",
+        "--seed",
+        "0",
+        "--processes",
+        "2",
+        "--folder",
+        str(tmp_path),
+        "--only",
+        "FedSPU",
+        "--only",
+        "Local",
+    )
     assert main(["run", "digits", *more]) == 0
     found = rows.read(tmp_path / "results.jsonl")
-    assert len(found) == 2 * len(load_experiment("digits").seeds) >= 4
+    assert [each.trial.label for each in found] == ["FedSPU", "Local"]
     assert (tmp_path / "digits-curves.png").exists()
     assert "FedSPU minus it" in capsys.readouterr().out
 

@@ -32,6 +32,7 @@ from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.storage.tables import Assignment
 
+from ..kinds import chosen
 from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -115,7 +116,7 @@ CLOSE = 0.1
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("method", ON_BOTH)
+@pytest.mark.parametrize("method", chosen(ON_BOTH))
 def test_engines_train_the_same(coordinator, new_coordinator, method):
     """Of two devices both train with PyTorch, or one with ONNX Runtime: what is counted and the models that
     come out are the same. But for rounding: now and then it decides on which side of zero a value lies that a whole

@@ -23,8 +23,6 @@ from edge_sdk.tasks.metrics import iou, top1
 from edge_sdk.training.engine import TorchEngine
 from sparrow.export.samples import Samples
 
-KINDS = ("sample", "pixel", "token")
-
 
 @pytest.mark.parametrize(
     ("loss", "ignored"),
@@ -97,8 +95,10 @@ def both(kind: str, ignored: int, smoothing: float = 0.0):
 
 
 @pytest.mark.integration  # compiles a step
-@pytest.mark.parametrize(("ignored", "smoothing"), [(-100, 0.0), (0, 0.0), (-100, 0.1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "ignored", "smoothing"),
+    [("sample", -100, 0.1), ("sample", 0, 0.0), ("pixel", -100, 0.1), ("token", 0, 0.0)],
+)
 def test_both_engines_leave_the_same_targets_out(kind, ignored, smoothing):
     onnx, arrays, torch_engine, batches = both(kind, ignored, smoothing)
     found, wanted = onnx.evaluate(arrays, metrics=True), torch_engine.evaluate(batches, metrics=True)

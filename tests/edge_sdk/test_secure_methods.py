@@ -11,6 +11,9 @@ from edge_sdk.simulation.simulate import simulate
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+from ..kinds import METHODS as KINDS
+from ..kinds import chosen
+
 pytestmark = pytest.mark.integration
 
 URL = "http://127.0.0.1"
@@ -55,7 +58,7 @@ def last_record(folder, method, **settings):
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", chosen(METHODS, (*KINDS, "votedst")))
 def test_the_same_model_comes_out_with_and_without(tmp_path, method):
     plain = last_record(tmp_path / "plain", method)
     wide = {"secure_range": 16.0} if method == "fedmd" else {}  # of scores, not of weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from edge_sdk.training.optimisation import Optimisation
 from sparrow.benchmarks.server import coordinator
 from sparrow.benchmarks.zoo import ZOO, torchvision
 
+from ..kinds import chosen
 from .conftest import environment
 from .test_examples import write_text
 
@@ -43,7 +43,7 @@ KINDS = (
 )
 """A model of each kind: CI tests these alone, which takes a fifth of the time, and ``make test-zoo ALL=1`` all."""
 
-TESTED = [name for name in ZOO if os.environ.get("ZOO_ALL") or name in KINDS]
+TESTED = chosen(ZOO, KINDS)
 
 pytestmark = [
     pytest.mark.slow,
@@ -141,7 +141,7 @@ LORA = {
 }
 """Models, and the layers that get an adapter; classifiers, where they have one, are trained as well."""
 
-ADAPTED = list(LORA) if os.environ.get("ZOO_ALL") else ["transformers: BERT"]
+ADAPTED = chosen(LORA, ["transformers: BERT"])
 """Likewise: one model with a classifier."""
 
 HEADS = {"transformers: BERT": ["classifier"], "transformers: ViT": ["classifier"], "timm: vit_tiny": ["head"]}

@@ -1,8 +1,8 @@
 """Mutated bundles, against the decoder and a running coordinator: refused in words, and nothing is left of them. And
 mutated calls of every route: never a 5xx, and nothing that a call leaves behind keeps an observer from looking.
 
-50,000 bundles and 1,000 calls by ``make test-integration``, the same ones every time, and a few by ``make test``;
-``FUZZ_SEEDS=20 pytest -m integration tests/coordinator/api/test_fuzz.py`` makes 20,000 calls, of twenty seeds.
+21,000 bundles and 500 calls by ``make test-integration``, the same ones every time, and a few by ``make test``;
+``FUZZ_SEEDS=40 pytest -m integration tests/coordinator/api/test_fuzz.py`` makes 20,000 calls, of forty seeds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .test_contract import ask, enrol, open_app, published, put, settings_of  # 
 DIGITS = load_builtin("digits").manifest
 REPORT = UpdateReport(num_examples=10, steps=3, train_loss=0.5).model_dump_json()
 LONGER = [pytest.mark.integration, pytest.mark.timeout(3600)]
-DECODED = [1_000, pytest.param(49_000, marks=LONGER)]
-SENT = [60, pytest.param(1_500, marks=LONGER)]
+DECODED = [1_000, pytest.param(20_000, marks=LONGER)]
+SENT = [60, pytest.param(600, marks=LONGER)]
 MEGABYTE = 2**20
 
 STRANGE = (
@@ -254,9 +254,8 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
 
 # --- calls of every route ----------------------------------------------------------------------------------------
 
-CALLS = 1_000
-CALLED = [pytest.param(30, 250, marks=pytest.mark.integration)]
-CALLED += [pytest.param(seed, CALLS, marks=LONGER) for seed in range(int(os.environ.get("FUZZ_SEEDS", "1")))]
+CALLS = 500
+CALLED = [pytest.param(seed, CALLS, marks=LONGER) for seed in range(int(os.environ.get("FUZZ_SEEDS", "1")))]
 PHASE = {"seconds": 1.0, "paused_seconds": 0.1, "throttled_seconds": 0.0, "celsius_peak": 50, "bytes_down": 10}
 PHASE |= {"bytes_up": 10, "joules": 2.0, "quality": "measured", "source": "rapl"}
 TELEMETRY = {"download": PHASE, "train": PHASE}

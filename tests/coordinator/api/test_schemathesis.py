@@ -11,7 +11,7 @@ from .test_contract import ADMIN, ENROLMENT, TOKENS, bearer, enrol, open_app, se
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-EXAMPLES = 40
+EXAMPLES = 20
 EXAMPLES_OF_NOBODY = 5
 
 
