@@ -16,6 +16,7 @@ from typing import Any
 from edge_sdk.engines import EngineName
 from sparrow.benchmarks.experiment import Trial
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
+from sparrow.benchmarks.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class TrialResult:
 
     inference_flops: one sample through the whole model. idle: the counts that prove that the method acted and are zero
     over all rounds; None in rows that are older than such counts. engine: what trained; rows without are PyTorch's.
+    provenance: None in rows that are older than it.
     """
 
     rounds: int
@@ -55,6 +57,7 @@ class TrialResult:
     machine: str
     idle: tuple[str, ...] | None = None
     engine: EngineName = "torch"
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def read(path: Path) -> list[Recorded]:
             else:
                 devices = tuple(DeviceResult(**each) for each in row.pop("devices"))
                 idle = None if row.get("idle") is None else tuple(row["idle"])
-                result = TrialResult(**{**row, "devices": devices, "idle": idle})
+                provenance = Provenance.of(row["provenance"]) if row.get("provenance") else None
+                result = TrialResult(**{**row, "devices": devices, "idle": idle, "provenance": provenance})
                 recorded.append(
                     Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name]), tuple(analyses[name]))
                 )
@@ -178,11 +182,11 @@ def _short(value: Any) -> Any:
 
 
 def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
-    """Return the rows without the values that differ from run to run: seconds, joules, the machine, and bytes up,
+    """Return the rows without the values that differ from run to run: seconds, joules, what computed, and bytes up,
     because an update carries its seconds as text.
     """
     energy = {"joules_measured", "joules_estimated", "seconds_without_joules"}
-    timing = {"seconds", "wall_seconds", "machine", "bytes_up", "evaluation_bytes_up"} | energy
+    timing = {"seconds", "wall_seconds", "machine", "provenance", "bytes_up", "evaluation_bytes_up"} | energy
     return [
         {
             "trial": each.trial.model_dump(mode="json"),

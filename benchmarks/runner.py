@@ -48,6 +48,7 @@ from sparrow.benchmarks.analysis.observing import observed
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials
 from sparrow.benchmarks.files import files_of_devices
 from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, rejudged, shifted
+from sparrow.benchmarks.provenance import provenance
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.shift import Finished, check_test_sets, judge, read_finished
@@ -355,6 +356,7 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, 
             machine=machine(compute),
             idle=idle(load_method(info.method).acts, records),
             engine=engine,
+            provenance=provenance(compute.threads or 1),
         ),
     )
 

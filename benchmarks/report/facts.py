@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.training.engine import TorchEngine
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Trial, flat, trials
+from sparrow.benchmarks.provenance import Provenance
 from sparrow.benchmarks.report.cells import ABSENT, markdown_lines
 from sparrow.benchmarks.report.figures import axes_title
 from sparrow.benchmarks.rows import Recorded
@@ -41,6 +43,24 @@ def _engines(recorded: Sequence[Recorded]) -> str:
     return "; ".join(f"{title} trained {', '.join(named)}" for title, named in sorted(labels.items()))
 
 
+def _computed_by(recorded: Sequence[Recorded]) -> str:
+    """Return the commits, packages and processors of the trials, each with how many have it if there are several."""
+    counted = Counter(_described(each.result.provenance) for each in recorded)
+    if len(counted) < 2:
+        return "".join(counted)
+    return "; ".join(f"{count} of {len(recorded)} trials: {text}" for text, count in sorted(counted.items()))
+
+
+def _described(computed: Provenance | None) -> str:
+    if computed is None:
+        return "not recorded, the rows are older"
+    commit = f"commit {computed.commit[:10]}" if computed.commit else "no commit"
+    changed = f" with {computed.changes} changed files" if computed.changes else ""
+    packages = ", ".join(f"{name} {number}" for name, number in computed.packages.items())
+    flags = f" ({' '.join(computed.flags)})" if computed.flags else ""
+    return f"{commit}{changed}, {packages}, {computed.processor}{flags}, threads: {computed.threads}"
+
+
 def head_lines(experiment: Experiment, recorded: Sequence[Recorded], command: str) -> list[str]:
     """Return the page's head: task, data, settings, machine and command."""
     axes = "; ".join(f"{key} in {', '.join(map(str, values))}" for key, values in experiment.axes.items())
@@ -59,6 +79,7 @@ def head_lines(experiment: Experiment, recorded: Sequence[Recorded], command: st
         "Tuned": "" if experiment.tune is None else _tuning(experiment),
         "Engine": _engines(recorded),
         "Machine": "; ".join(sorted({trial.result.machine for trial in recorded})),
+        "Computed by": _computed_by(recorded),
         "Command": f"`{command}`",
     }
     lines = [f"# {experiment.title}", "", *([experiment.about.strip(), ""] if experiment.about else [])]

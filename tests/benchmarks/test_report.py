@@ -14,6 +14,7 @@ from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import Experiment, load_experiment, trials
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.metrics import Accuracy, Point, shifted
+from sparrow.benchmarks.provenance import Provenance
 from sparrow.benchmarks.report import mechanism
 from sparrow.benchmarks.report.comparisons import paired, savings, stopping_pairs
 from sparrow.benchmarks.report.costs import STOPPING_COSTS, at_equal_cost, cost_sections, stopping_sections
@@ -195,6 +196,7 @@ def test_the_page_says_how_it_came_about(plan, recorded):
         "- Settings of all: cohort = 2",
         "- Tuned: learning_rate in 0.1, 0.2; 5 rounds, seeds 1000, on validation data",
         "- Machine: 2 cores, Linux",
+        "- Computed by: not recorded, the rows are older\n",
         f"- Command: `{COMMAND}`",
     ):
         assert fact in page
@@ -205,6 +207,16 @@ def test_the_page_says_how_it_came_about(plan, recorded):
     assert "| FedAvg | fedavg | 1.0 | – | learning_rate = 0.1 |" in page
     assert "Incomplete" not in page
     assert "trials ran with" not in page
+
+
+def test_a_page_says_what_computed_its_trials(plan):
+    known = Provenance("abcdef0123456789", 2, {"python": "3.11.7", "torch": "2.13.0"}, "AMD EPYC", ("avx2", "fma"), 1)
+    first, *others = list(trials(plan, "tiny", {}))[:3]
+    one, older = record(first, (0.5, 0.5), provenance=known), [record(each, (0.5, 0.5)) for each in others]
+    said = "commit abcdef0123 with 2 changed files, python 3.11.7, torch 2.13.0, AMD EPYC (avx2 fma), threads: 1"
+    assert f"- Computed by: {said}\n" in report_text(plan, [one], command=COMMAND)
+    both = report_text(plan, [one, *older], command=COMMAND)
+    assert f"- Computed by: 1 of 3 trials: {said}; 2 of 3 trials: not recorded, the rows are older\n" in both
 
 
 def test_paired_difference_with_students_interval(plan, recorded):

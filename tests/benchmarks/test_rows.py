@@ -8,6 +8,7 @@ import pytest
 
 from sparrow.benchmarks.experiment import Experiment, trials
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
+from sparrow.benchmarks.provenance import Provenance
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult, append, of_global_model, read, without_timing
 
 
@@ -37,7 +38,10 @@ def recorded(seed=0, seconds=12.5, found=(), **changes):
         DeviceResult("device-0", 0.2, False, 10, 0.5, None, 4, 2, 1000),
         DeviceResult("device-1", 1.0, True, 10, None, 0.25, 0, None, 0),
     )
-    result = TrialResult(4, "max_rounds", 99, 10**10, "f" * 64, devices, seconds, "a machine")
+    computed = Provenance("a" * 40, 2, {"torch": "2.13.0"}, "a processor", ("avx2", "fma"), 1)
+    result = TrialResult(
+        4, "max_rounds", 99, 10**10, "f" * 64, devices, seconds, "a machine", provenance=None if seed else computed
+    )
     return Recorded(trial, points, result, found)
 
 
