@@ -31,6 +31,8 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods import load_method as coordinator_half
 from sparrow.coordinator.settings import Settings
 
+from ..kinds import chosen
+
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
 WORDS, CLASSES = 30, 3
@@ -145,7 +147,8 @@ def test_models_that_cannot_be_traced_train_and_predict_as_onnx(client, tmp_path
 
 
 @pytest.mark.parametrize(
-    "method", ["fedprox", "ditto", "apfl", "fedem", "pfedme", "perfedavg", "fedper", "fedrep", "lgfedavg", "local"]
+    "method",
+    chosen(["fedprox", "ditto", "apfl", "fedem", "pfedme", "perfedavg", "fedper", "fedrep", "lgfedavg", "local"]),
 )
 def test_methods_of_whole_tensors_take_a_recurrent_model(client, tmp_path, method):
     result = play(client, tmp_path / "pi", task_of(Recurrent(), words_of()), method=method)
@@ -153,7 +156,7 @@ def test_methods_of_whole_tensors_take_a_recurrent_model(client, tmp_path, metho
     assert result.export.max_difference < 1e-4
 
 
-@pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "grasp", "dmpfl", "prunefl", "pfedgate"])
+@pytest.mark.parametrize("method", chosen(["fedsgc", "feddst", "votedst", "grasp", "dmpfl", "prunefl", "pfedgate"]))
 @pytest.mark.parametrize(("model", "classes"), [(Recurrent(), CLASSES), (Tied(), WORDS)], ids=["gru", "tied"])
 def test_methods_that_prune_weights_leave_alone_what_no_layer_owns(client, tmp_path, method, model, classes):
     often = {"adjust_interval": 1}
