@@ -16,6 +16,7 @@ from safetensors.numpy import load
 from edge_sdk.tasks.dealing import deal, read_dealing
 from edge_sdk.tasks.digits import load_images
 
+from ..kinds import chosen
 from . import browsers
 from .browsers import PageDevice
 from .conftest import Coordinator, Device, Devices, Nursery, one_machine, wait_until
@@ -169,7 +170,7 @@ def test_pages_and_the_sdk_end_with_the_model_of_the_sdk_alone(
     assert_same(found, undisturbed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", chosen(["fp32", "int8"], ["int8"]))
 def test_pages_add_their_class_frequencies_and_train_once_more_at_the_end(
     nursery, tmp_path, open_device, files, precision
 ):

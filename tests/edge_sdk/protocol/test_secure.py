@@ -38,6 +38,7 @@ from edge_sdk.protocol.secure.opening import CannotOpen, open_sum, secret_of
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.protocol.secure.shamir import PRIME, SHARE_BYTES, at, join, split
 
+from ...kinds import ALL
 from ...secure_rounds import PHASES, SecureRound, identity_of, names_of, public_identity_of, signed_by, total_of
 
 # Shamir's shares.
@@ -435,6 +436,7 @@ def test_at_most_one_round_of_three_hundred_has_no_sum():
     cases += [(200, 0.3, phase, seed) for phase in ("train", "unmask") for seed in range(1, 3)]
     cases = cases[:300]
     assert len(cases) >= 299
+    cases = cases[:: 1 if ALL else 5]
     assert sum(check_round(random_round(devices, seed, *rest)) for devices, *rest, seed in cases) <= 1
 
 
