@@ -72,7 +72,7 @@ from edge_sdk.errors import (
 )
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.methods.early_stopping import gives_way
-from edge_sdk.methods.merging import is_whole, mixed, whole_model
+from edge_sdk.methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
@@ -132,8 +132,6 @@ FIRST_REST, LONGEST_REST = 5.0, 900.0
 """Seconds of rest after a fault of the coordinator; each in a row doubles it."""
 FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDeleted)
 """Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
-GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
 FINISHED_SHARE = 0.5
 """Share of the global model in the mixture that is trained once more, where the federation asks for that."""
 

@@ -60,6 +60,10 @@ def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: 
     return merged
 
 
+GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
+
+
 def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
     """Return personal + share·(received - personal), float32 by name; what was not received stays personal.
 

@@ -10,7 +10,7 @@ import numpy as np
 from edge_sdk.engines.training import Flags, LocalResult, Part
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_held_out, train_loaded
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_choice_of_copy, train_loaded
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors, own_initial_values
 from edge_sdk.protocol.masks import pack
@@ -62,17 +62,17 @@ def send_shared(job: Job, result: LocalResult) -> Trained:
 def evaluate_tuned(job: Job) -> Evaluated:
     """Judge the device's model and, with ``finetune_epochs``, a copy that a last local stage has trained, both parts.
 
-    The copy, which is thrown away, is then the personal model, and ``others`` has the one that training has left, as
-    ``untuned``.
+    What ``choose_copy`` chooses is then the personal model, and is thrown away. ``others`` has the one that training
+    has left as ``untuned``, and the copy as ``copy`` if another was chosen.
     """
     untuned = evaluate_both(job)
     if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
         return untuned
     job.engine.load(job.state.personal)
     result = fine_tune(job, purpose="finetune")
-    personal, validation = judge_held_out(job)
+    personal, validation, others = judge_choice_of_copy(job, job.engine.read(), job.state.personal)
     flops = training_flops(job.manifest, result.samples)
-    return Evaluated(personal, None, validation, {"untuned": untuned.personal}, flops)
+    return Evaluated(personal, None, validation, {"untuned": untuned.personal, **others}, flops)
 
 
 def adapt_own_part(job: Job) -> DeviceState:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from edge_sdk.engines import evaluate_held_out
-from edge_sdk.engines.training import EVERYTHING, Adjustment, LocalResult, Part, Pull
+from edge_sdk.engines.training import EVERYTHING, HELD_OUT, Adjustment, LocalResult, Part, Pull, TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.early_stopping import judge_round
-from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.merging import GLOBAL_SHARES, mixed, whole_model
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import Evaluation
 
-__all__ = ["adapt_as_in_a_round", "conclude", "evaluate_both", "fine_tune", "train_loaded"]
+__all__ = ["adapt_as_in_a_round", "choose_copy", "conclude", "evaluate_both", "fine_tune", "train_loaded"]
 
 
 def train_loaded(
@@ -112,6 +115,46 @@ def evaluate_both(job: Job) -> Evaluated:
             return Evaluated(None, *judge_held_out(job))
         global_model = job.engine.evaluate(job.task.held_out, metrics=True)
     return Evaluated(personal, global_model, validation)
+
+
+def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
+    """Return a fine-tuned copy, the model that it was made of, or one of their mixtures: the one of the least loss on
+    validation data, which trained none of them; of equally good ones the one with the larger share of the copy.
+
+    That is the choice which FedSPU's devices have at their end. With ``personal_model=last``, as in the papers, the
+    copy. Raises TrainingDiverged if no loss is finite.
+    """
+    if job.assignment.settings.personal_model == "last":
+        return copy
+    # Whole numbers, such as an order of classes, have no mixture.
+    floats = {name: tensor for name, tensor in start.items() if np.issubdtype(tensor.dtype, np.floating)}
+    least, best = math.inf, None
+    for share in (0.0, *GLOBAL_SHARES):
+        candidate = {0.0: copy, 1.0: start}.get(share) or mixed(copy, floats, share)
+        job.engine.load(candidate)
+        try:
+            loss = job.engine.evaluate(job.task.validation).loss
+        except TrainingDiverged:
+            continue
+        if loss < least:
+            least, best = loss, candidate
+    if best is None:
+        raise TrainingDiverged("no fine-tuned copy of the model has a finite loss on validation data", failure=HELD_OUT)
+    return best
+
+
+def judge_choice_of_copy(
+    job: Job, copy: Tensors, start: Tensors
+) -> tuple[Evaluation, Evaluation, dict[str, Evaluation]]:
+    """Judge what ``choose_copy`` chooses on held-out and on validation data; and, as ``copy``, the copy on held-out
+    data if another was chosen."""
+    chosen = choose_copy(job, copy, start)
+    others = {}
+    if chosen is not copy:
+        job.engine.load(copy)
+        others["copy"] = job.engine.evaluate(job.task.held_out, metrics=True)
+    job.engine.load(chosen)
+    return *judge_held_out(job), others
 
 
 def judge_held_out(job: Job) -> tuple[Evaluation, Evaluation]:

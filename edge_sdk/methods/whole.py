@@ -8,7 +8,14 @@ from edge_sdk.engines.training import LocalResult, Part, Pull
 from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
 from edge_sdk.methods.adaptive import base_entropies, judge_choice
 from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, fine_tune, judge_held_out, train_loaded
+from edge_sdk.methods.rounds import (
+    choose_copy,
+    conclude,
+    fine_tune,
+    judge_choice_of_copy,
+    judge_held_out,
+    train_loaded,
+)
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
@@ -58,10 +65,12 @@ def train_pulled(job: Job) -> Trained:
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it.
+    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it, or what
+    ``choose_copy`` chooses.
 
-    Of a classification also ``adaptive``: DM-PFL+'s choice between both, sample by sample, by base entropies of the
-    training data (FedAvg+FT+).
+    ``others`` has the fine-tuned copy as ``copy`` if another was chosen and, of a classification, DM-PFL+'s choice
+    between copy and global model, sample by sample, by base entropies of the training data, as ``adaptive``
+    (FedAvg+FT+).
     """
     task, manifest = job.task, job.manifest
     job.engine.load(whole_model(manifest, job.received))
@@ -70,22 +79,24 @@ def evaluate_global(job: Job) -> Evaluated:
     whole = job.engine.read()
     global_model = job.engine.evaluate(task.held_out, metrics=True)
     samples = _fine_tune(job).samples
-    personal, validation = judge_held_out(job)
-    flops = training_flops(manifest, samples, weight_gradients=existing(job))
-    if not task.classification:
-        return Evaluated(personal, global_model, validation, flops=flops)
     copy = job.engine.read()
+    flops = training_flops(manifest, samples, weight_gradients=existing(job))
+    personal, validation, others = judge_choice_of_copy(job, copy, whole)
+    if not task.classification:
+        return Evaluated(personal, global_model, validation, others, flops)
     base = base_entropies(job.engine, task.train, personal=copy, global_model=whole)
     chosen = judge_choice(job.engine, task.held_out, personal=copy, global_model=whole, base=base)
-    return Evaluated(personal, global_model, validation, {"adaptive": chosen}, flops)
+    return Evaluated(personal, global_model, validation, {**others, "adaptive": chosen}, flops)
 
 
 def adapt_global(job: Job) -> DeviceState:
-    """Keep the finished global model, fine-tuned for ``finetune_epochs``, or as it is where there are none."""
+    """Keep what ``choose_copy`` makes of the finished global model with ``finetune_epochs``, or the model as it is."""
     job.engine.load(whole_model(job.manifest, job.received))
-    if job.assignment.settings.finetune_epochs:
-        _fine_tune(job)
-    return replace(job.state, personal=job.engine.read())
+    whole = job.engine.read()
+    if not job.assignment.settings.finetune_epochs:
+        return replace(job.state, personal=whole)
+    _fine_tune(job)
+    return replace(job.state, personal=choose_copy(job, job.engine.read(), whole))
 
 
 def existing(job: Job) -> ElementMask | None:

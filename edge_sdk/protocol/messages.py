@@ -346,8 +346,9 @@ class FederationSettings(_Request):
         default=0,
         ge=0,
         le=10_000,
-        description="Local epochs that turn the finished global model into a personal one, judged beside it at every "
-        "evaluation; under fedspu: local epochs, within the budget, of one more training at the end, of personal and "
+        description="Local epochs of a copy of the finished global model; of copy, model and their mixtures the "
+        "personal model is the best on validation data (personal_model=last: the copy), judged at every evaluation; "
+        "under fedspu: local epochs, within the budget, of one more training at the end, of personal and "
         "global model mixed in equal parts, which is kept where validation data speak for it",
     )
     finetune_learning_rate: float | None = Field(

@@ -15,7 +15,8 @@ from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedprox import FEDPROX
 from edge_sdk.methods.fedspu import FEDSPU
 from edge_sdk.methods.local import LOCAL
-from edge_sdk.methods.merging import whole_model
+from edge_sdk.methods.merging import mixed, whole_model
+from edge_sdk.methods.rounds import fine_tune
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError, ProtocolError
 from edge_sdk.protocol.flops import training_flops
@@ -143,7 +144,7 @@ def test_evaluation_judges_the_global_model_alone_unless_it_is_fine_tuned(manife
 
 def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
     state = DeviceState({"kept": np.ones(2)}, {"last_loss": 1.0, "increases": 0})
-    settings = {"finetune_epochs": 8, "learning_rate": 0.1}
+    settings = {"finetune_epochs": 8, "learning_rate": 0.1, "personal_model": "last"}
     job = job_of(manifest, kind="evaluate", state=state, number=4, **settings)
     found = FEDAVG.evaluate(job)
     assert state.personal["kept"].tolist() == [1, 1]
@@ -159,9 +160,31 @@ def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
     assert evaluate(job.engine.model, job.task, job.task.validation) == found.validation
 
 
+@pytest.mark.parametrize(("rate", "chosen"), [(0.05, 0.0), (3.0, 0.75), (100.0, 1.0)])
+def test_of_copy_global_model_and_mixtures_the_one_is_kept_that_validation_data_prefer(manifest, rate, chosen):
+    """Validation data are the training data here; large rates spoil the copy."""
+    job = job_of(manifest, kind="evaluate", number=4, finetune_epochs=8, learning_rate=rate, clip=5.0)
+    job = dataclasses.replace(job, task=dataclasses.replace(job.task, validation=job.task.train))
+    set_tensors(job.engine.model, received_by(job))
+    fine_tune(job, purpose="finetune")
+    copy, losses = get_tensors(job.engine.model, manifest), {}
+    models = {share: mixed(copy, received_by(job), share) for share in (0.0, 0.25, 0.5, 0.75)} | {1.0: received_by(job)}
+    for share, model in models.items():
+        set_tensors(job.engine.model, model)
+        losses[share] = evaluate(job.engine.model, job.task, job.task.validation).loss
+    assert min(losses, key=losses.get) == chosen
+
+    found, kept = FEDAVG.evaluate(job), FEDAVG.adapt(job).personal
+    assert all(np.allclose(kept[name], tensor, atol=1e-6) for name, tensor in models[chosen].items())
+    assert found.validation.loss == pytest.approx(losses[chosen], rel=1e-5)
+    assert ("copy" in found.others) == (chosen != 0.0), "the copy is reported where it is not what is kept"
+    assert (found.personal == found.global_model) == (chosen == 1.0)
+
+
 def test_fine_tuning_has_a_learning_rate_of_its_own(manifest):
     def moved(**settings):
-        job = job_of(manifest, kind="adapt", number=4, finetune_epochs=2, **settings)
+        settings |= {"finetune_epochs": 2, "personal_model": "last"}
+        job = job_of(manifest, kind="adapt", number=4, **settings)
         received, personal = received_by(job), FEDAVG.adapt(job).personal
         return max(np.abs(personal[name] - received[name]).max() for name, _ in job.engine.model.named_parameters())
 
@@ -175,7 +198,7 @@ def test_fine_tuning_has_a_learning_rate_of_its_own(manifest):
 def test_a_fine_tuned_copy_and_the_global_model_are_chosen_between_sample_by_sample(manifest, sparse):
     """DM-PFL+'s rule, computed anew: personal where H_c - (1 - Sim) BE_c < H_g - (1 - Sim) BE_g."""
     mask = random_mask(manifest, layer_counts(manifest, 0.5), 0) if sparse else None
-    settings = {"finetune_epochs": 4, "learning_rate": 0.1}
+    settings = {"finetune_epochs": 4, "learning_rate": 0.1, "personal_model": "last"}
     job = job_of(manifest, kind="evaluate", mask=mask, **settings)
     method = load_method("feddst" if sparse else "fedavg")
     found = method.evaluate(job)

@@ -5,7 +5,7 @@
  * personal model.
  */
 import { judgeRound } from "./stopping.js";
-import { BundleError, ProtocolError } from "./errors.js";
+import { BundleError, ProtocolError, TrainingDiverged } from "./errors.js";
 import { trainingFlops } from "./flops.js";
 import { FULL_RATIO, drawNeurons, mergeInPlace, pack, sameMask } from "./masks.js";
 import { hex, sha256, utf8 } from "./sha256.js";
@@ -39,6 +39,9 @@ export function mixed(personal, received, share) {
     return [name, shared ? own.map((value, i) => value + Math.fround(share * Math.fround(shared[i] - value))) : own];
   }));
 }
+
+/** Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first. */
+export const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1];
 
 const learningRate = ({ settings, assignment }) =>
   settings.learning_rate * settings.learning_rate_decay ** Math.max(0, assignment.round - 1);
@@ -75,6 +78,39 @@ async function judgeHeldOut(job) {
   return [job.data.test ? await job.engine.evaluate(job.data.test) : validation, validation];
 }
 
+/**
+ * Return a fine-tuned copy, the model `start` that it was made of, or one of their mixtures: the one of the least loss on
+ * validation data, which trained none of them. With `personal_model=last` the copy. Throws TrainingDiverged.
+ */
+async function chooseCopy(job, copy, start) {
+  if (job.settings.personal_model === "last") return copy;
+  const floats = new Map([...start].filter(([, values]) => values instanceof Float32Array));
+  let least = Infinity, best = null;
+  for (const share of [0, ...GLOBAL_SHARES]) {
+    const candidate = share === 0 ? copy : share === 1 ? start : mixed(copy, floats, share);
+    job.engine.load(candidate);
+    const validation = await job.engine.evaluate(job.data.validation).catch((error) => {
+      if (!(error instanceof TrainingDiverged)) throw error;
+      return null;
+    });
+    if (validation && validation.loss < least) [least, best] = [validation.loss, candidate];
+  }
+  if (best) return best;
+  throw new TrainingDiverged("no fine-tuned copy of the model has a finite loss on validation data", "training-diverged/held-out");
+}
+
+/** Judge what `chooseCopy` chooses; `others` has the copy if another was chosen. */
+async function judgeChoiceOfCopy(job, copy, start) {
+  const chosen = await chooseCopy(job, copy, start), others = {};
+  if (chosen !== copy) {
+    job.engine.load(copy);
+    others.copy = await job.engine.evaluate(job.data.test ?? job.data.validation);
+  }
+  job.engine.load(chosen);
+  const [personal, validation] = await judgeHeldOut(job);
+  return { personal, validation, others };
+}
+
 async function evaluateBoth(job) {
   let personal = null, validation = null, globalModel = null;
   if (job.state.personal) {
@@ -107,15 +143,18 @@ async function evaluateGlobal(job) {
   job.engine.load(wholeModel(job.manifest, job.received));
   const [globalModel, validation] = await judgeHeldOut(job);
   if (!job.settings.finetune_epochs) return { personal: null, globalModel, validation };
+  const whole = job.engine.read();
   const { samples } = await fineTune(job, {}, "finetune");
-  const [personal, tuned] = await judgeHeldOut(job);
-  return { personal, globalModel, validation: tuned, flops: trainingFlops(job.manifest, samples, null) };
+  const judged = await judgeChoiceOfCopy(job, job.engine.read(), whole);
+  return { ...judged, globalModel, flops: trainingFlops(job.manifest, samples, null) };
 }
 
 async function adaptGlobal(job) {
   job.engine.load(wholeModel(job.manifest, job.received));
-  if (job.settings.finetune_epochs) await fineTune(job, {}, "finetune");
-  return job.engine.read();
+  const whole = job.engine.read();
+  if (!job.settings.finetune_epochs) return whole;
+  await fineTune(job, {}, "finetune");
+  return chooseCopy(job, job.engine.read(), whole);
 }
 
 const fedavg = { train: (job) => trainWhole(job), evaluate: evaluateGlobal, adapt: adaptGlobal };
@@ -193,9 +232,9 @@ const fedper = {
     if (!job.settings.finetune_epochs || !job.state.personal) return untuned;
     job.engine.load(job.state.personal);
     const { samples } = await fineTune(job, {}, "finetune");
-    const [personal, validation] = await judgeHeldOut(job);
-    const others = { untuned: untuned.personal };
-    return { personal, globalModel: null, validation, others, flops: trainingFlops(job.manifest, samples, null) };
+    const judged = await judgeChoiceOfCopy(job, job.engine.read(), job.state.personal);
+    const others = { untuned: untuned.personal, ...judged.others };
+    return { ...judged, globalModel: null, others, flops: trainingFlops(job.manifest, samples, null) };
   },
   async adapt(job) {
     job.engine.load(joined(job));

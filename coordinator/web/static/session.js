@@ -13,7 +13,7 @@ import { failureOf } from "./failures.js";
 import { nonzeroFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
 import { mergeInPlace, pack } from "./masks.js";
-import { METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
+import { GLOBAL_SHARES, METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
 import { LabelPrior } from "./prior.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
@@ -22,7 +22,7 @@ import { Trust } from "./trust.js";
 
 const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
 const FIRST_REST = 5, LONGEST_REST = 900;
-const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1], FINISHED_SHARE = 0.5;
+const FINISHED_SHARE = 0.5;
 const MOST_HISTORY = 200;
 const LARGEST_SCORE = 3.4028234663852886e38;
 const TRAINING = ["train", "personalise"];
