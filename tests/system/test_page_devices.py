@@ -77,9 +77,9 @@ def played(
         yield coordinator, devices
 
 
-def start_sdk(coordinator: Coordinator, devices: Devices, *names: str) -> list[Device]:
-    budget = ("--engine", "onnx", "--budget", str(BUDGET))
-    return [devices(coordinator.url, NAME, name, *budget, "--data", part_of(NAMES.index(name))) for name in names]
+def start_sdk(coordinator: Coordinator, devices: Devices, *names: str, budget: float = BUDGET) -> list[Device]:
+    words = ("--engine", "onnx", "--budget", str(budget))
+    return [devices(coordinator.url, NAME, name, *words, "--data", part_of(NAMES.index(name))) for name in names]
 
 
 def outcome(coordinator: Coordinator) -> SimpleNamespace:
@@ -96,10 +96,10 @@ def undisturbed(nursery: Callable[[], Nursery], tmp_path_factory: pytest.TempPat
 
 
 def of_the_sdk_alone(
-    nursery: Callable[[], Nursery], folder: Path, more: dict[str, Any] | None = None
+    nursery: Callable[[], Nursery], folder: Path, more: dict[str, Any] | None = None, budget: float = BUDGET
 ) -> SimpleNamespace:
     with played(nursery, folder, more) as (coordinator, devices):
-        started = start_sdk(coordinator, devices, *NAMES)
+        started = start_sdk(coordinator, devices, *NAMES, budget=budget)
         found = outcome(coordinator)
         for each in started:
             assert each.wait() == 0, each.output
@@ -140,11 +140,13 @@ def open_device(browser: Any) -> Iterator[Callable[..., PageDevice]]:
         yield open_one
 
 
-def open_both(open_device: Callable[..., PageDevice], server: str, files: dict[str, Path]) -> list[PageDevice]:
+def open_both(
+    open_device: Callable[..., PageDevice], server: str, files: dict[str, Path], budget: float = BUDGET
+) -> list[PageDevice]:
     """The first two devices as pages that take part."""
     pages = [open_device(server) for _ in range(2)]
     for page, name in zip(pages, NAMES, strict=False):
-        page.take_part(files[name], name, budget=BUDGET, seed=SEED)
+        page.take_part(files[name], name, budget=budget, seed=SEED)
     return pages
 
 
@@ -189,6 +191,28 @@ def test_pages_add_their_class_frequencies_and_train_once_more_at_the_end(
     if precision == "fp32":
         assert_same(found, wanted)
     assert distance(found.model, wanted.model) < 1e-5, "a few values are rounded otherwise under int8"
+
+
+def test_pages_choose_among_copy_global_model_and_mixtures_as_the_sdk_does(nursery, tmp_path, open_device, files):
+    """A rate of 1 spoils the copies."""
+    tuned = {"finetune_epochs": 2, "finetune_learning_rate": 1.0, "clip": 5.0}
+    more = {"method": "fedavg", "local_epochs": 3, "rounds": 2, **tuned}
+    wanted = of_the_sdk_alone(nursery, tmp_path / "sdk", more, budget=1.0)
+    with played(nursery, tmp_path / "both", more) as (coordinator, devices):
+        started = start_sdk(coordinator, devices, *NAMES[2:], budget=1.0)
+        pages = open_both(open_device, coordinator.url, files, budget=1.0)
+        found = outcome(coordinator)
+        for each in started:
+            assert each.wait() == 0, each.output
+        for page in pages:
+            page.wait_for("state.phase === 'finished'")
+        reports = coordinator.get(f"/v1/federations/{NAME}/rounds/2/reports").json()
+    judged = {each["device"]: each["report"] for each in reports if each["kind"] == "evaluate"}
+    assert all("copy" in judged[name]["others"] for name in NAMES[:2]), "pages kept another model than the copy"
+    last, other = found.rounds[-1], wanted.rounds[-1]
+    assert last["accuracy_personal"] == other["accuracy_personal"]
+    assert last["loss_personal"] == pytest.approx(other["loss_personal"], rel=1e-4)
+    assert last["accuracy_personal"] >= last["accuracy_global"] - 0.05
 
 
 def test_a_page_that_is_closed_while_it_trains_goes_on_when_it_is_opened_again(
