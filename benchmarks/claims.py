@@ -352,7 +352,8 @@ class Figures:
         held = [bool(evaluated(each, own)) for each in claim.get("holds", ())]
         files = ", ".join(f"[{name}]({name}.jsonl)" for name in own.used) or "–"
         played = "; ".join(_played(each) for each in own.used.values() if each)
-        result = claim["value"] if claim["value"] in NO_CLAIMS else verdict(held, claim.get("missing", ""))
+        rounds = _rounds([trial for each in own.used.values() for trial in each])
+        result = claim["value"] if claim["value"] in NO_CLAIMS else verdict(held, claim.get("missing", ""), rounds)
         missing, note = claim.get("missing", ""), claim.get("note", "")
         if missing and held:
             missing = f"missing: {missing}"
@@ -375,13 +376,14 @@ class Figures:
         return judged_on({"shift": shift}, first), judged_on({"shift": shift}, second)
 
 
-def verdict(held: Sequence[bool], missing: str) -> str:
-    """Return the verdict on a claim: one whose parts were not all run is at best partly reproduced."""
+def verdict(held: Sequence[bool], missing: str, rounds: str) -> str:
+    """Return the verdict on a claim, which holds only if each of its comparisons does; one whose parts were not all run
+    is at best partly reproduced. rounds: those that were played, in words, or ""."""
     if not held:
         return "not run"
     if all(held):
         return "partly" if missing else "reproduced"
-    return "partly" if any(held) else "not"
+    return f"not (at {rounds})" if rounds else "not"
 
 
 def rebuild(docs: Path = DOCS) -> dict[Path, str]:
@@ -478,6 +480,12 @@ def _within(trial: Recorded, mib: float) -> float:
 def _played(trials: Sequence[Recorded]) -> str:
     """Return the numbers of seeds and of rounds at most: 3 seeds, 12 to 40 rounds."""
     seeds = len({each.trial.seed for each in trials})
+    return f"{seeds} seed{'s' if seeds > 1 else ''}, {_rounds(trials)}"
+
+
+def _rounds(trials: Sequence[Recorded]) -> str:
+    """Return the numbers of rounds at most, 12 to 40 rounds; "" of no trials."""
     rounds = sorted({int(each.trial.settings.get("rounds", each.result.rounds)) for each in trials})
-    span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    return f"{seeds} seed{'s' if seeds > 1 else ''}, {span} rounds"
+    if not rounds:
+        return ""
+    return f"{rounds[0]} rounds" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]} rounds"
