@@ -93,18 +93,25 @@ def _popular(samples: int, only: str) -> Iterator[Row]:
     import torch
 
     from edge_sdk.publishing.step import compile_step
+    from edge_sdk.publishing.translations import CannotCompile
     from edge_sdk.publishing.untraced import describe_whole
     from sparrow.benchmarks.zoo import ZOO
 
     for name, entry in ZOO.items():
         if only not in name:
             continue
+        torch.manual_seed(0)
         model = entry.model()
         inputs = entry.samples(samples)
         with torch.no_grad():
             answer = model.eval()(inputs)
-        targets = torch.zeros((samples, *answer.shape[2:]), dtype=torch.long)
-        graphs = compile_step(model.train(), torch.nn.CrossEntropyLoss(), inputs, targets)
+        targets = torch.randint(answer.shape[1], (samples, *answer.shape[2:]))
+        try:
+            graphs = compile_step(model.train(), torch.nn.CrossEntropyLoss(), inputs, targets)
+        except CannotCompile as error:
+            # Gradients of a few random samples can be all rounding, behind many batch norms.
+            print(f"{name}: left out, {error}", file=sys.stderr)
+            continue
         manifest = describe_whole(model, inputs[:2], task="zoo")
         yield measure(name, graphs, manifest, inputs.numpy(), targets.numpy())
 
