@@ -37,6 +37,12 @@ MOST_CONSTANTS = 64 * MIB
 WEIGHTS = 4
 MOST_AT_ONCE = 1024 * MIB
 """Bytes that may be alive where several samples run at a time."""
+CHANNELS = 16
+"""Channels that a convolution takes at a time, on processors with the widest vectors."""
+MATRIX = 96
+"""Bytes beside each of many products of matrices."""
+PLACE = 32
+"""Bytes beside each value that is expanded, or each index of a one-hot encoding."""
 LARGEST_ATTRIBUTE = 2**24
 LARGEST_SIZE = 2**31
 SMALL = 1024
@@ -320,6 +326,11 @@ class Walk:
             return dict.fromkeys(node.output, self._types[pool.input[0]])
         if not read <= self._types.keys():
             raise SkeletonError(f"{_named(node)} takes a sequence; export the graph without")
+        if node.op_type == "PRelu" and not _spreads(self.shape(node.input[1]), self.shape(node.input[0])):
+            # ONNX's inference says that the result is as the input; ONNX Runtime makes the larger one of both.
+            raise SkeletonError(
+                f"{_named(node)}: its slope has other lengths than its input; give one for each channel"
+            )
         (opset,) = self._model.opset_import
         known = {name: onnx.numpy_helper.from_array(self._data[name], name) for name in read & self._data.keys()}
         try:
@@ -515,6 +526,22 @@ class Walk:
             # It unfolds its input.
             taken, kernel = self.shape(node.input[0]), self.shape(node.input[1])
             return 4 * math.prod(kernel[1:]) * math.prod(taken[2:])
+        if node.op_type == "Conv":
+            # ONNX Runtime brings images into a form of its own, of CHANNELS at a time; it reads fewer as they are.
+            images = [node.output[0]]
+            if self.shape(node.input[0])[1] >= CHANNELS:
+                images.append(node.input[0])
+            return sum(map(self._in_channels, images))
+        if node.op_type == "MatMul":
+            return MATRIX * math.prod(self.shape(node.output[0])[:-2])
+        if node.op_type in ("Softmax", "LogSoftmax"):
+            # Along another axis than the last it turns a copy, and turns the result back.
+            given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            shape = self.shape(node.output[0])
+            last = math.prod(shape[int(given.get("axis", -1)) % max(1, len(shape)) + 1 :]) == 1
+            return 0 if last else 2 * self._sizes[node.output[0]]
+        if node.op_type in ("Expand", "OneHot"):
+            return PLACE * math.prod(self.shape(node.input[0]))
         if node.op_type in ("DFT", "STFT"):
             length, _ = self._transforms(node)
             return 16 * length if _is_power(length) else 160 * _turned_length(length)
@@ -523,6 +550,13 @@ class Walk:
             how = given.get("mode", b"nearest") == b"cubic", bool(given.get("antialias"))
             return _resized(self.shape(node.input[0]), self.shape(node.output[0]), *how)
         return 0
+
+    def _in_channels(self, name: str) -> int:
+        """Return the bytes of images in ONNX Runtime's own form; 0 of others than [N, C, H, W]."""
+        shape = self.shape(name)
+        if len(shape) != 4 or not shape[1]:
+            return 0
+        return self._sizes[name] // shape[1] * (-(-shape[1] // CHANNELS) * CHANNELS)
 
     def _add(self, name: str, described: TypeProto, node: NodeProto | None = None) -> None:
         """Keep what is known of a value. Raises SkeletonError where its size is not, or is too large."""
@@ -595,6 +629,12 @@ def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonErr
         f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
         f"{MOST_SECONDS:g} s are accepted; publish a smaller model"
     )
+
+
+def _spreads(shape: list[int], whole: list[int]) -> bool:
+    """Return whether a value of this shape, repeated, is as large as another and no larger."""
+    padded = [1] * (len(whole) - len(shape)) + shape
+    return len(shape) <= len(whole) and all(one in (1, other) for one, other in zip(padded, whole, strict=True))
 
 
 def _is_power(length: int) -> bool:

@@ -152,9 +152,14 @@ def _run_of(taken: Sequence[Sequence[int]], made: Sequence[int]) -> int:
 
 def _softmax(node: _Node) -> Work:
     axis, shape = node.axis(-1), node.made[0]
-    turned = 18.0 if math.prod(shape[axis + 1 :]) > 1 else 0.0
     rows = node.out / max(1, shape[axis]) if shape else 1
-    return Work(0, 0, node.wide * (1.3 + turned) * node.out + 22 * rows)
+    turned = Work()
+    if math.prod(shape[axis + 1 :]) > 1:
+        # The axis changes places with the last one, and the result is turned back.
+        order = list(range(len(shape)))
+        order[axis], order[-1] = order[-1], order[axis]
+        turned = _turned(node, order)
+    return Work(0, 2 * turned.moving, 2 * turned.plain + node.wide * 1.3 * node.out + 22 * rows)
 
 
 def _product(node: _Node) -> Work:
@@ -213,7 +218,9 @@ def _conv_transpose(node: _Node) -> Work:
 def _pool(node: _Node) -> Work:
     places = math.prod(node.attributes.get("kernel_shape", [1]))
     each = {"AveragePool": 4.5, "LpPool": 25.0}.get(node.op, 1.5)
-    if node.op == "MaxPool" and (node.outputs > 1 or node.kind != TensorProto.FLOAT or len(node.made[0]) > 5):
+    dilated = any(step > 1 for step in node.attributes.get("dilations", []))
+    slow = dilated or node.outputs > 1 or node.kind != TensorProto.FLOAT or len(node.made[0]) > 5
+    if node.op == "MaxPool" and slow:
         each = 6.0
     return Work(0, 0, node.wide * node.out * (3 + each * places))
 
@@ -243,8 +250,12 @@ def _pick(node: _Node) -> Work:
 
 
 def _transpose(node: _Node) -> Work:
+    return _turned(node, node.attributes.get("perm", range(len(node.taken[0]) - 1, -1, -1)))
+
+
+def _turned(node: _Node, permutation: Sequence[int]) -> Work:
     shape = node.taken[0]
-    order = [axis for axis in node.attributes.get("perm", range(len(shape) - 1, -1, -1)) if shape[axis] > 1]
+    order = [axis for axis in permutation if shape[axis] > 1]
     # Axes that stay side by side are one.
     merged: list[list[int]] = []
     for axis in order:
@@ -330,7 +341,7 @@ def _stepped(node: _Node) -> Work:
 
 
 def _unpool(node: _Node) -> Work:
-    return Work(0, node.out, 15.0 * node.into)
+    return Work(0, 2.0 * node.out, 40.0 * node.into)
 
 
 def _moved(node: _Node) -> Work:

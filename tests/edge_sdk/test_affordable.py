@@ -82,6 +82,17 @@ def test_whole_numbers_are_divided_by_constants_that_trap_no_processor(kind, div
         check_graphs(graphs, manifest)
 
 
+@pytest.mark.parametrize("slope", [(1, 1, 7), (5, 1, 1, 1), (2, 3, 4, 4), (4, 1)])
+def test_a_slope_enlarges_nothing(slope):
+    """ONNX's inference gives the result the shape of the input, and ONNX Runtime makes the larger one of both."""
+    step = step_of([node("PRelu", "input slope", "y")], (3, 4, 1), slope=np.ones(slope, np.float32))
+    if slope == (4, 1):
+        check_graphs(*step)
+        return
+    with pytest.raises(GraphError, match="its slope has other lengths than its input; give one for each channel"):
+        check_graphs(*step)
+
+
 def test_a_size_of_the_batch_divides_nothing():
     nodes = [
         cast("input", "whole", TensorProto.INT64),
