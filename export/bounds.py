@@ -88,8 +88,8 @@ LAYERS = names(
     GlobalMaxPool GreaterOrEqual GridSample GroupNormalization HardSigmoid HardSwish Hardmax InstanceNormalization
     IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu LessOrEqual Log LogSoftmax LpNormalization LpPool MatMul
     MaxPool MaxUnpool Mean MeanVarianceNormalization Mish Not Or PRelu Pow RMSNormalization RNN Reciprocal
-    ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceSumSquare Relu RotaryEmbedding
-    Round ScatterElements ScatterND Selu SequenceAt Shape Shrink Sigmoid Sign Sin Sinh Size Softmax Softplus Softsign
+    ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceSumSquare Relu Round
+    ScatterElements ScatterND Selu SequenceAt Shape Shrink Sigmoid Sign Sin Sinh Size Softmax Softplus Softsign
     SpaceToDepth Sqrt Sum Swish Tan Tanh ThresholdedRelu Transpose Xor
     """
 )
@@ -101,10 +101,12 @@ OPERATORS = FOLDED | SIZING | LAYERS
 SAME = names(
     """
     Celu Gelu GroupNormalization HardSwish InstanceNormalization MeanVarianceNormalization Mish RMSNormalization
-    RotaryEmbedding Softsign Swish
+    Softsign Swish
     """
 )
 """Operators whose result is as their first input, of which ONNX itself may say nothing."""
+
+_FACTORS = names("GroupNormalization PRelu RMSNormalization")
 
 _BYTES: dict[int, int] = {
     int(number): np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).itemsize
@@ -312,6 +314,7 @@ class Walk:
 
     def _types_of(self, node: NodeProto, read: set[str]) -> dict[str, TypeProto]:
         """Return the types and shapes of what the node makes."""
+        self._check_factors(node)
         if node.op_type in SAME:
             return dict.fromkeys(node.output, self._types[node.input[0]])
         if node.op_type == "MaxUnpool":  # writes where maxima lay: into nothing but what they were taken from
@@ -326,11 +329,6 @@ class Walk:
             return dict.fromkeys(node.output, self._types[pool.input[0]])
         if not read <= self._types.keys():
             raise SkeletonError(f"{_named(node)} takes a sequence; export the graph without")
-        if node.op_type == "PRelu" and not _spreads(self.shape(node.input[1]), self.shape(node.input[0])):
-            # ONNX's inference says that the result is as the input; ONNX Runtime makes the larger one of both.
-            raise SkeletonError(
-                f"{_named(node)}: its slope has other lengths than its input; give one for each channel"
-            )
         (opset,) = self._model.opset_import
         known = {name: onnx.numpy_helper.from_array(self._data[name], name) for name in read & self._data.keys()}
         try:
@@ -344,6 +342,23 @@ class Walk:
             )
         except (InferenceError, ValidationError, SchemaError, RuntimeError, ValueError, TypeError) as error:
             raise SkeletonError(f"{_named(node)}: its result cannot be inferred ({str(error)[:200]})") from None
+
+    def _check_factors(self, node: NodeProto) -> None:
+        """Raise SkeletonError for factors that would enlarge a result.
+
+        ONNX's inference says of these operators that the result is as the input. ONNX Runtime, or the operators that it
+        takes them apart into, make a value of the larger lengths of both.
+        """
+        if node.op_type not in _FACTORS:
+            return
+        taken = self.shape(node.input[0])
+        channels = [taken[1]] if len(taken) > 1 else []
+        for name in node.input[1:]:
+            shape = self.shape(name)
+            if shape != channels if node.op_type == "GroupNormalization" else not _spreads(shape, taken):
+                raise SkeletonError(
+                    f"{_named(node)}: its factors {shape} do not fit its input {taken}; give one for each channel"
+                )
 
     def _split(self, node: NodeProto) -> dict[str, int]:
         """Keep the types of the pieces that a value is split into."""

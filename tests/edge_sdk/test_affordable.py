@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.engines.affordable import TooCostly, check_affordable, try_step
 from edge_sdk.engines.checking import check_graphs
@@ -89,7 +89,7 @@ def test_a_slope_enlarges_nothing(slope):
     if slope == (4, 1):
         check_graphs(*step)
         return
-    with pytest.raises(GraphError, match="its slope has other lengths than its input; give one for each channel"):
+    with pytest.raises(GraphError, match=r"its factors .* do not fit its input .*; give one for each channel"):
         check_graphs(*step)
 
 
@@ -152,6 +152,20 @@ def test_a_forward_pass_that_takes_seconds_within_a_node_is_refused():
     check_sizes(forward_of((4, 50, 50), node("AveragePool", "input", "y", kernel_shape=[20, 20])))
     with pytest.raises(SkeletonError, match=r"'y' .* predicted to take .* s for one sample"):
         check_sizes(forward_of((16, 400, 400), node("AveragePool", "input", "y", kernel_shape=[200, 200])))
+
+
+@pytest.mark.parametrize(("length", "accepted"), [(4, True), (4000, False), (1, False)])
+def test_the_factors_of_groups_enlarge_nothing(length, accepted):
+    factors = [
+        node("Constant", "", name, value=numpy_helper.from_array(np.ones(length, np.float32)))
+        for name in ("scale", "bias")
+    ]
+    model = forward_of((4, 6), *factors, node("GroupNormalization", "input scale bias", "y", num_groups=2))
+    if accepted:
+        check_sizes(model)
+        return
+    with pytest.raises(SkeletonError, match=r"'y' .*its factors .* do not fit its input .*; give one for each channel"):
+        check_sizes(model)
 
 
 def test_a_forward_pass_of_many_slow_nodes_is_refused():
