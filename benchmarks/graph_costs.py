@@ -14,7 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -113,6 +113,9 @@ def _popular(samples: int, only: str) -> Iterator[Row]:
             print(f"{name}: left out, {error}", file=sys.stderr)
             continue
         manifest = describe_whole(model, inputs[:2], task="zoo")
+        kept = model.state_dict()
+        frozen = {spec.name: kept[spec.name].numpy() for spec in manifest.tensors if spec.policy == "frozen"}
+        graphs = replace(graphs, frozen=frozen)
         yield measure(name, graphs, manifest, inputs.numpy(), targets.numpy())
 
 

@@ -47,6 +47,7 @@ from sparrow.coordinator.api.packing import HEADERS, PackedRoute, packed_events,
 from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
 from sparrow.coordinator.web import links
+from sparrow.coordinator.web.steps import check_ratio
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 
@@ -307,6 +308,7 @@ async def get_fast_step(
     The ``ETag`` is its SHA-256. Which neurons are active the graph reads, int64: ``rows:NAME``, ``columns:NAME``. 503
     if too many others are being made.
     """
+    check_ratio(ratio)
     manifest = await run_in_threadpool(coordinator.federations.manifest, name)
     read = partial(coordinator.federations.graph, name, "step")
     step = await coordinator.page_steps.get(manifest, ratio, read)

@@ -36,6 +36,12 @@ MEMORY = 2**30
 Key = tuple[str, tuple[int, ...]]
 
 
+def check_ratio(ratio: float) -> None:
+    """Raise BadContent unless an active ratio is a multiple of 1 / ``RATIOS``."""
+    if abs(ratio * RATIOS - round(ratio * RATIOS)) > 1e-6:
+        raise BadContent(f"ratio: {ratio} is no multiple of {1 / RATIOS}; give the page's device such a budget")
+
+
 class Steps:
     """Steps that were made, the last ``MOST_KEPT`` of them kept. stop: ends those that are being made.
 
@@ -49,13 +55,11 @@ class Steps:
         self._made: OrderedDict[Key, asyncio.Task[Packed]] = OrderedDict()
 
     async def get(self, manifest: Manifest, ratio: float, read: Callable[[], bytes]) -> Packed:
-        """Return a manifest's step for masks of this active ratio, a multiple of 1 / ``RATIOS`` up to 1.
+        """Return a manifest's step for masks of this active ratio, which ``check_ratio`` accepts.
 
-        read: returns the published step. Raises BadContent for another ratio, Unavailable for a step that cannot be
-        made now, and the errors of ``read``.
+        read: returns the published step. Raises Unavailable for a step that cannot be made now, and the errors of
+        ``read``.
         """
-        if abs(ratio * RATIOS - round(ratio * RATIOS)) > 1e-6:
-            raise BadContent(f"ratio: {ratio} is no multiple of {1 / RATIOS}; give the page's device such a budget")
         key = manifest.graphs.get("step", ""), tuple(counts_at(manifest, ratio).values())
         task = self._made.get(key)
         if task is None:
