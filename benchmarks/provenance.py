@@ -1,4 +1,4 @@
-"""What computed a trial: the commit, the packages and the processor, so that its rows can be computed again.
+"""The commit, the packages and the processor that compute a trial, so that its rows can be computed again.
 
 Results repeat bit for bit where all of these are equal. Other processors and versions of PyTorch and ONNX Runtime add
 in another order.
@@ -28,7 +28,7 @@ VECTORS = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """What computed a trial.
+    """The software and the machine that computed a trial.
 
     commit: of the clone, "" outside of one; the commit with the rows comes after it. changes: files in which the clone
     differed from it. packages: name -> version, Python's included. flags: vector instructions of the processor.
@@ -50,24 +50,27 @@ class Provenance:
 
 def provenance(threads: int) -> Provenance:
     """Return what computes a trial here and now. threads: with which a device trains."""
-    commit, changes = _of_clone()
+    commit, changes = state_of(ROOT)
     processor, flags = _of_processor()
     return Provenance(commit, changes, _packages(), processor, flags, threads)
 
 
 @cache
-def _of_clone() -> tuple[str, int]:
-    # Once in a process: what it has imported is what it runs, whatever is changed or committed afterwards.
-    commit = _git("rev-parse", "HEAD")
-    return commit, len(_git("status", "--porcelain", "--", ".", f":!{RESULTS}").splitlines()) if commit else 0
+def state_of(root: Path) -> tuple[str, int]:
+    """Return the commit of a clone, and in how many files it differs from it; "" and 0 outside of one.
+
+    Once in a process: it runs what it has imported, whatever is changed or committed afterwards.
+    """
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit, len(_git(root, "status", "--porcelain", "--", ".", f":!{RESULTS}").splitlines()) if commit else 0
 
 
-def _git(*arguments: str) -> str:
-    if not (ROOT / ".git").exists():
+def _git(root: Path, *arguments: str) -> str:
+    if not (root / ".git").exists():
         # An installed package may lie within somebody else's clone.
         return ""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()

@@ -21,9 +21,7 @@ def clone(tmp_path, monkeypatch):
     git(tmp_path, "add", ".")
     git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "First")
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    module._of_clone.cache_clear()
-    yield tmp_path
-    module._of_clone.cache_clear()
+    return tmp_path
 
 
 def git(folder, *arguments):
