@@ -355,7 +355,8 @@ class Walk:
         channels = [taken[1]] if len(taken) > 1 else []
         for name in node.input[1:]:
             shape = self.shape(name)
-            if shape != channels if node.op_type == "GroupNormalization" else not _spreads(shape, taken):
+            fits = shape == channels if node.op_type == "GroupNormalization" else _spreads(shape, taken)
+            if not fits:
                 raise SkeletonError(
                     f"{_named(node)}: its factors {shape} do not fit its input {taken}; give one for each channel"
                 )
@@ -537,6 +538,7 @@ class Walk:
 
     def _beside(self, node: NodeProto) -> int:
         """Return the bytes that an operator takes beside its inputs and results, as measured of ONNX Runtime."""
+        given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         if node.op_type == "ConvTranspose":
             # It unfolds its input.
             taken, kernel = self.shape(node.input[0]), self.shape(node.input[1])
@@ -551,7 +553,6 @@ class Walk:
             return MATRIX * math.prod(self.shape(node.output[0])[:-2])
         if node.op_type in ("Softmax", "LogSoftmax"):
             # Along another axis than the last it turns a copy, and turns the result back.
-            given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
             shape = self.shape(node.output[0])
             last = math.prod(shape[int(given.get("axis", -1)) % max(1, len(shape)) + 1 :]) == 1
             return 0 if last else 2 * self._sizes[node.output[0]]
@@ -561,7 +562,6 @@ class Walk:
             length, _ = self._transforms(node)
             return 16 * length if _is_power(length) else 160 * _turned_length(length)
         if node.op_type == "Resize" and node.output[0]:
-            given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
             how = given.get("mode", b"nearest") == b"cubic", bool(given.get("antialias"))
             return _resized(self.shape(node.input[0]), self.shape(node.output[0]), *how)
         return 0
