@@ -135,6 +135,7 @@ def test_the_first_screen_answers_five_questions_while_a_federation_runs(
     expect(page.locator("#cost-value")).to_contain_text("B")
     expect(page.locator("#cost-lines")).to_contain_text("J")
     expect(page.locator("#time-value")).to_contain_text("Within")
+    expect(page.locator("#legend button").first).to_be_visible()
     bottoms = page.evaluate(
         "[...document.querySelectorAll('.answers article, #legend')].map((each) => each.getBoundingClientRect().bottom)"
     )
