@@ -14,7 +14,7 @@ from anyio import CapacityLimiter, to_thread
 from starlette.types import Scope
 
 from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.api.buckets import AtOnce, RateLimit
+from sparrow.coordinator.api.buckets import AtOnce, RateLimit, Turns
 from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import FoundNothing, LongPolls, Signal
@@ -123,7 +123,7 @@ class Coordinator:
         )
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
-        self.at_once = AtOnce()
+        self.at_once, self.turns = AtOnce(), Turns()
         self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
         self.publishing = Threads(PUBLICATIONS, PUBLISHING_SECONDS, busy="other models are being published")
         self.evaluating = Threads(

@@ -21,7 +21,9 @@ def task_of(name: str) -> Task | str:
     """Return the name of the built-in task, or a task around the network, for publishing."""
     if name == SMALL:
         return "mnist"
-    batch = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
+    torch.manual_seed(0)
+    # Of zeros, batch normalisation would enlarge rounding until no compiled step could be told from a wrong one.
+    batch = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
     return Task("contest", network(), F.cross_entropy, [batch], [batch])
 
 

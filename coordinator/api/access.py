@@ -98,7 +98,10 @@ async def member(identity: TheIdentity, request: Request) -> None:
 async def prospective_member(identity: TheIdentity, request: Request) -> None:
     """Raise NotAuthenticated unless the caller is a member, or may enrol a device: it reads what it is to join."""
     if not _is_device_of(identity, request):
-        _need(identity, _named(request), "observer", "admin", "enrolment")
+        kinds: tuple[Kind, Kind] = (
+            ("observer", "enrolment") if "enrolment" in identity.guarded else ("enrolment", "observer")
+        )
+        _need(identity, _named(request), *kinds, "admin")
 
 
 def _is_device_of(identity: Identity, request: Request) -> bool:

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 20.0
 """From the connection, or a request's first byte, to the end of its headers."""
-LAST_LOOK_SECONDS = 0.001
-"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 HEAD_BYTES = 32 * 1024
 """All headers of a request, with its trailers."""
 HEADERS = 100
@@ -81,6 +79,10 @@ STATE = "connection"
 TOO_LONG = (
     f"a request's head may have {HEAD_BYTES // 1024} KiB, {HEADERS} headers and a URL of {URL_BYTES // 1024} KiB; send "
     "fewer and shorter ones"
+)
+UVLOOP = (
+    "this server runs on uvloop, which accepts one connection in a turn: callers that connect again and again keep all "
+    "others waiting for seconds. Run `sparrow serve`, or `uvicorn coordinator.main:app --loop asyncio`"
 )
 HOW_TO_RUN = (
     "this server does not limit heads, connections and slow readers (coordinator.api.connections): anybody can "
@@ -353,12 +355,6 @@ class LimitedConnection(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, unless a request has come on it while the event loop stood still, or the machine
-        did: uvloop looks at its timers before it reads, and would answer such a request with a reset."""
-        close = super().timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""
         self._answering = cycle
@@ -443,7 +439,7 @@ class _OnlyHealth:
 
 
 def install(receive: Receive, settings: Settings) -> None:
-    """Have uvicorn make connections with these limits; log a warning on another server, or protocol.
+    """Have uvicorn make connections with these limits; log a warning on another server, protocol or event loop.
 
     receive: the one that the server handed to the application for its lifespan.
     """
@@ -454,6 +450,8 @@ def install(receive: Receive, settings: Settings) -> None:
         config.http_protocol_class = type("LimitedConnection", (LimitedConnection,), {"limits": limits})
     else:
         log.warning("%s", HOW_TO_RUN)
+    if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+        log.warning("%s", UVLOOP)
 
 
 def _less(counter: Counter[str], key: str) -> None:

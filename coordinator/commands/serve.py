@@ -95,6 +95,7 @@ def _run(options: argparse.Namespace) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 observed,
+                loop="asyncio",
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
                 use_colors=coloured(),

@@ -31,15 +31,17 @@ EVENTS = re.compile(r"GET /v1/federations/[^/]+/events")
 
 
 class AddressLimits(Middleware):
-    """Answers 429 to addresses that have called too often, before their token is looked up.
+    """Has an address begin a few calls in each turn of the event loop, and answers 429 to those that have called too
+    often, before their token is looked up.
 
     A caller whose token was valid lately passes, so that one bad device does not block others that share its address.
     """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         address, limit = _address(coordinator, scope), coordinator.by_address
-        if limit is not None and address is not None:
-            wait = 0.0 if was_known(coordinator, scope) else limit.wait(address)
+        if address is not None and not was_known(coordinator, scope):
+            await coordinator.turns.begin(address)
+            wait = 0.0 if limit is None else limit.wait(address)
             if wait:
                 return await _too_many(wait)(scope, receive, send)
         return await self._app(scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sqlite3
@@ -12,7 +13,7 @@ import pytest
 
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, address_key
+from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, Turns, address_key
 from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from sparrow.coordinator.fleet import access
@@ -416,10 +417,12 @@ def test_single_reports_are_for_observers_and_administrators_alone(open_app, com
         return {client.get(path, headers=headers).status_code for path in paths}
 
     assert statuses([*records, of_device, *joining]) == {200}, "without an observer token for everybody"
-    tokens = {kind: command("create", kind)["secret"] for kind in ("admin", "observer", "enrolment")}
+    tokens = {kind: command("create", kind)["secret"] for kind in ("admin", "observer")}
     limited = command("create", "observer", "--federation", "default")["secret"]
     for kind in ("admin", "observer"):
         assert statuses([*records, of_device, *joining], tokens[kind]) == {200}
+    assert (statuses([*records, of_device]), statuses(joining)) == ({401}, {200}), "anybody may still join"
+    tokens["enrolment"] = command("create", "enrolment")["secret"]
     assert (statuses([*records, *joining], limited), statuses([of_device], limited)) == ({200}, {401})
     for token in (tokens["enrolment"], enrolled["token"], None):
         assert statuses([*records, of_device], token) == {401}, "not even its own"
@@ -429,6 +432,28 @@ def test_single_reports_are_for_observers_and_administrators_alone(open_app, com
 
 
 # --- how often -------------------------------------------------------------------------------------------------------
+
+
+def test_a_caller_begins_a_few_calls_in_each_turn_of_the_loop():
+    async def call():
+        turns, begun = Turns(most=2), []
+
+        async def one(caller):
+            await turns.begin(caller)
+            begun.append((turn, caller))
+
+        calls = [asyncio.ensure_future(one(caller)) for caller in "aaaaab"]
+        calls[3].cancel()
+        turn = 0
+        while not all(each.done() for each in calls):
+            turn += 1
+            await asyncio.sleep(0)
+        assert [[caller for at, caller in begun if at == number] for number in sorted({at for at, _ in begun})] == [
+            ["a", "a", "b"],
+            ["a", "a"],
+        ]
+
+    asyncio.run(call())
 
 
 def test_a_bucket_holds_so_many_and_fills_again(clock):
