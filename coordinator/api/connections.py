@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 20.0
 """From the connection, or a request's first byte, to the end of its headers."""
+LAST_LOOK_SECONDS = 0.001
+"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 HEAD_BYTES = 32 * 1024
 """All headers of a request, with its trailers."""
 HEADERS = 100
@@ -354,6 +356,12 @@ class LimitedConnection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless a request has come on it while the event loop stood still, or the machine
+        did: after that a loop looks at its timers before it reads, and would answer such a request with a reset."""
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""
