@@ -250,6 +250,10 @@ class Walk:
     def run(self) -> int:
         """Return the most bytes of values that are alive at a time, those of constants left out."""
         nodes = self._model.graph.node
+        readers: dict[str, list[str]] = {value.name: [""] for value in self._model.graph.output}
+        for node in nodes:
+            for name in node.input:
+                readers.setdefault(name, []).append(node.op_type)
         last = {name: place for place, node in enumerate(nodes) for name in node.input}
         last |= {value.name: len(nodes) for value in self._model.graph.output}
         alive = {
@@ -260,7 +264,7 @@ class Walk:
             varies = not self._varies.isdisjoint(node.input)
             made = self._infer(node)
             beside = _HELD.get(node.op_type, 0) * sum(made.values()) + self._beside(node)
-            self.work.append(work_of(node, self))
+            self.work.append(work_of(node, self, [each for name in node.output for each in readers.get(name, ())]))
             self._check_work(node)
             if varies:
                 self._varies.update(made)
