@@ -2,6 +2,7 @@
 # make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
 # make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there; then 19,500 random training steps
 # make dist   a wheel in dist/, to install on other machines
+# make rows   the committed list of long trials, on what one core has to spare; DATA=DIR has their data
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
@@ -11,7 +12,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
+.PHONY: demo rows dist test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -64,6 +65,10 @@ format: setup
 # The table of docs/results/demo.md: the demo over five seeds.
 demo-seeds: setup
 	$(BIN)/python -m benchmarks.demo_seeds
+
+# Hours to weeks; Ctrl-C, and the same again, at any time. Rows come into docs/results, to be committed.
+rows: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks queue --data $(or $(DATA),$(error DATA=DIR says where the data are))
 
 # The pages of experiments in docs/results anew, from their rows.
 results: setup

@@ -1,16 +1,18 @@
-"""``python -m benchmarks compare|run|analyse|tune|report|claims``: comparisons of methods, and the papers' tables.
+"""``python -m benchmarks COMMAND``: comparisons of methods, and the papers' tables.
 
 python -m benchmarks compare --data mine.npz            methods side by side on your own data
 python -m benchmarks tune fedspu-cifar10 --data DIR     choose settings on validation data
 python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume continues after Ctrl-C
 python -m benchmarks analyse fedspu-masks --data DIR    run every trial and analyse what its mechanism does
 python -m benchmarks report fedspu-cifar10              tables and plots of the recorded trials
+python -m benchmarks queue --data DIR                   the committed list of long trials, at low priority
 python -m benchmarks claims                             measured figures of the hand-written pages, from committed rows
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from edge_sdk.arguments import read_setting
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.engines import EngineChoice
 from edge_sdk.tasks.compute import ACCELERATORS, PROCESSOR
-from sparrow.benchmarks import claims, rows, runner, tuning
+from sparrow.benchmarks import claims, queue, rows, runner, tuning
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
@@ -56,6 +58,9 @@ def _run(options: argparse.Namespace) -> None:
                 path.write_text(text)
                 print(path)
         return
+    if options.command == "queue":
+        _queue(options)
+        return
     if options.command == "compare":
         experiment, name = _compared(options), name_of(options.task, options.data)
     else:
@@ -69,7 +74,7 @@ def _run(options: argparse.Namespace) -> None:
         recorded = list(rows.latest(recorded).values())
         what = "analyse" if any(each.analyses for each in recorded) else "run"
         command = f"python -m benchmarks {what} {name} --data DIR` and `python -m benchmarks report {name}"
-        record = runner.read_tuning(folder, name)
+        record = runner.read_tuning(folder, name, experiment)
         _report(experiment, recorded, options.out or folder, command, record, options.pictures)
         return
     _check_asked(options, experiment)
@@ -89,9 +94,21 @@ def _run(options: argparse.Namespace) -> None:
         recorded = runner.run(experiment, name, where, **how, seeds=options.seed or (), analyses=analyses)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume continues") from None
-    record = runner.read_tuning(folder, name) if experiment.tune else {}
+    record = runner.read_tuning(folder, name, experiment) if experiment.tune else {}
     page, *_ = _report(experiment, recorded, folder, _again(options), record)
     print(f"{write_html(page)}\n\n{summary(experiment, recorded)}")
+
+
+def _queue(options: argparse.Namespace) -> None:
+    if options.list:
+        for each in queue.waiting():
+            print(f"{each.trial.experiment}: {each.trial.name}")
+        return
+    try:
+        os.nice(19)
+        queue.work(options.data)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
 
 
 def _check_asked(options: argparse.Namespace, experiment: Experiment) -> None:
@@ -197,6 +214,11 @@ def _options(parser: Parser) -> None:
         "--pictures", nargs="*", choices=KINDS, metavar="KIND", default=KINDS, help=f"of {', '.join(KINDS)}"
     )
     report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
+    queued = commands.add_parser(
+        "queue", help="run the committed list of long trials, one after the other, at low priority"
+    )
+    queued.add_argument("--data", default="", help="the folder with the data of all experiments")
+    queued.add_argument("--list", action="store_true", help="print the trials that wait, and run none")
     commands.add_parser("claims", help="write the measured figures of results/*.md from their rows")
 
 

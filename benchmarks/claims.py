@@ -20,12 +20,12 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from sparrow.benchmarks import rows
+from sparrow.benchmarks import queue, rows
 from sparrow.benchmarks.experiment import Value
 from sparrow.benchmarks.metrics import Point, best_within, upload_until
 from sparrow.benchmarks.report.cells import markdown_lines
@@ -345,6 +345,16 @@ class Figures:
         head = ("", "claim", "the paper", "here", "seeds, rounds", "rows", "result")
         return "\n".join(markdown_lines(head, [self._claim(each) for each in every if each["paper"] == paper])).rstrip()
 
+    @cached_property
+    def _running(self) -> dict[str, list[str]]:
+        """The experiments of the queue that have trials without rows, by the claims that they are for."""
+        found: dict[str, list[str]] = {}
+        for each in queue.waiting(results=self.folder):
+            for claim in each.entry.claims:
+                if each.trial.experiment not in found.setdefault(claim, []):
+                    found[claim].append(each.trial.experiment)
+        return found
+
     def _claim(self, claim: dict[str, Any]) -> list[str]:
         """Return the cells of a table or figure of a paper."""
         own = Figures(self.folder)
@@ -357,7 +367,8 @@ class Figures:
         missing, note = claim.get("missing", ""), claim.get("note", "")
         if missing and held:
             missing = f"missing: {missing}"
-        words = "; ".join(each for each in (missing, note) if each)
+        running = ", ".join(self._running.get(f"{claim['paper']} {claim['item']}", ()))
+        words = "; ".join(each for each in (missing, note, running and f"running: {running}") if each)
         result = f"**{result}**: {words}" if words else f"**{result}**"
         return [claim["item"], claim["claim"], claim["value"], here, played or "–", files, result]
 

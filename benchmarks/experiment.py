@@ -1,6 +1,7 @@
 """An experiment as a short TOML file (``benchmarks/experiments/*.toml``): task, methods, settings, rounds and seeds.
 
     title = "FedSPU on CIFAR-10"
+    like = "fedspu-emnist"          all that this file does not name is that experiment's, and what was tuned for it
     task = "cifar10"
     partition = "dirichlet"         its options are axes, or follow after commas; "default": the task's own partition,
                                     or each device has its own file
@@ -136,6 +137,7 @@ class Experiment(_Part):
     """The content of an experiment's file."""
 
     title: str
+    like: str | None = None
     about: str = ""
     task: str
     partition: str = "dirichlet"
@@ -334,7 +336,7 @@ def load_experiment(name: str) -> Experiment:
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        experiment = Experiment.model_validate(tomllib.loads(path.read_text()))
+        experiment = Experiment.model_validate(_with_like(tomllib.loads(path.read_text())))
         if experiment.boards:
             load_boards(",".join(experiment.boards))
         for _ in trials(experiment, name, {}):
@@ -350,6 +352,14 @@ def load_experiment(name: str) -> Experiment:
     except (OSError, ValueError, SdkError) as error:  # TOML's and pydantic's are ValueErrors
         raise BadExperiment(f"{path}: {error}") from None
     return experiment
+
+
+def _with_like(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an experiment's fields with those of the committed one that it is like."""
+    like = fields.get("like")
+    if like is None:
+        return fields
+    return {**_with_like(tomllib.loads((FOLDER / f"{like}.toml").read_text())), **fields}
 
 
 def trials(

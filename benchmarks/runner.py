@@ -97,7 +97,7 @@ def run(
         shutil.rmtree(where.folder / ("analyses" if analyses else "trials"), ignore_errors=True)
         file.unlink(missing_ok=True)
     done = rows.latest(rows.read(file))
-    every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
+    every = list(trials(experiment, name, read_tuned(where.folder, name, experiment), scale))
     wanted = [trial for trial in every if (not only or trial.label in only) and (not seeds or trial.seed in seeds)]
     check([trial for trial in wanted if trial.name not in done or done[trial.name].trial != trial], where)
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True, disable=None) as bar:
@@ -143,19 +143,21 @@ def without_fine_tuning(trial: Trial) -> Trial:
     return trial.model_copy(update={"settings": left})
 
 
-def read_tuning(folder: Path, name: str) -> dict[str, Any]:
-    """Return the record of tuning from this folder, or the one of ``docs/results/tuned.json``, or nothing."""
+def read_tuning(folder: Path, name: str, experiment: Experiment) -> dict[str, Any]:
+    """Return the record of tuning from this folder, or the one of ``docs/results/tuned.json`` of this experiment or of
+    the one that it is like, or nothing."""
     record: dict[str, Any] = {}
     if (folder / "tuned.json").exists():
         record = json.loads((folder / "tuned.json").read_text())
     elif TUNED.exists():
-        record = json.loads(TUNED.read_text()).get(name, {})
+        committed = json.loads(TUNED.read_text())
+        record = committed.get(name) or committed.get(experiment.like, {})
     return record
 
 
-def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
+def read_tuned(folder: Path, name: str, experiment: Experiment) -> dict[str, dict[str, Value]]:
     """Return the tuned settings by label, as ``read_tuning`` finds them."""
-    tuned: dict[str, dict[str, Value]] = read_tuning(folder, name).get("tuned", {})
+    tuned: dict[str, dict[str, Value]] = read_tuning(folder, name, experiment).get("tuned", {})
     return tuned
 
 

@@ -1,0 +1,64 @@
+"""The committed list of long trials: what waits, what is run, and what is said of an impossible list."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparrow.benchmarks import queue, rows
+from sparrow.benchmarks.experiment import BadExperiment, load_experiment
+
+LONGER = """
+like = "digits"
+title = "Longer"
+devices = 3
+rounds = 2
+evaluate_every = 2
+seeds = [0, 1]
+[settings]
+cohort = 2
+local_steps = 2
+"""
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A list with a label and a seed of one experiment; the folders of its rows and of its work."""
+    (tmp_path / "longer.toml").write_text(LONGER)
+    (tmp_path / "queue.toml").write_text(
+        f'[[entry]]\nexperiment = "{tmp_path}/longer.toml"\nonly = ["FedAvg"]\nseeds = [1]\n'
+    )
+    return tmp_path / "queue.toml", tmp_path / "results", tmp_path / "work"
+
+
+def test_an_experiment_has_what_it_does_not_name_from_the_one_that_it_is_like(places):
+    longer, digits = load_experiment(str(places[0].with_name("longer.toml"))), load_experiment("digits")
+    assert (longer.rounds, longer.devices, longer.title) == (2, 3, "Longer")
+    assert (longer.task, longer.methods) == (digits.task, digits.methods)
+
+
+@pytest.mark.integration
+def test_what_waits_is_run_once_and_its_rows_are_kept(places, capsys):
+    path, results, folder = places
+    assert [each.trial.name for each in queue.waiting(path, results)] == ["FedAvg/alpha=0.3/seed=1"]
+    for _ in range(2):
+        queue.work("", path, results, folder)
+    assert list(queue.waiting(path, results)) == []
+    (recorded,) = rows.read(results / "longer.jsonl")
+    assert recorded.trial.name == "FedAvg/alpha=0.3/seed=1"
+    assert recorded.points[-1].round == 2
+    assert capsys.readouterr().err.count("longer: FedAvg/alpha=0.3/seed=1, 1 trials are left") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"FedAvg"', '"FedAvgg"', "has no 'FedAvgg'"),
+        ("seeds = [1]", "seeds = [7]", "has no 7"),
+        ("seeds", "seed", "seed"),
+    ],
+)
+def test_an_impossible_list_is_refused(places, old, new, why):
+    path = places[0]
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(BadExperiment, match=why):
+        list(queue.waiting(path, places[1]))
