@@ -73,9 +73,9 @@ def waiting(path: Path = LIST, results: Path = RESULTS) -> Iterator[Waiting]:
     for entry in entries(path):
         experiment = load_experiment(entry.experiment)
         labels = [method.label for method in experiment.methods]
-        strangers = sorted({*entry.only} - {*labels}) + sorted({*entry.seeds} - {*experiment.seeds})
-        if strangers:
-            raise BadExperiment(f"{path}: {entry.experiment} has no {strangers[0]!r}")
+        unknown = sorted({*entry.only} - {*labels}) + sorted({*entry.seeds} - {*experiment.seeds})
+        if unknown:
+            raise BadExperiment(f"{path}: {entry.experiment} has no {unknown[0]!r}")
         name = Path(entry.experiment).stem
         done = rows.latest(rows.read(results / f"{name}.jsonl"))
         for trial in trials(experiment, name, runner.read_tuned(WORK / name, name, experiment)):
@@ -89,7 +89,7 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
     while (following := next(waiting(path, results), None)) is not None:
         trial, name = following.trial, following.trial.experiment
         left = sum(1 for _ in waiting(path, results))
-        print(f"{name}: {trial.name}, {left} trials are left", file=sys.stderr, flush=True)
+        print(f"{name}: {trial.name}; {left} left", file=sys.stderr, flush=True)
         recorded = runner.run(
             load_experiment(following.entry.experiment),
             name,

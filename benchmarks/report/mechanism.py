@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from edge_sdk.methods import UnknownMethod, load_method
@@ -12,6 +12,9 @@ from sparrow.benchmarks.report.figures import Group, end_of, stopped_devices, st
 from sparrow.benchmarks.rows import Recorded
 
 IDLE = "mechanism idle"
+HARDLY = "mechanism hardly acted"
+LEAST_SHARE = 0.01
+"""Of what a mechanism may touch: below this its figures are as good as those of the method without it."""
 
 
 def acts_of(method: str) -> tuple[str, ...]:
@@ -38,6 +41,21 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
     return tuple(name for name in acts if not end_of(trial).counted.get(name))
 
 
+def shares_in(trial: Recorded) -> dict[str, float]:
+    """Return what a trial's mechanism touched as shares of what it may touch, by "COUNT of COUNT"; none where the rows
+    have no such counts."""
+    counted = end_of(trial).counted
+    try:
+        act_on = load_method(trial.trial.method).act_on
+    except UnknownMethod:
+        return {}
+    return {
+        f"{name} of {whole}": counted.get(name, 0) / counted[whole]
+        for name, whole in act_on.items()
+        if counted.get(whole)
+    }
+
+
 def mechanism_sections(found: Sequence[Group]) -> list[str]:
     """Return the table of counts of every point of the axes."""
     return ["## What the mechanism did", "", _NOTE, "", *for_each_group(found, _table)]
@@ -46,7 +64,8 @@ def mechanism_sections(found: Sequence[Group]) -> list[str]:
 _NOTE = (
     "Counts of the devices' and the coordinator's halves of the method, sums over rounds and devices, means over "
     f"seeds. *{IDLE[0].upper()}{IDLE[1:]}*: a count that proves that the method did what it is named for is zero over "
-    "all rounds, so the trial did not test it. *Not counted*: the rows are older than such counts. "
+    f"all rounds, so the trial did not test it. *{HARDLY[0].upper()}{HARDLY[1:]}*: it touched less than "
+    f"{100 * LEAST_SHARE:.0f} % of what it may. *Not counted*: the rows are older than such counts. "
     f"{ABSENT}: plain training, or a method that names no such count."
 )
 
@@ -78,11 +97,28 @@ def _state(done: Sequence[Recorded], among: Sequence[Recorded]) -> str:
     if names:
         idle = sum(bool(each) for each in states)
         return f"**{IDLE}**: no {', '.join(names)}" + (f" in {idle} of {len(done)} trials" if idle < len(done) else "")
-    return "not counted" if None in states else "acted"
+    if None in states:
+        return "not counted"
+    shares = _shares(done)
+    acted = f"**{HARDLY}**" if any(share < LEAST_SHARE for share in shares.values()) else "acted"
+    return f"{acted}: {_listed(shares)}" if shares else acted
+
+
+def _shares(done: Sequence[Recorded]) -> dict[str, float]:
+    """Return the means of ``shares_in`` over the trials that have them."""
+    found: dict[str, list[float]] = {}
+    for trial in done:
+        for name, share in shares_in(trial).items():
+            found.setdefault(name, []).append(share)
+    return {name: fmean(shares) for name, shares in found.items()}
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{100 * share:.2g} % {name}" for name, share in shares.items())
 
 
 def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
-    """Return a warning for each label with an idle trial, for the head of a page."""
+    """Return a warning for each label with an idle trial, or whose mechanism hardly acted, for the head of a page."""
     names: dict[str, set[str]] = {}
     trials: dict[str, int] = {}
     for trial in recorded:
@@ -90,12 +126,14 @@ def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
         if idle:
             names.setdefault(trial.trial.label, set()).update(idle)
             trials[trial.trial.label] = trials.get(trial.trial.label, 0) + 1
-    return [
-        line
+    warnings = [
+        f"**{label}: {IDLE} in {trials[label]} {'trial' if trials[label] == 1 else 'trials'}** "
+        f"(no {', '.join(sorted(missing))}): its figures are not of this method."
         for label, missing in names.items()
-        for line in (
-            f"**{label}: {IDLE} in {trials[label]} {'trial' if trials[label] == 1 else 'trials'}** "
-            f"(no {', '.join(sorted(missing))}): its figures are not of this method.",
-            "",
-        )
     ]
+    for label in dict.fromkeys(trial.trial.label for trial in recorded):
+        shares = _shares([trial for trial in recorded if trial.trial.label == label])
+        few = {name: share for name, share in shares.items() if share < LEAST_SHARE}
+        if few and label not in names:
+            warnings.append(f"**{label}: {HARDLY}** ({_listed(few)}): its figures tell little of that mechanism.")
+    return [line for warning in warnings for line in (warning, "")]

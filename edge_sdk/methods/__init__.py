@@ -281,6 +281,8 @@ class DeviceMethod:
     acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
         for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
         for plain training.
+    act_on: counts of ``acts`` -> the count of all that they might have been: neurons, values or positions. Where only a
+        hundredth of these was touched, the bench says that the mechanism hardly acted.
     """
 
     evaluate: Callable[[Job], Evaluated]
@@ -301,6 +303,7 @@ class DeviceMethod:
     engines: tuple[EngineName, ...] = ("onnx", "torch")
     adds_local_noise: bool = False
     acts: tuple[str, ...] = ()
+    act_on: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_coupling(self) -> bool:

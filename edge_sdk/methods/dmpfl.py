@@ -251,5 +251,6 @@ DMPFL = DeviceMethod(
     adapt=adapt,
     picks_best=False,  # only the last stage makes a personal model of its own
     acts=("replaced", "private", "personal_steps"),
+    act_on={"private": "personal"},
 )
 """Between rounds the device keeps both models, and their base entropies."""

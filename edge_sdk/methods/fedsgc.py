@@ -54,6 +54,7 @@ FEDSGC = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     acts=("replaced", "dropped_guided", "positions_replaced"),
+    act_on={"dropped_guided": "dropped"},
     sums=True,
 )
 """Weights replaced by devices, some of them guided, of which the coordinator keeps some."""

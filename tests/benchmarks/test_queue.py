@@ -46,7 +46,7 @@ def test_what_waits_is_run_once_and_its_rows_are_kept(places, capsys):
     (recorded,) = rows.read(results / "longer.jsonl")
     assert recorded.trial.name == "FedAvg/alpha=0.3/seed=1"
     assert recorded.points[-1].round == 2
-    assert capsys.readouterr().err.count("longer: FedAvg/alpha=0.3/seed=1, 1 trials are left") == 1
+    assert capsys.readouterr().err.count("longer: FedAvg/alpha=0.3/seed=1; 1 left") == 1
 
 
 @pytest.mark.parametrize(

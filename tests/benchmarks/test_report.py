@@ -400,7 +400,7 @@ def test_a_curve_stays_where_a_trial_ended(plan):
 @pytest.fixture
 def replacing(monkeypatch):
     """FedSPU as a method that proves itself by two counts."""
-    found = replace(load_method("fedspu"), acts=("replaced", "union"))
+    found = replace(load_method("fedspu"), acts=("replaced", "union"), act_on={"replaced": "dropped"})
     plain = replace(load_method("fedavg"), acts=())
     monkeypatch.setattr(mechanism, "load_method", {"fedspu": found, "fedavg": plain}.__getitem__)
 
@@ -425,6 +425,21 @@ def test_counts_are_on_the_page_and_an_idle_trial_is_marked(replacing):
     assert page.index("**FedSPU+ES: mechanism idle in 1 trial** (no replaced)") < page.index("## Accuracy after")
     assert "FedSPU+ES: mechanism idle in 1 trial (no replaced)" in summary(plan, done)
     assert "**FedSPU: mechanism idle" not in page
+
+
+def test_a_mechanism_that_touched_little_of_what_it_may_is_marked(replacing):
+    plan = experiment(axes={}, methods=[FEDSPU, FEDAVG], tune=None)
+    done = [
+        counted(trial, {"replaced": [4, 6][trial.seed], "dropped": 1000}, {"union": 7})
+        for trial in trials(plan, "tiny", {})
+    ]
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedSPU", "What the mechanism")[0] == "mechanism hardly acted: 0.5 % replaced of dropped"
+    assert "**FedSPU: mechanism hardly acted** (0.5 % replaced of dropped)" in page
+    more = [counted(each.trial, {"replaced": 20, "dropped": 1000}, {"union": 7}) for each in done]
+    page = report_text(plan, more, command=COMMAND)
+    assert cells(page, "FedSPU", "What the mechanism")[0] == "acted: 2 % replaced of dropped"
+    assert "hardly acted**" not in page
 
 
 def test_rows_without_counts_say_not_counted(replacing, plan, recorded):
