@@ -583,20 +583,6 @@ def test_another_protocol_is_warned_of_once(caplog, tmp_path):
     ]
 
 
-class Uvloop(asyncio.SelectorEventLoop):
-    """An event loop by the name of one that a server may have chosen."""
-
-    __module__ = "uvloop"
-
-
-def test_a_loop_that_accepts_one_connection_in_a_turn_is_warned_of(caplog, tmp_path):
-    for loop in ("asyncio", f"{__name__}:Uvloop"):
-        with served(application(Settings(data_dir=tmp_path), []), loop=loop):
-            pass
-        warned = [record.getMessage() for record in caplog.records if "uvloop" in record.getMessage()]
-        assert len(warned) == (loop != "asyncio")
-
-
 def test_who_does_not_read_an_answer_is_disconnected(tmp_path):
     ended = []
     settings = Settings(data_dir=tmp_path, body_patience_seconds=0.1, body_bytes_per_second=1000)
