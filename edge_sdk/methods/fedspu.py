@@ -12,6 +12,7 @@ with m the parameters whose neurons are all active. The server half draws the ne
 
 Where paper and released code differ, or are silent:
 
+- A device begins with the global model as it is at its first participation. In Algorithm 1, line 1, all begin with w^0.
 - The mask follows Eq. 5 everywhere, also behind a flatten and on the output layer's columns, where the code has bugs.
   The output layer's rows are always active: every device needs every class.
 - The error signal passes through frozen neurons (Eq. 5 and the code; the paper's prose suggests otherwise).
