@@ -110,6 +110,8 @@ class Limits:
         self.open = 0
         self.spare: Counter[str] = Counter()
         self.by_caller: Counter[str] = Counter()
+        # Accepted, and not made yet: under TLS until the handshake has ended.
+        self.arriving: Counter[str] = Counter()
         self.new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
         self._spare_rate = RateLimit(SPARE_PER_SECOND, time.monotonic)
         self._limit_loopback = settings.limit_loopback
@@ -129,7 +131,7 @@ class Limits:
         peer: the address and port of its other end, or what a unix socket has in their place.
         """
         address = self.key(peer[0] if isinstance(peer, tuple) else None)
-        full = self.open >= self.most
+        full = self.open + self.arriving.total() >= self.most
         if not full and not self.has_enough(address):
             return Admission(address, None)
         return Admission(address, _refusal(full)) if self.may_spare(address) else None
@@ -139,7 +141,7 @@ class Limits:
         if address is None:
             return False
         often = self.new is not None and self.new.take(address) > 0
-        return often or self.by_caller[address] >= self.of_address
+        return often or self.by_caller[address] + self.arriving[address] >= self.of_address
 
     def may_spare(self, address: str | None) -> bool:
         """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
@@ -194,13 +196,20 @@ class Door(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Let the connection in, keep it for one call, or close it."""
-        admission = self.admission or self._kind.limits.admit(transport.get_extra_info("peername"))
+        admission = self.arrive() or self._kind.limits.admit(transport.get_extra_info("peername"))
         if admission is None:
             transport.abort()
             return
         connection = self._kind(**self._named)
         transport.set_protocol(connection)
         connection.let_in(transport, admission)
+
+    def arrive(self) -> Admission | None:
+        """Return what was decided, once: the connection is made, or has failed, and no longer counts as arriving."""
+        admission, self.admission = self.admission, None
+        if admission is not None:
+            _less(self._kind.limits.arriving, admission.address or "")
+        return admission
 
 
 class Acceptor:
@@ -244,19 +253,23 @@ class Acceptor:
                 if admission is None:
                     connection.close()
                     continue
+                self._limits.arriving[admission.address or ""] += 1
                 task = self._loop.create_task(self._connect(connection, admission))
                 self._let_in.add(task)
                 task.add_done_callback(self._let_in.discard)
 
     async def _connect(self, connection: socket.socket, admission: Admission) -> None:
         door = self._make()
-        if isinstance(door, Door):
-            door.admission = admission
+        assert isinstance(door, Door), "install has made it uvicorn's protocol"
+        door.admission = admission
         try:
             await self._loop.connect_accepted_socket(lambda: door, connection, **self._secured)
         except OSError as error:
             # What breaks before it has begun is a TLS handshake.
             log.debug("a connection was not made: %s", error)
+            connection.close()
+        finally:
+            door.arrive()
 
 
 @contextmanager
