@@ -146,7 +146,7 @@ class Limits:
     def may_spare(self, address: str | None) -> bool:
         """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
         key = address or ""
-        enough = self.spare.total() >= SPARE or self.spare[key] >= SPARE_OF_ONE
+        enough = self.spare.total() >= SPARE or self.spare[key] + self.arriving[key] >= SPARE_OF_ONE
         return not enough and (address is None or self._spare_rate.take(key) == 0)
 
 

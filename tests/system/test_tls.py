@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -49,10 +49,10 @@ def files(tmp_path_factory):
 
 
 @contextmanager
-def serving(folder, **tls):
+def serving(folder, limits=None, **tls):
     """The address of a coordinator that uvicorn serves with these ``--ssl-*`` options."""
     listening = socket.create_server(("127.0.0.1", 0))
-    app = create_app(Settings(data_dir=folder, tick_seconds=0.05))
+    app = create_app(Settings(data_dir=folder, tick_seconds=0.05, **limits or {}))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=5, **tls))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -104,6 +104,22 @@ def test_any_other_is_refused_in_one_line_that_says_what_to_do(server, files):
     elsewhere = server.replace("localhost", "127.0.0.1")
     assert "call it by a name that its certificate has" in why_not(elsewhere, Tls(files.ca))
     assert "disconnected" in why_not(server.replace("https", "http"))
+
+
+def test_connections_count_before_their_handshake(files, tmp_path):
+    certificate, key = files.server
+    limits = {"limit_loopback": True, "address_connections": 5}
+    with serving(tmp_path, limits, ssl_certfile=certificate, ssl_keyfile=key) as address, ExitStack() as stack:
+        port = int(address.rpartition(":")[2])
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(12)]
+        for beyond in silent[5:]:
+            assert beyond.recv(1) == b"", "closed at once"
+        for within in silent[:5]:
+            within.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                within.recv(1)
+            within.close()
+        assert status(address, Tls(files.ca)) == "waiting", "those that have left count no more"
 
 
 def test_a_coordinator_may_ask_devices_for_certificates(mutual, files):
