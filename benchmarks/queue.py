@@ -2,20 +2,24 @@
 
 The list is committed, and so are the rows that it makes: each trial's are appended to ``docs/results/NAME.jsonl`` at
 its end. A trial that is there already, with the same settings, is not run again; one that was interrupted goes on from
-its coordinator's records in ``runs/queue``. Each fits one sitting of an hour and a half.
+its coordinator's records in ``runs/queue``. Each fits one sitting of an hour and a half. Where an entry says ``tune``,
+settings are chosen first, from the points of the grid that ``NAME.tuning.jsonl`` has and those that it lacks.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sparrow.benchmarks import rows, runner
-from sparrow.benchmarks.experiment import BadExperiment, Trial, load_experiment, trials
+from sparrow.benchmarks import rows, runner, tuning
+from sparrow.benchmarks.experiment import BadExperiment, Experiment, Trial, load_experiment, trials
+from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.runner import Where
 
 if sys.version_info >= (3, 11):
@@ -31,8 +35,9 @@ WORK = Path("runs/queue")
 class Entry(BaseModel):
     """An experiment of the list.
 
-    only, seeds: those that are run, all if there are none. claims: "PAPER ITEM" of ``docs/results/claims.toml``, which
-    say that they are running meanwhile.
+    only, seeds: those that are run, all if there are none. tune: whether settings are chosen first. anew: whether rows
+    that do not say what computed them are made again. claims: "PAPER ITEM" of ``docs/results/claims.toml``, which say
+    that they are running meanwhile.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,6 +45,8 @@ class Entry(BaseModel):
     experiment: str
     only: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+    tune: bool = False
+    anew: bool = False
     claims: tuple[str, ...] = ()
 
 
@@ -51,10 +58,11 @@ class _List(BaseModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A trial that has no rows yet."""
+    """A trial that has no rows yet. tunes: settings are chosen by it and others."""
 
     entry: Entry
     trial: Trial
+    tunes: bool = False
 
 
 def entries(path: Path = LIST) -> tuple[Entry, ...]:
@@ -65,9 +73,10 @@ def entries(path: Path = LIST) -> tuple[Entry, ...]:
         raise BadExperiment(f"{path}: {error}") from None
 
 
-def waiting(path: Path = LIST, results: Path = RESULTS) -> Iterator[Waiting]:
+def waiting(path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> Iterator[Waiting]:
     """Yield the trials of the list that have no rows in ``results``, in the order in which they are run.
 
+    Trials whose settings are still to be chosen are not among them, but those by which they are.
     Raises BadExperiment, and UnknownExperiment for an experiment that there is not.
     """
     for entry in entries(path):
@@ -77,23 +86,42 @@ def waiting(path: Path = LIST, results: Path = RESULTS) -> Iterator[Waiting]:
         if unknown:
             raise BadExperiment(f"{path}: {entry.experiment} has no {unknown[0]!r}")
         name = Path(entry.experiment).stem
+        if entry.tune:
+            labels = _tuned(entry, experiment)
+            choosing = tuning.missing(experiment, name, results / f"{name}.tuning.jsonl", labels)
+            yield from (Waiting(entry, trial, tunes=True) for trial in choosing)
+            if choosing:
+                continue
         done = rows.latest(rows.read(results / f"{name}.jsonl"))
-        for trial in trials(experiment, name, runner.read_tuned(WORK / name, name, experiment)):
+        for trial in trials(experiment, name, runner.read_tuned(folder / name, name, experiment)):
             wanted = (not entry.only or trial.label in entry.only) and (not entry.seeds or trial.seed in entry.seeds)
-            if wanted and not (trial.name in done and done[trial.name].trial == trial):
+            if wanted and not _is_done(entry, trial, done):
                 yield Waiting(entry, trial)
+
+
+def _is_done(entry: Entry, trial: Trial, done: Mapping[str, Recorded]) -> bool:
+    """Return whether a trial has the rows that an entry asks for."""
+    recorded = done.get(trial.name)
+    if recorded is None or recorded.trial != trial:
+        return False
+    return not entry.anew or recorded.result.provenance is not None
 
 
 def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> None:
     """Run what waits, one trial after the other, until none does. data: the folder with the data of all experiments."""
-    while (following := next(waiting(path, results), None)) is not None:
+    while (following := next(waiting(path, results, folder), None)) is not None:
         trial, name = following.trial, following.trial.experiment
-        left = sum(1 for _ in waiting(path, results))
+        left = sum(1 for _ in waiting(path, results, folder))
         print(f"{name}: {trial.name}; {left} left", file=sys.stderr, flush=True)
+        experiment = load_experiment(following.entry.experiment)
+        where = Where(data=data, folder=folder / name, processes=1)
+        if following.tunes:
+            _choose(experiment, trial, where, results)
+            continue
         recorded = runner.run(
-            load_experiment(following.entry.experiment),
+            experiment,
             name,
-            Where(data=data, folder=folder / name, processes=1),
+            where,
             scale=1.0,
             resume=True,
             only=(trial.label,),
@@ -103,6 +131,28 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
         known = rows.latest(rows.read(results / f"{name}.jsonl"))
         of_training = rows.latest(rows.read(folder / name / "results.jsonl")).values()
         for each in of_training:
-            if each.trial.name not in known or known[each.trial.name].trial != each.trial:
+            if not _is_done(following.entry, each.trial, known):
                 rows.append(results / f"{name}.jsonl", each)
         assert recorded, "the trial was wanted"
+
+
+def _tuned(entry: Entry, experiment: Experiment) -> list[str]:
+    """Return the labels whose settings are chosen for those of an entry."""
+    wanted = [run for run in experiment.methods if not entry.only or run.label in entry.only]
+    return [run.tuned_as or run.label for run in wanted]
+
+
+def _choose(experiment: Experiment, trial: Trial, where: Where, results: Path) -> None:
+    """Choose the settings of a tuning trial's label, and keep its rows and the choice."""
+    name = trial.experiment
+    file, kept = where.folder / "tuning.jsonl", results / f"{name}.tuning.jsonl"
+    where.folder.mkdir(parents=True, exist_ok=True)
+    if kept.exists() and not file.exists():
+        shutil.copyfile(kept, file)
+    tuning.tune(experiment, name, where, scale=1.0, resume=True, only=[trial.label])
+    results.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, kept)
+    tuned = results / runner.TUNED.name
+    record = json.loads(tuned.read_text()) if tuned.exists() else {}
+    record[name] = json.loads((where.folder / "tuned.json").read_text())
+    tuned.write_text(json.dumps(record, indent=1) + "\n")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -114,6 +115,23 @@ def tune(
     }
     (where.folder / "tuned.json").write_text(json.dumps(record, indent=1) + "\n")
     return {label: choice.best for label, choice in choices.items()}
+
+
+def missing(experiment: Experiment, name: str, file: Path, only: Sequence[str] = ()) -> list[Trial]:
+    """Return the tuning trials that have no rows in a file and are asked for next; those beyond an edge of the grid are
+    asked for when it is complete. only: labels (empty: all)."""
+    done = {_key(each.trial): each for each in rows.read(file)}
+    found: list[Trial] = []
+
+    def result(trial: Trial, others: Sequence[Trial]) -> Recorded | None:
+        if _key(trial) not in done:
+            found.append(trial)
+        return done.get(_key(trial))
+
+    for run in experiment.tuned if experiment.tune else ():
+        if not only or run.label in only:
+            search(experiment, name, run, result)
+    return found
 
 
 def search(

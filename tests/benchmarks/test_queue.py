@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from sparrow.benchmarks import queue, rows
@@ -16,7 +19,7 @@ evaluate_every = 2
 seeds = [0, 1]
 [settings]
 cohort = 2
-local_steps = 2
+local_steps = 30
 """
 
 
@@ -47,6 +50,31 @@ def test_what_waits_is_run_once_and_its_rows_are_kept(places, capsys):
     assert recorded.trial.name == "FedAvg/alpha=0.3/seed=1"
     assert recorded.points[-1].round == 2
     assert capsys.readouterr().err.count("longer: FedAvg/alpha=0.3/seed=1; 1 left") == 1
+    path.write_text(path.read_text() + "anew = true\n")
+    assert list(queue.waiting(path, results, folder)) == [], "they say what computed them"
+    old = replace(recorded, result=replace(recorded.result, provenance=None))
+    rows.append(results / "longer.jsonl", old)
+    assert [each.trial.name for each in queue.waiting(path, results, folder)] == ["FedAvg/alpha=0.3/seed=1"]
+
+
+@pytest.mark.integration
+def test_settings_are_chosen_first_from_the_points_that_are_missing(places, capsys):
+    path, results, folder = places
+    path.write_text(path.read_text() + "tune = true\n")
+    longer = path.with_name("longer.toml")
+    longer.write_text(
+        longer.read_text() + "[tune]\ngrid = { learning_rate = [1e-9, 0.1] }\nextensions = 0\naxes = { alpha = 0.3 }\n"
+    )
+    (first, *_) = queue.waiting(path, results, folder)
+    assert (first.tunes, first.trial.settings["learning_rate"]) == (True, 1e-9)
+    queue.work("", path, results, folder)
+    assert list(queue.waiting(path, results, folder)) == []
+    assert json.loads((results / "tuned.json").read_text())["longer"]["tuned"] == {"FedAvg": {"learning_rate": 0.1}}
+    (recorded,) = rows.read(results / "longer.jsonl")
+    assert recorded.trial.settings["learning_rate"] == 0.1
+    longer.write_text(longer.read_text().replace("[1e-9, 0.1]", "[1e-9, 0.1, 0.2]"))
+    assert [each.trial.settings["learning_rate"] for each in queue.waiting(path, results, folder)] == [0.2]
+    assert len(rows.read(results / "longer.tuning.jsonl")) == 2
 
 
 @pytest.mark.parametrize(
