@@ -42,7 +42,7 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
 
 
 def shares_in(trial: Recorded) -> dict[str, float]:
-    """Return what a trial's mechanism touched as shares of what it may touch, by "COUNT of COUNT"; none where the rows
+    """Return the shares that a trial's mechanism changed of all that it could, by "COUNT of COUNT"; none if the rows
     have no such counts."""
     counted = end_of(trial).counted
     try:

@@ -1,4 +1,4 @@
-"""The committed list of long trials: what waits, what is run, and what is said of an impossible list."""
+"""The committed list of long trials: the order in which they run, their rows, and errors of an impossible list."""
 
 from __future__ import annotations
 
