@@ -183,8 +183,8 @@ class Admission:
     refusal: Response | None
 
 
-class Door(asyncio.Protocol):
-    """Makes the protocol of a new connection that is let in, and no more than itself for another.
+class NewConnection(asyncio.Protocol):
+    """A connection before it is let in: then it gets a protocol for HTTP, else it is closed, with nothing made for it.
 
     kind: a ``LimitedConnection`` with limits. named: what uvicorn makes its protocols with. admission: where it is
     decided already.
@@ -259,17 +259,17 @@ class Acceptor:
                 task.add_done_callback(self._let_in.discard)
 
     async def _connect(self, connection: socket.socket, admission: Admission) -> None:
-        door = self._make()
-        assert isinstance(door, Door), "install has made it uvicorn's protocol"
-        door.admission = admission
+        new = self._make()
+        assert isinstance(new, NewConnection), "install has made it uvicorn's protocol"
+        new.admission = admission
         try:
-            await self._loop.connect_accepted_socket(lambda: door, connection, **self._secured)
+            await self._loop.connect_accepted_socket(lambda: new, connection, **self._secured)
         except OSError as error:
             # What breaks before it has begun is a TLS handshake.
             log.debug("a connection was not made: %s", error)
             connection.close()
         finally:
-            door.arrive()
+            new.arrive()
 
 
 @contextmanager
@@ -573,7 +573,7 @@ def install(receive: Receive, settings: Settings) -> None:
     if isinstance(config, uvicorn.Config) and config.http_protocol_class is HttpToolsProtocol:
         limits = Limits(settings, config.forwarded_allow_ips if config.proxy_headers else None)
         kind = type("LimitedConnection", (LimitedConnection,), {"limits": limits})
-        config.http_protocol_class = partial(Door, kind)  # type: ignore[assignment]
+        config.http_protocol_class = partial(NewConnection, kind)  # type: ignore[assignment]
         _accept_within(limits)
     else:
         log.warning("%s", HOW_TO_RUN)
