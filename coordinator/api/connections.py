@@ -134,7 +134,10 @@ class Limits:
         full = self.open + self.arriving.total() >= self.most
         if not full and not self.has_enough(address):
             return Admission(address, None)
-        return Admission(address, _refusal(full)) if self.may_spare(address) else None
+        if not self.may_spare(address):
+            return None
+        self.spare[address or ""] += 1
+        return Admission(address, _refusal(full))
 
     def has_enough(self, address: str | None) -> bool:
         """Return whether an address has as many connections as it may, or makes too many; counts one more made."""
@@ -146,7 +149,7 @@ class Limits:
     def may_spare(self, address: str | None) -> bool:
         """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
         key = address or ""
-        enough = self.spare.total() >= SPARE or self.spare[key] + self.arriving[key] >= SPARE_OF_ONE
+        enough = self.spare.total() >= SPARE or self.spare[key] >= SPARE_OF_ONE
         return not enough and (address is None or self._spare_rate.take(key) == 0)
 
 
@@ -262,14 +265,17 @@ class Acceptor:
         new = self._make()
         assert isinstance(new, NewConnection), "install has made it uvicorn's protocol"
         new.admission = admission
+        soon: dict[str, Any] = {"ssl_handshake_timeout": SPARE_SECONDS} if self._secured and admission.refusal else {}
         try:
-            await self._loop.connect_accepted_socket(lambda: new, connection, **self._secured)
+            await self._loop.connect_accepted_socket(lambda: new, connection, **self._secured, **soon)
         except OSError as error:
             # What breaks before it has begun is a TLS handshake.
             log.debug("a connection was not made: %s", error)
             connection.close()
         finally:
-            new.arrive()
+            left = new.arrive()
+            if left is not None and left.refusal is not None:
+                _less(self._limits.spare, left.address or "")
 
 
 @contextmanager
@@ -318,7 +324,6 @@ class LimitedConnection(HttpToolsProtocol):
             self._count(admission.address)
         else:
             self._is_spare = True
-            self.limits.spare[admission.address or ""] += 1
             self.app = _OnlyHealth(self.app, admission.refusal)
         self._await_head(SPARE_SECONDS if self._is_spare else self.head_seconds)
         self._watch = self.loop.call_later(self.limits.patience, self._check_progress)

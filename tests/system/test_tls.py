@@ -113,7 +113,7 @@ def test_connections_count_before_their_handshake(files, tmp_path):
         port = int(address.rpartition(":")[2])
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(12)]
         for beyond in silent[5:]:
-            assert beyond.recv(1) == b"", "closed at once"
+            assert beyond.recv(1) == b"", "closed at once, or after two seconds"
         for within in silent[:5]:
             within.setblocking(False)
             with pytest.raises(BlockingIOError):
