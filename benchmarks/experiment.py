@@ -356,10 +356,13 @@ def load_experiment(name: str) -> Experiment:
 
 def _with_like(fields: dict[str, Any]) -> dict[str, Any]:
     """Return an experiment's fields with those of the committed one that it is like."""
-    like = fields.get("like")
-    if like is None:
+    if "like" not in fields:
         return fields
-    return {**_with_like(tomllib.loads((FOLDER / f"{like}.toml").read_text())), **fields}
+    path = FOLDER / f"{fields['like']}.toml"
+    base = tomllib.loads(path.read_text()) if path.is_file() else {"like": None}
+    if "like" in base:
+        raise ValueError(f"like is {fields['like']!r}; name a committed experiment that is not like another")
+    return {**base, **fields}
 
 
 def trials(

@@ -61,6 +61,7 @@ class Waiting:
     """A trial that has no rows yet. tunes: settings are chosen by it and others."""
 
     entry: Entry
+    experiment: Experiment
     trial: Trial
     tunes: bool = False
 
@@ -89,14 +90,14 @@ def waiting(path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> 
         if entry.tune:
             labels = _tuned(entry, experiment)
             choosing = tuning.missing(experiment, name, results / f"{name}.tuning.jsonl", labels)
-            yield from (Waiting(entry, trial, tunes=True) for trial in choosing)
+            yield from (Waiting(entry, experiment, trial, tunes=True) for trial in choosing)
             if choosing:
                 continue
         done = rows.latest(rows.read(results / f"{name}.jsonl"))
         for trial in trials(experiment, name, runner.read_tuned(folder / name, name, experiment)):
             wanted = (not entry.only or trial.label in entry.only) and (not entry.seeds or trial.seed in entry.seeds)
             if wanted and not _is_done(entry, trial, done):
-                yield Waiting(entry, trial)
+                yield Waiting(entry, experiment, trial)
 
 
 def _is_done(entry: Entry, trial: Trial, done: Mapping[str, Recorded]) -> bool:
@@ -109,31 +110,21 @@ def _is_done(entry: Entry, trial: Trial, done: Mapping[str, Recorded]) -> bool:
 
 def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> None:
     """Run what waits, one trial after the other, until none does. data: the folder with the data of all experiments."""
-    while (following := next(waiting(path, results, folder), None)) is not None:
-        trial, name = following.trial, following.trial.experiment
-        left = sum(1 for _ in waiting(path, results, folder))
-        print(f"{name}: {trial.name}; {left} left", file=sys.stderr, flush=True)
-        experiment = load_experiment(following.entry.experiment)
+    while left := list(waiting(path, results, folder)):
+        following = left[0]
+        experiment, trial, name = following.experiment, following.trial, following.trial.experiment
+        print(f"{name}: {trial.name}; {len(left)} left", file=sys.stderr, flush=True)
         where = Where(data=data, folder=folder / name, processes=1)
         if following.tunes:
             _choose(experiment, trial, where, results)
             continue
-        recorded = runner.run(
-            experiment,
-            name,
-            where,
-            scale=1.0,
-            resume=True,
-            only=(trial.label,),
-            seeds=(trial.seed,),
-        )
+        runner.run(experiment, name, where, scale=1.0, resume=True, only=(trial.label,), seeds=(trial.seed,))
         # A training has rows for all labels that judge it, whether they were asked for or not.
         known = rows.latest(rows.read(results / f"{name}.jsonl"))
         of_training = rows.latest(rows.read(folder / name / "results.jsonl")).values()
         for each in of_training:
             if not _is_done(following.entry, each.trial, known):
                 rows.append(results / f"{name}.jsonl", each)
-        assert recorded, "the trial was wanted"
 
 
 def _tuned(entry: Entry, experiment: Experiment) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from edge_sdk.methods import UnknownMethod, load_method
+from edge_sdk.methods import DeviceMethod, UnknownMethod, load_method
 from sparrow.benchmarks.metrics import total
 from sparrow.benchmarks.report.cells import ABSENT, for_each_group, markdown_lines, three_digits
 from sparrow.benchmarks.report.figures import Group, end_of, stopped_devices, stops_early
@@ -19,10 +19,15 @@ LEAST_SHARE = 0.01
 
 def acts_of(method: str) -> tuple[str, ...]:
     """Return the counts that prove that a method acted; none of a method that is not installed."""
+    found = _installed(method)
+    return found.acts if found else ()
+
+
+def _installed(method: str) -> DeviceMethod | None:
     try:
-        return load_method(method).acts
+        return load_method(method)
     except UnknownMethod:
-        return ()
+        return None
 
 
 def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | None:
@@ -44,14 +49,10 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
 def shares_in(trial: Recorded) -> dict[str, float]:
     """Return the shares that a trial's mechanism changed of all that it could, by "COUNT of COUNT"; none if the rows
     have no such counts."""
-    counted = end_of(trial).counted
-    try:
-        act_on = load_method(trial.trial.method).act_on
-    except UnknownMethod:
-        return {}
+    counted, method = end_of(trial).counted, _installed(trial.trial.method)
     return {
         f"{name} of {whole}": counted.get(name, 0) / counted[whole]
-        for name, whole in act_on.items()
+        for name, whole in (method.act_on if method else {}).items()
         if counted.get(whole)
     }
 

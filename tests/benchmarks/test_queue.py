@@ -39,6 +39,14 @@ def test_an_experiment_has_what_it_does_not_name_from_the_one_that_it_is_like(pl
     assert (longer.task, longer.methods) == (digits.task, digits.methods)
 
 
+def test_an_experiment_is_like_a_committed_one_alone(places):
+    path = places[0].with_name("longer.toml")
+    for other in ("nothing", "dmpfl-har-paper"):
+        path.write_text(LONGER.replace("digits", other))
+        with pytest.raises(BadExperiment, match=f"like is '{other}'"):
+            load_experiment(str(path))
+
+
 @pytest.mark.integration
 def test_what_waits_is_run_once_and_its_rows_are_kept(places, capsys):
     path, results, folder = places
