@@ -11,12 +11,25 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone
 from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 
+
+class FedSPUSettings(LastRoundsSettings):
+    """FedSPU's own settings."""
+
+    alone: bool = Field(
+        default=False,
+        description="Whether devices train another model beside it, without the others, which they may take at the "
+        "end with personal_model=fleet; a round then takes twice the time and energy",
+    )
+
+
 FEDSPU = CoordinatorMethod(
     smallest_budget=any_budget,
-    settings_type=LastRoundsSettings,
+    settings_type=FedSPUSettings,
     aggregation=LAST_ROUNDS,
     active=ActiveNeurons(),
     personal_models=True,

@@ -32,7 +32,7 @@ from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.reports.records import iso
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS
 from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
 from sparrow.coordinator.rounds.secure import PHASES
 from sparrow.coordinator.storage.store import Store
@@ -166,7 +166,7 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
         (Device.present.is_(False), Doing.away.value),
         (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),
         (Device.budget < smallest_budget(federation) - SLACK, Doing.small_budget.value),
-        (Device.id.in_(asked.where(Assignment.kind == "evaluate")), Doing.evaluating.value),
+        (Device.id.in_(asked.where(Assignment.kind.in_(JUDGING_KINDS))), Doing.evaluating.value),
         (Device.rest_until > now, Doing.resting.value),
         else_=Doing.ready.value,
     )
@@ -205,7 +205,7 @@ def _work(assignment: Assignment) -> DeviceRound:
     found: dict[str, Any] = {}
     upload = read_stored(Phase, assignment.upload_cost) if assignment.upload_cost else None
     report = read_stored(UpdateReport, assignment.report) if kind in (Kind.train, Kind.personalise) else None
-    receipt = read_stored(Receipt, assignment.report) if kind in (Kind.evaluate, Kind.adapt) else None
+    receipt = read_stored(Receipt, assignment.report) if kind in (Kind.evaluate, Kind.compare, Kind.adapt) else None
     if report is not None:
         found = {"loss": report.train_loss}
     if receipt is not None:

@@ -22,7 +22,7 @@ from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.reports.device_list import DeviceLists
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.reports.records import Records, iso
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED, open_round
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
 from sparrow.coordinator.rounds.candidates import smallest_budget
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -300,7 +300,7 @@ def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> s
 def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
     """Return how many evaluations are open, and the round of the oldest."""
     open_ones = select(func.count(), func.min(Assignment.round)).where(
-        Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind == "evaluate"
+        Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind.in_(JUDGING_KINDS)
     )
     count, oldest = db.execute(open_ones).one()
     return count, oldest

@@ -40,6 +40,7 @@ from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     BUNDLE_KINDS,
     COHORT_KINDS,
+    JUDGING_KINDS,
     MOST_REFUSALS,
     note_failure,
     owned,
@@ -414,4 +415,4 @@ def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
     """Return whether a device that answered this assignment holds a personal model from then on."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
-    return assignment.kind not in (wire.Kind.evaluate.value, *ANSWERS)
+    return assignment.kind not in (*JUDGING_KINDS, *ANSWERS)

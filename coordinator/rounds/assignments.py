@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.messages import JUDGING, Kind
 from sparrow.coordinator.errors import FederationDeleted, NotAllowed, NotFound
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.models.global_models import settings_of
@@ -24,6 +24,9 @@ COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
 
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
 """The kinds of work that are answered with values of the model."""
+
+JUDGING_KINDS = tuple(kind.value for kind in JUDGING)
+"""The kinds of work that judge models."""
 
 DAMAGED = "its stored update was damaged, and no other came in time"
 """The reason that an assignment has whose update was acknowledged, was found damaged, and is asked for again."""
@@ -164,7 +167,7 @@ def assign(
         status="open",
         model_version=federation.model_version,
         full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
-        ratio=ratio or (None if kind == Kind.evaluate else method.ratio_at(device.budget)),
+        ratio=ratio or (None if kind in JUDGING else method.ratio_at(device.budget)),
         most_examples=most_examples,
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,

@@ -20,6 +20,7 @@ from sparrow.coordinator.rounds.assignments import assign, missed_work, note_fai
 from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
 from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
+from sparrow.coordinator.rounds.skew import adjustment
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
@@ -230,6 +231,7 @@ class Dispatch:
             )
             if assignment is None:
                 assignment = assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
+                assignment.plan = adjustment(db, federation) or None
                 db.add(assignment)
             if assignment.status == "returned":
                 raise Finished(

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from sqlalchemy import and_, bindparam, delete, func, literal_column, or_, select
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, literal_column, or_, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
@@ -56,6 +56,7 @@ from sparrow.coordinator.models.global_models import ModelFiles, Models, carry_o
 from sparrow.coordinator.rounds.assignments import (
     COHORT_KINDS,
     DAMAGED,
+    JUDGING_KINDS,
     Drawable,
     Member,
     assign,
@@ -79,6 +80,7 @@ from sparrow.coordinator.rounds.lengths import usual_before
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.rounds.secure import PHASES, SecureRounds
+from sparrow.coordinator.rounds.skew import adjustment, note_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -329,6 +331,7 @@ class Rounds:
                 there = others or there
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
+                work = replace(work, plan={**work.plan, **adjustment(db, federation)})
                 number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
             more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
@@ -392,11 +395,12 @@ class Rounds:
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
         evaluations = select(Assignment.id).where(
-            Assignment.federation_id == federation.id, Assignment.kind == "evaluate"
+            Assignment.federation_id == federation.id, Assignment.kind.in_(JUDGING_KINDS)
         )
         if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
             return False  # the last evaluation is still being answered
-        judged = db.scalar(evaluations.where(Assignment.round == federation.round).limit(1))
+        of_last = evaluations.where(Assignment.round == federation.round, Assignment.kind == wire.Kind.evaluate.value)
+        judged = db.scalar(of_last.limit(1))
         if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), last=True):
             return True
         federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
@@ -507,7 +511,8 @@ class Rounds:
             if federation.status != "running" or current is None or current.number != number:
                 return False
             room = settings_of(federation).cohort - len(working(db, federation))
-            return bool(self._hand_out(db, federation, current, Work(), room, drawable(db, federation, self._clock())))
+            work = Work(plan=adjustment(db, federation))
+            return bool(self._hand_out(db, federation, current, work, room, drawable(db, federation, self._clock())))
 
     def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
         """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
@@ -563,7 +568,7 @@ class Rounds:
         before = now - settings.silence_seconds - self._longest_pause() - self._last_seen.lag
         if self._looking_since.get(federation.id, now) > before:
             return False
-        awaited = [Assignment.kind == wire.Kind.evaluate.value]
+        awaited: list[ColumnElement[bool]] = [Assignment.kind.in_(JUDGING_KINDS)]
         if current is not None:
             awaited.append(and_(Assignment.kind.in_((*COHORT_KINDS, *PHASES)), Assignment.round == current.number))
         if settings.buffer is not None:
@@ -602,7 +607,7 @@ class Rounds:
         self._late_seen[federation_id] = now
         with self._store.reading() as db:
             buffered = settings_of(db.get_one(Federation, federation_id)).buffer is not None
-            kinds = ("evaluate", "train") if buffered else ("evaluate",)
+            kinds = (*JUDGING_KINDS, wire.Kind.train.value) if buffered else JUDGING_KINDS
             late = db.scalars(
                 select(Assignment.id).where(
                     Assignment.federation_id == federation_id,
@@ -657,6 +662,7 @@ class Rounds:
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
         with self._store.reading() as db:
+            notes |= note_of(db, federation, number, notes)
             cost = spent(db, federation.id, number, settings_of(federation))
         self._closing[federation.id] = closing = _Closing(
             number,

@@ -5,19 +5,31 @@ to be judged, so a sample of the devices that are there judges it, seldom: ``glo
 ``global_evaluation_interval`` rounds and at the end. Where devices keep no personal model there is nothing else to
 judge, and the sample does so every ``evaluation_interval`` rounds. At the end, where a mixture with the global model
 may be the better personal model, every device is sent the finished one.
+
+With ``personal_model=fleet`` that end has two steps. All devices first ``compare`` what they may take with the finished
+model, and tell moments of it; the evaluation then brings what these are in the mean (``protocol.evidence``). In secure
+rounds the cohort of the last one tells them under its masks. Where devices are fewer than ``FEWEST_DEVICES``, each
+chooses by its own data.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.evidence import Pool, pool_of
+from edge_sdk.protocol.messages import FederationSettings, Kind, Receipt
+from sparrow.coordinator.errors import read_stored
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import assign, rests
 from sparrow.coordinator.rounds.candidates import devices_of
 from sparrow.coordinator.rounds.draws import Candidate, choose
-from sparrow.coordinator.storage.tables import Device, Federation
+from sparrow.coordinator.rounds.privacy import noisy_means
+from sparrow.coordinator.rounds.skew import adjustment
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 
 def ask_for_evaluation(
@@ -27,14 +39,24 @@ def ask_for_evaluation(
 
     Those that rest because their updates were refused are not asked.
 
-    with_global: a sample of them also judges the global model. last: so it does, for no round follows.
+    with_global: a sample of them also judges the global model. last: so it does, for no round follows; where devices
+    are first to compare what they may take, they are asked for that.
     """
     method, settings = load_method(federation.method), settings_of(federation)
     there = devices_of(db, federation, ("active", "stopped"))
     present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
     sends = method.sends_values(Kind.evaluate, holds_model=True)
     sample: set[str] = set()
-    mixes = last and method.mixes_global and settings.personal_model == "best"
+    mixes = last and method.mixes_global and settings.keeps_best
+    kind = Kind.evaluate
+    plan: dict[str, Any] = {**adjustment(db, federation), **({"finished": True} if mixes else {})}
+    if mixes and settings.personal_model == "fleet":
+        compared = _compared(db, federation)
+        if not compared and not settings.secure:
+            kind = Kind.compare
+        else:
+            pool = _pool(db, federation, settings, compared)
+            plan |= {} if pool is None else pool.as_plan()
     if sends and (mixes or not method.usable_global_model):  # which means nothing without the newest global model
         sample = {device.name for device in present}
     elif sends and (with_global or last or not method.personal_models):
@@ -50,10 +72,40 @@ def ask_for_evaluation(
     asked = [device for device in present if device.name in sample or (method.personal_models and device.holds_model)]
     for position, device in enumerate(asked):
         whole = device.name in sample
-        assignment = assign(federation, device, Kind.evaluate, federation.round, position, now, whole=whole)
-        assignment.plan = {"finished": True} if mixes else None
+        assignment = assign(federation, device, kind, federation.round, position, now, whole=whole)
+        assignment.plan = plan or None
         db.add(assignment)
     return bool(asked)
+
+
+def _compared(db: Session, federation: Federation) -> list[Assignment]:
+    """Return the assignments by which the finished model was compared with others, answered or not."""
+    of_last = select(Assignment).where(
+        Assignment.federation_id == federation.id,
+        Assignment.round == federation.round,
+        Assignment.kind == Kind.compare.value,
+    )
+    return list(db.scalars(of_last))
+
+
+def _pool(db: Session, federation: Federation, settings: FederationSettings, compared: list[Assignment]) -> Pool | None:
+    """Return what all devices have found; None where too few have told it, or under noise of secure sums alone."""
+    if settings.secure:
+        return _pool_of_round(db, federation) if settings.noise_multiplier is None else None
+    receipts = [read_stored(Receipt, each.report) for each in compared if each.status == "done"]
+    told = [each.evidence for each in receipts if each is not None and each.evidence is not None]
+    if settings.noise_multiplier is None:
+        return pool_of(told)
+    means = noisy_means(told, len(compared), settings, federation.noise_key, federation.round)
+    return Pool.of(len(compared), means)
+
+
+def _pool_of_round(db: Session, federation: Federation) -> Pool | None:
+    """Return what the devices of the last secure round have told under its masks."""
+    last = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == federation.round))
+    notes = last.notes if last is not None and isinstance(last.notes, dict) else {}
+    means = notes.get("metrics", {})
+    return Pool.of(int(notes.get("secure_unmask_asked", 0)), means)
 
 
 def _name(device: Device) -> str:

@@ -19,6 +19,8 @@ arXiv:1710.06963, with what makes it true here:
   Sampling or Shuffling", ICML 2021, arXiv:2103.00039). The device is drawn for the same rounds in both. One replaced
   update of norm C at most moves the sum by 2 C, one that becomes zeros by C. The noise is measured in C, so for
   replacement it counts half: z = 1 there is what z = 0.5 is here.
+- What devices tell of their candidates at the end (``personal_model=fleet``) is summed with the same noise: one more
+  event, counted for each device that was asked.
 - Noise comes from a key of 256 random bits that the operating system gave and that never leaves the records, never from
   the federation's seed. It follows from the key, the round and the round's sum. So a round that is closed again,
   because a commit failed or the process was killed, gives the same model: who sees both cannot average the noise away.
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.accounting import SENSITIVITY, gaussian_epsilon
 from edge_sdk.protocol.errors import MissingPart
+from edge_sdk.protocol.evidence import TOLD, Evidence
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
@@ -46,6 +50,9 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Device
+
+USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
+"""Magnitudes by which what a device tells of its candidates is measured, before its 2-norm is limited to 1."""
 
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -105,6 +112,21 @@ class PrivateSums:
         moved = (self.clipped_sum + noise) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
         return unpack_whole(self._manifest, values.astype(np.float32))
+
+
+def noisy_means(
+    told: Sequence[Evidence], asked: int, settings: FederationSettings, key: bytes, round_number: int
+) -> dict[str, float]:
+    """Return the means of what devices have told of their candidates, over all that were asked, with noise: one more
+    event of the accountant, as each device moves their sum by at most 1, as measured in ``USUAL_TOLD``."""
+    assert settings.noise_multiplier is not None, "the federation promises something"
+    usual = np.array([USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
+    total = np.zeros(len(TOLD))
+    for each in told:
+        numbers = np.array(list(each.told().values())) / usual
+        total += numbers / max(1.0, float(np.linalg.norm(numbers)))
+    noisy = total + settings.noise_multiplier * noise_of(key, round_number, total)
+    return dict(zip(TOLD, (usual * noisy / max(1, asked)).tolist(), strict=True))
 
 
 def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
@@ -183,7 +205,7 @@ def spent(db: Session, federation_id: int, number: int, settings: FederationSett
         .join(Device, Device.id == Assignment.device_id)
         .where(
             Assignment.federation_id == federation_id,
-            Assignment.kind == (Kind.keys.value if settings.secure else Kind.train.value),
+            Assignment.kind.in_((Kind.keys.value if settings.secure else Kind.train.value, Kind.compare.value)),
             Assignment.round <= number,
         )
         .group_by(Device.name)

@@ -191,7 +191,7 @@ class Predictor:
         if not self._timed:
             return 0.0, 0.0
         per_step, fixed = _timed(effort.train, self._clock)
-        if self._settings.early_stopping != "off" or self._settings.personal_model == "best":
+        if self._settings.early_stopping != "off" or self._settings.keeps_best:
             samples = count_examples(self._task.validation)
             few = min(rehearsal.samples, samples)
             fixed += rehearsal.seconds(partial(effort.judge, few)) * samples / few

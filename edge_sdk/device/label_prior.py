@@ -30,6 +30,7 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, unpack
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.skew import ADJUSTS, LabelSketch
 from edge_sdk.tasks import Batches, Task, collect_targets
 
 PSEUDO_COUNT = 0.5
@@ -40,11 +41,13 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class LabelPrior:
-    """A device's prior of its classes. bias: the tensor that has it; offset: float32 [classes]."""
+    """A device's prior of its classes. bias: the tensor that has it; offset: float32 [classes]; sketch: what is told of
+    the frequencies, None of fewer than two samples."""
 
     manifest: Manifest
     bias: str
     offset: NDArray[np.float32]
+    sketch: LabelSketch | None = None
 
     @classmethod
     def of(cls, task: Task, manifest: Manifest, settings: FederationSettings) -> LabelPrior | None:
@@ -63,9 +66,10 @@ class LabelPrior:
         labels = collect_targets(task.train).astype(np.int64)
         ignored = None if manifest.targets is None else manifest.targets.ignored
         labels = labels[(labels >= 0) & (labels != ignored)]
-        counts = np.bincount(labels, minlength=spec.shape[0])[: spec.shape[0]] + PSEUDO_COUNT
+        seen = np.bincount(labels, minlength=spec.shape[0])[: spec.shape[0]]
+        counts = seen + PSEUDO_COUNT
         offset = settings.logit_adjustment * np.log(counts / counts.mean())
-        return cls(manifest, spec.name, offset.astype(np.float32))
+        return cls(manifest, spec.name, offset.astype(np.float32), LabelSketch.of(seen))
 
     def check(self, engine: Engine, batches: Batches) -> None:
         """Raise CannotTrain unless the model's outputs follow the bias; its tensors stay as they are."""
@@ -83,11 +87,13 @@ class LabelPrior:
             )
 
     def received(self, job: Job) -> Job:
-        """Return the work with the prior in its payload."""
-        return job if job.received is None else replace(job, received=self._added(job.received))
+        """Return the work with the prior in its payload, where this round adjusts outputs."""
+        return job if job.received is None or not adjusts(job) else replace(job, received=self._added(job.received))
 
-    def sent(self, update: Update) -> Update:
-        """Return an update without the prior."""
+    def sent(self, job: Job, update: Update) -> Update:
+        """Return the update of a job without the prior."""
+        if not adjusts(job):
+            return update
         base = (
             None
             if update.base is None
@@ -106,6 +112,18 @@ class LabelPrior:
                 block.take_into(self.offset, part)
                 np.add(view, sign * part.reshape(view.shape), out=view)
         return moved
+
+
+def adjusts(job: Job) -> bool:
+    """Return whether a round of a federation with ``logit_adjustment`` adjusts outputs: where that depends on the label
+    skew, its assignments say so."""
+    return not job.assignment.settings.logit_adjustment_from or job.assignment.plan.get(ADJUSTS) is True
+
+
+def asks_for_labels(job: Job) -> bool:
+    """Return whether devices are to tell of their labels, because it is not decided whether outputs are adjusted."""
+    settings = job.assignment.settings
+    return bool(settings.logit_adjustment and settings.logit_adjustment_from) and ADJUSTS not in job.assignment.plan
 
 
 def _centred(scores: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -29,10 +29,11 @@ from pydantic import ValidationError
 from edge_sdk.budget.prediction import held
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.candidates import SHARE, SHARES, Candidates
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.diagnosis import diagnose
 from edge_sdk.device.heartbeat import Heartbeat
-from edge_sdk.device.label_prior import LabelPrior
+from edge_sdk.device.label_prior import LabelPrior, asks_for_labels
 from edge_sdk.device.local_noise import WITHHELD, LocalNoise, check_history, count_update, withhold
 from edge_sdk.device.opening import (
     Prepare,
@@ -76,11 +77,13 @@ from edge_sdk.methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
+from edge_sdk.protocol.evidence import Pool, choice
 from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import (
+    JUDGING,
     MOST_COUNT,
     MOST_FLOPS,
     Assignment,
@@ -105,6 +108,7 @@ from edge_sdk.protocol.messages import (
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.secure.messages import Statement
+from edge_sdk.protocol.skew import LabelSketch
 from edge_sdk.tasks import Task, count_examples
 from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.tasks.intake import take_in
@@ -132,8 +136,6 @@ FIRST_REST, LONGEST_REST = 5.0, 900.0
 """Seconds of rest after a fault of the coordinator; each in a row doubles it."""
 FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDeleted)
 """Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
-FINISHED_SHARE = 0.5
-"""Share of the global model in the mixture that is trained once more, where the federation asks for that."""
 
 
 Answer = TypeVar("Answer")
@@ -693,7 +695,7 @@ class Session:
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
-        if assignment.kind is not Kind.evaluate:
+        if assignment.kind not in JUDGING:
             self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
             self.last_failure = failed or self.last_failure
         return Step(Outcome.worked, assignment, failed=failed)
@@ -816,6 +818,8 @@ class Session:
                 self._personalise(self._adjusted(job), download.cost)
             case Kind.evaluate:
                 self._evaluate(self._adjusted(job), download.cost)
+            case Kind.compare:
+                self._compare(self._adjusted(job), download.cost)
             case Kind.adapt:
                 self._adapt(self._adjusted(job), download.cost)
             case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
@@ -861,7 +865,7 @@ class Session:
             trained = withhold(trained)
         trained = self._within_joules(job, trained, download, train.cost)
         assert trained.update is not None, "such a round ends with values to send"
-        update = trained.update if self._prior is None else self._prior.sent(trained.update)
+        update = trained.update if self._prior is None else self._prior.sent(job, trained.update)
         if self._local_noise is not None:
             update = self._local_noise.hide(job, update)
         statement: Statement | None = None
@@ -873,7 +877,11 @@ class Session:
             update, statement = replace(update, values=hidden.values, extras=hidden.extras), hidden.statement
             trained = replace(trained, counts={**trained.counts, "clipped_values": hidden.clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
-        report = _report(trained, job, download, train.cost, statement, tells=self._tells(job.assignment))
+        report = _report(
+            *(trained, job, download, train.cost, statement),
+            tells=self._tells(job.assignment),
+            labels=self._labels(job),
+        )
         body, feedback = self._pack(job, update, report)
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
@@ -931,6 +939,11 @@ class Session:
         # With a buffer, a device may be given the model of a later round.
         plain = received is not None and received.mask is None and settings.buffer is None
         return exact and plain and self.manifest.outputs is None
+
+    def _labels(self, job: Job) -> LabelSketch | None:
+        """Return what is told of this device's labels in clear; None where nothing is."""
+        hidden = self._local_noise is not None or job.assignment.settings.secure
+        return None if hidden or self._prior is None or not asks_for_labels(job) else self._prior.sketch
 
     def _tells(self, assignment: Assignment) -> bool:
         """Return whether losses and accuracies may go up in clear."""
@@ -1002,6 +1015,8 @@ class Session:
         if self._local_noise is not None:
             return {}
         found: dict[str, float | None] = {"train_loss": trained.train_loss}
+        if self._prior is not None and self._prior.sketch is not None and asks_for_labels(job):
+            found |= self._prior.sketch.told()
         settings, number = job.assignment.settings, job.assignment.round
         interval = settings.evaluation_interval
         if number != settings.rounds and not (interval and number % interval == 0):
@@ -1014,6 +1029,10 @@ class Session:
             if tensors is not None:
                 judged = self.evaluate({**self.engine.read(), **tensors})
                 found |= {f"loss_{name}": judged.loss, f"accuracy_{name}": judged.accuracy}
+        if number == settings.rounds and settings.personal_model == "fleet" and self._method.mixes_global:
+            candidates = Candidates.of(self._method, replace(job, state=trained.state))
+            evidence = candidates.evidence(self.engine, self.task.validation)
+            found |= {} if evidence is None else evidence.told()
         return found
 
     def _inference_flops(self, tensors: Tensors) -> int:
@@ -1083,6 +1102,28 @@ class Session:
             validation_global=shared or self.progress.validation_global,
             evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
         )
+
+    def _compare(self, job: Job, download: Phase) -> None:
+        """Tell what this device may gain by another model than the finished one."""
+        with self._telemetry.phase("evaluate") as measured:
+            candidates = Candidates.of(self._method, job)
+            evidence = candidates.evidence(self.engine, self.task.validation)
+            measured.flops = candidates.flops + self._judging(len(candidates.models))
+        receipt = Receipt(
+            evidence=evidence if self._tells(job.assignment) else None,
+            finetune_flops=min(candidates.flops, MOST_FLOPS),
+            telemetry=Telemetry(download=download, train=measured.cost),
+        )
+        self._keep_and_send(
+            job.assignment,
+            receipt.model_dump_json(exclude_defaults=True).encode(),
+            job.state,
+            evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
+        )
+
+    def _judging(self, models: int) -> int:
+        """Return the FLOPs of judging so many models on validation data."""
+        return models * forward_flops(self.manifest) * count_examples(self.task.validation)
 
     def _adapt(self, job: Job, download: Phase) -> None:
         first = self._judge_first(job)
@@ -1159,7 +1200,7 @@ class Session:
                 self._say_what_stays(pending)
                 return Phase()
         self._uploading = upload.cost.seconds
-        account = "evaluation" if pending.kind is Kind.evaluate else "training"
+        account = "evaluation" if pending.kind in JUDGING else "training"
         totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost, everything=self.moved)
         self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
@@ -1227,7 +1268,7 @@ class Session:
 
     @property
     def _keeps_best(self) -> bool:
-        return self._method.picks_best and self.info.settings.personal_model == "best"
+        return self._method.picks_best and self.info.settings.keeps_best
 
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
         """Return the best personal model after a round: the round's own unless its validation data speak against it."""
@@ -1300,18 +1341,36 @@ class Session:
             return 0
         if job.received is None or self.personal is None or self.progress.best is None:
             return 0
+        if job.assignment.settings.personal_model == "fleet":
+            return self._take_by_evidence(job)
         received = whole_model(self.manifest, job.received)
         for share in GLOBAL_SHARES:
             self._keep_if_better(job, mixed(self.personal, received, share), share)
         if self._method.finish is None or not job.assignment.settings.finetune_epochs:
             return 0
         try:
-            tensors, flops = self._method.finish(job, mixed(self.personal, received, FINISHED_SHARE))
+            tensors, flops = self._method.finish(job, mixed(self.personal, received, SHARE))
         except TrainingDiverged as error:
             log.warning("training once more at the end failed: %s", error)
             return 0
-        self._keep_if_better(job, tensors, FINISHED_SHARE)
+        self._keep_if_better(job, tensors, SHARE)
         return flops
+
+    def _take_by_evidence(self, job: Job) -> int:
+        """Keep as the best model the candidate that this device's and all devices' validation data speak for; returns
+        the FLOPs that making the candidates took."""
+        candidates = Candidates.of(self._method, job)
+        evidence = candidates.evidence(self.engine, self.task.validation)
+        name = choice(Pool.from_plan(job.assignment.plan), evidence, candidates.models)
+        tensors = candidates.models[name]
+        found = self._validate_sound(tensors)
+        if found is None:
+            log.warning("the loss of the model to take at the end (%s) is not finite; the best round's stays", name)
+            return candidates.flops
+        best = self._best_of(job, found, SHARES.get(name, 0.0)).model_copy(update={"taken": name})
+        self.progress = self.progress.model_copy(update={"best": best})
+        self._folder.save_best(self.manifest, tensors, self.progress)
+        return candidates.flops
 
     def _keep_if_better(self, job: Job, tensors: Tensors, share: float) -> None:
         """Keep a model as the best one, where validation data speak for it. share: of the global model in it."""
@@ -1356,7 +1415,14 @@ def _elements(mask: Mask | None) -> ElementMask | None:
 
 
 def _report(
-    trained: Trained, job: Job, download: Phase, train: Phase, statement: Statement | None = None, *, tells: bool
+    trained: Trained,
+    job: Job,
+    download: Phase,
+    train: Phase,
+    statement: Statement | None = None,
+    *,
+    tells: bool,
+    labels: LabelSketch | None = None,
 ) -> str:
     """Return the report of a round's training, as JSON. tells: whether it holds losses."""
     report = UpdateReport(
@@ -1370,6 +1436,7 @@ def _report(
         counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
         received=dict(job.received.parts) if job.received else {},
         secure=statement,
+        labels=labels,
         telemetry=Telemetry(download=download, train=train),
     )
     return report.model_dump_json(exclude_defaults=True)

@@ -139,8 +139,9 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 class Best(BaseModel):
     """The personal model that is the best so far: the round it is of, that model on validation data, the lowest loss
-    there of all models so far, the share of the global model that was mixed into it, the digest of the manifest whose
-    graphs judged it, and that of the validation data (``device.validation``)."""
+    there of all models so far, the share of the global model that was mixed into it, which candidate it is if the fleet
+    helped to choose (``protocol.evidence``), the digest of the manifest whose graphs judged it, and that of the
+    validation data (``device.validation``)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -148,6 +149,7 @@ class Best(BaseModel):
     validation: Evaluation
     lowest_loss: float
     global_share: float = 0.0
+    taken: str = ""
     manifest: str = ""
     data: str = ""
 

@@ -246,19 +246,20 @@ class Effort(Protocol):
 
 
 class MaskedEffort:
-    """Training of the active neurons of ``mask``; None trains everything."""
+    """Training of the active neurons of ``mask``; None trains everything. models: how many a round trains in turn."""
 
-    def __init__(self, rehearsal: Rehearsal, mask: NeuronMask | None) -> None:
-        self._rehearsal, self._mask = rehearsal, mask
+    def __init__(self, rehearsal: Rehearsal, mask: NeuronMask | None, *, models: int = 1) -> None:
+        self._rehearsal, self._mask, self._models = rehearsal, mask, models
         self.values = count_values(rehearsal.manifest, mask)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
-        """Take steps under the mask."""
-        return self._rehearsal.train(steps, mask=self._mask, samples=samples)
+        """Take steps of one model under the mask; each counts for those of all."""
+        taken = self._rehearsal.train(steps, mask=self._mask, samples=samples)
+        return [self._models * seconds for seconds in taken]
 
     def flops(self) -> int:
         """Return the FLOPs of a step."""
-        return self._rehearsal.flops(self._rehearsal.samples, self._mask)
+        return self._models * self._rehearsal.flops(self._rehearsal.samples, self._mask)
 
     def judge(self, samples: int) -> None:
         """Judge the whole model: what is frozen takes part."""

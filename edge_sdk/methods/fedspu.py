@@ -20,21 +20,27 @@ Where paper and released code differ, or are silent:
   afresh each round.
 - Batch norm runs in training mode: running statistics of frozen channels move too, on the device only.
 - L_val is measured in evaluation mode on data of its own; the code does so in training mode on the reported share.
+- With ``alone`` a device trains another model beside it, which the federation never touches (``methods.alone``).
 - A device stops on L_t > L_last (the paper's formula; the code: also on a tie). n_k counts samples (the code: batches).
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 from edge_sdk.engines.training import Part
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update, own_settings
+from edge_sdk.methods.alone import AloneSettings, with_alone
 from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, fine_tune, train_loaded
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
+
+if TYPE_CHECKING:
+    from edge_sdk.engines.rehearsal import Effort, Rehearsal
 
 
 def train(job: Job) -> Trained:
@@ -43,11 +49,13 @@ def train(job: Job) -> Trained:
     A device that stops sends this round's values, keeps its personal model and is not drawn again.
     """
     draw, mask = _assigned(job)
-    job.engine.load(_starting_point(job, mask))
+    start = _starting_point(job, mask)
+    job.engine.load(start)
     result = train_loaded(job, Part(mask))
     personal = job.engine.read()
     update = Update(pack(job.manifest, personal, mask), mask, draw)
-    return conclude(job, result, personal=personal, update=update, counts=_frozen(job, update))
+    trained = conclude(job, result, personal=personal, update=update, counts=_frozen(job, update))
+    return with_alone(job, start, trained, mask)
 
 
 def _frozen(job: Job, update: Update) -> dict[str, int]:
@@ -81,6 +89,15 @@ def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
     return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
 
 
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return steps as rounds take them: twice as many where a model is trained alone beside the federation's."""
+    # Here, because a rehearsal is of devices that choose their budget.
+    from edge_sdk.engines.rehearsal import MaskedEffort
+
+    mask = sample_drawn(rehearsal.manifest, budget) if budget < FULL_RATIO else None
+    return MaskedEffort(rehearsal, mask, models=1 + own_settings(rehearsal.settings, AloneSettings).alone)
+
+
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
     """Return the draw and the mask of this assignment; None and None where everything is trained."""
     if job.assignment.work is None:
@@ -103,6 +120,7 @@ FEDSPU = DeviceMethod(
     active=ActiveNeurons(sample=sample_drawn),
     mixes_global=True,
     finish=finish,
+    effort=effort,
     adds_local_noise=True,
     acts=("frozen_neurons", "frozen_values"),
     sums=True,

@@ -85,7 +85,7 @@ def conclude(
         settings,
         job.state.memory,
         result.train_loss,
-        validate=personal is not None and settings.personal_model == "best",
+        validate=personal is not None and settings.keeps_best,
     )
     return Trained(
         state=DeviceState(personal, judged.memory, job.state.own),

@@ -16,9 +16,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.bundle import Precision
+from edge_sdk.protocol.evidence import Evidence
 from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
 from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork, Statement
 from edge_sdk.protocol.signatures import Publication
+from edge_sdk.protocol.skew import LabelSketch
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -183,6 +185,14 @@ class FederationSettings(_Request):
         description="Strength with which the logarithms of a device's class frequencies are added to its outputs, in "
         "training and prediction, so that the shared model need not learn them; 0: not at all",
     )
+    logit_adjustment_from: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="With logit_adjustment: label skew between devices, the intraclass correlation of labels, from "
+        "which outputs are adjusted; in the first round they are not, and devices tell a sketch of their class "
+        "frequencies; 0: outputs are adjusted from the first round on, and nothing is told",
+    )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
     batch_size: int = Field(
@@ -302,10 +312,12 @@ class FederationSettings(_Request):
         description="Energy of downloads and training, measured or estimated, after which a device leaves training for "
         "good, as by early stopping; of devices that cannot know theirs none does; unset: no limit",
     )
-    personal_model: Literal["best", "last"] = Field(
+    personal_model: Literal["best", "last", "fleet"] = Field(
         default="best",
         description="The personal model that a device judges and exports: the best on its validation data, newer ones "
-        "preferred, or that of its last round",
+        "preferred, or that of its last round; fleet: as best until the end, then by all devices' validation data "
+        "and its own together, of the finished global model, its own, their mean, this trained once more, and one "
+        "trained alone",
     )
     evaluation_interval: int = Field(
         default=5,
@@ -372,6 +384,11 @@ class FederationSettings(_Request):
             )
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
+        if self.logit_adjustment_from and self.noise_multiplier is not None:
+            raise ValueError(
+                "logit_adjustment_from: what devices would tell of their labels has no noise, which noise_multiplier "
+                "promises; leave it out"
+            )
         if self.secure_metrics and not self.secure:
             raise ValueError("secure_metrics: metrics go through the masks of secure rounds; give secure as well")
         if self.buffer is not None:
@@ -391,6 +408,11 @@ class FederationSettings(_Request):
     def stop_patience(self) -> int:
         """Participations without improvement that stop a device: ``patience``, or its rule's own where it is unset."""
         return self.patience or (1 if self.early_stopping == "paper" else 10)
+
+    @property
+    def keeps_best(self) -> bool:
+        """True if devices keep the best of their rounds' personal models."""
+        return self.personal_model != "last"
 
     @property
     def masks_metrics(self) -> bool:
@@ -704,6 +726,7 @@ class Kind(str, Enum):
 
     train = "train"
     evaluate = "evaluate"
+    compare = "compare"
     personalise = "personalise"
     prepare = "prepare"
     adapt = "adapt"
@@ -711,6 +734,10 @@ class Kind(str, Enum):
     shares = "shares"
     agree = "agree"
     unmask = "unmask"
+
+
+JUDGING = (Kind.evaluate, Kind.compare)
+"""The kinds of work that judge models, none of which changes."""
 
 
 class DeviceFailure(Answer):
@@ -923,6 +950,9 @@ class UpdateReport(_Request):
         default_factory=dict, max_length=16, description="Bytes of the payload's parts"
     )
     secure: Statement | None = Field(default=None, description="What the device was told in a secure round, signed")
+    labels: LabelSketch | None = Field(
+        default=None, description="With logit_adjustment_from, until it is decided: a sketch of the class frequencies"
+    )
     telemetry: Telemetry = Telemetry()
 
 
@@ -942,8 +972,9 @@ class Receipt(_Request):
 
     ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
     ended with. ``validation`` is the personal model, or where there is none the global one, on validation data: what
-    settings are tuned on. ``finetune_flops`` are of what was trained for this alone, such as a fine-tuned copy;
-    ``inference_flops`` those of one sample through the model that counts, weights of zero left out; 0 if unknown.
+    settings are tuned on. ``evidence`` is what ``compare`` ends with. ``finetune_flops`` are of what was trained for
+    this, such as a fine-tuned copy; ``inference_flops`` those of one sample through the model that counts, weights of
+    zero left out; 0 if unknown.
     """
 
     personal: Evaluation | None = None
@@ -954,6 +985,7 @@ class Receipt(_Request):
     )
     finetune_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
     inference_flops: Flops = Field(default=0, description="One sample through the judged model, without zero weights")
+    evidence: Evidence | None = Field(default=None, description="Of compare: what the device's candidates gain")
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 

@@ -24,6 +24,7 @@ BINDING = (
     "learning_rate",
     "learning_rate_decay",
     "logit_adjustment",
+    "logit_adjustment_from",
     "momentum",
     "weight_decay",
     "batch_size",

@@ -12,7 +12,7 @@ from typing import Any
 from edge_sdk.engines import EngineName
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import MissingPart
-from edge_sdk.protocol.messages import DeviceReport, FederationStatus, Kind, RoundRecord
+from edge_sdk.protocol.messages import JUDGING, DeviceReport, FederationStatus, Kind, RoundRecord
 from edge_sdk.simulation.host import Stepped
 
 __all__ = ["Ended", "Result"]
@@ -147,12 +147,12 @@ class Result:
 
     def add(self, stepped: Stepped, now: float) -> None:
         """Count one step."""
-        if stepped.failed is not None and stepped.kind is not Kind.evaluate:
+        if stepped.failed is not None and stepped.kind not in JUDGING:
             self.failed += 1
         elif stepped.kind in (Kind.train, Kind.personalise):
             self.device_rounds += 1
             self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
-        elif stepped.kind is Kind.evaluate:
+        elif stepped.kind in JUDGING:
             self.evaluations += 1
         elif stepped.kind is Kind.adapt:
             self.adapted += 1

@@ -77,7 +77,7 @@ def test_a_step_has_the_gradient_of_the_adjusted_loss_and_the_update_no_prior(me
         job = dataclasses.replace(job, state=DeviceState(get_tensors(job.engine.model, job.manifest)))
     prior, before = prior_of(job), get_tensors(job.engine.model, job.manifest)["2.bias"]
     trained = load_method(method).train(prior.received(job))
-    sent = prior.sent(trained.update)
+    sent = prior.sent(job, trained.update)
     scores = torch.from_numpy(job_of().engine.scores(job.task.train)[0]) + torch.from_numpy(prior.offset)
     slope = torch.softmax(scores, dim=1) - nn.functional.one_hot(LABELS, 3)
     start = len(sent.values) - 3  # the output's bias is the last of the values, and always whole
@@ -92,7 +92,7 @@ def test_a_class_that_a_device_lacks_is_hardly_unlearnt():
         job = job_of(strength, labels=torch.zeros(20, dtype=torch.int64))
         prior, before = prior_of(job), job.received.values[-3:]
         trained = load_method("fedavg").train(job if prior is None else prior.received(job))
-        update = trained.update if prior is None else prior.sent(trained.update)
+        update = trained.update if prior is None else prior.sent(job, trained.update)
         fell.append(float((before - update.values[-3:])[1:].sum()))
     assert fell[1] < fell[0] / 5
 
@@ -102,7 +102,7 @@ def test_what_an_update_started_from_has_no_prior_either():
     prior = prior_of(job)
     tensors = get_tensors(job.engine.model, job.manifest)
     update = Update(pack(job.manifest, tensors, None), base=tensors)
-    moved = prior.sent(update)
+    moved = prior.sent(job, update)
     np.testing.assert_array_equal(moved.base["2.bias"], tensors["2.bias"] - prior.offset)
     np.testing.assert_array_equal(moved.base["0.bias"], tensors["0.bias"])
 

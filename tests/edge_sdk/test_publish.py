@@ -110,7 +110,7 @@ def test_auto_is_fedspu_with_class_frequencies_and_a_last_training(client):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: Sorting(), ("fedavg", 1.0, 0)),
+        (lambda: Sorting(), ("fedavg", 1.0, 3)),
         (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)), ("fedspu", 0.0, 3)),
         (lambda: Colder(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), ("fedspu", 0.0, 3)),
     ],
@@ -133,6 +133,18 @@ def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
 def test_auto_averages_the_models_of_the_last_rounds(client, model, asked, averaged):
     info = published_for(client, model(), **AUTO, **asked)
     assert info.settings.method_settings["averaged_rounds"] == averaged
+
+
+def test_auto_sends_int8_stops_nobody_and_has_devices_choose_together(client):
+    settings = published_for(client, with_neurons(), **AUTO).settings
+    assert (settings.precision, settings.early_stopping, settings.personal_model) == ("int8", "off", "fleet")
+    assert settings.method_settings["alone"] is True
+    assert 0 < settings.logit_adjustment_from < 0.1
+
+
+def test_auto_leaves_out_what_secure_sums_and_privacy_do_not_allow(client):
+    asked = {"secure": True, "min_devices": 3, "cohort": 3}
+    assert published_for(client, with_neurons(), **AUTO, **asked).settings.precision == "fp32"
 
 
 def test_auto_keeps_what_was_asked_for(client):

@@ -64,7 +64,7 @@ function fineTune(job, options = {}, purpose = "adapt") {
 
 /** Return the outcome of a round whose training has left the engine's model as it is, judged by the stop rule. */
 async function conclude(job, result, { personal, values = null, mask = null, draw = null, counts = {} }) {
-  const validate = personal !== null && job.settings.personal_model === "best";
+  const validate = personal !== null && job.settings.personal_model !== "last";
   const judged = await judgeRound(
     () => job.engine.evaluate(job.data.validation), job.settings, job.state.memory, result.trainLoss, validate);
   return {

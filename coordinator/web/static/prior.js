@@ -1,15 +1,22 @@
 /** A device's class frequencies in its outputs: `edge_sdk/device/label_prior.py`, where the papers are named. */
 import { sum } from "./manifest.js";
 import { eachBlock } from "./masks.js";
+import { sha256, utf8 } from "./sha256.js";
 
 const PSEUDO_COUNT = 0.5;
 const TOLERANCE = 1e-3;
+/** What an assignment's plan says, once it is decided: whether outputs are adjusted. */
+const ADJUSTS = "adjusts_logits";
+const VECTORS = 8;
 
 /** What a device adds to the last layer's bias when values come in, and takes off it when they go out. */
 export class LabelPrior {
-  /** offset: Float32Array, a value for each class; bias: the name of the tensor that has it. */
-  constructor(manifest, bias, offset) {
-    Object.assign(this, { manifest, bias, offset });
+  /**
+   * offset: Float32Array, a value for each class; bias: the name of the tensor that has it; sketch: what is told of the
+   * frequencies, null of fewer than two samples.
+   */
+  constructor(manifest, bias, offset, sketch) {
+    Object.assign(this, { manifest, bias, offset, sketch });
   }
 
   /** Return the prior of these training targets; null where the federation adjusts nothing. Throws Error without a bias. */
@@ -17,11 +24,12 @@ export class LabelPrior {
     if (!settings.logit_adjustment) return null;
     const spec = manifest.outputBias;
     if (!spec) throw new Error("no page can take part here: the model's last layer has no bias for each class, which logit_adjustment needs");
-    const counts = new Float64Array(spec.size).fill(PSEUDO_COUNT);
-    for (const target of targets) counts[Number(target)] += 1;
+    const seen = new Float64Array(spec.size);
+    for (const target of targets) seen[Number(target)] += 1;
+    const counts = seen.map((count) => count + PSEUDO_COUNT);
     const mean = sum(counts) / spec.size;
     const offset = Float32Array.from(counts, (count) => settings.logit_adjustment * Math.log(count / mean));
-    return new LabelPrior(manifest, spec.name, offset);
+    return new LabelPrior(manifest, spec.name, offset, sketchOf(seen));
   }
 
   /** Throw Error unless the outputs of the model that is loaded follow the bias. */
@@ -49,6 +57,23 @@ export class LabelPrior {
     });
     return moved;
   }
+}
+
+/** Return whether a round adjusts outputs: where that depends on the label skew, its assignments say so. */
+export const adjusts = ({ settings, plan }) => !settings.logit_adjustment_from || plan?.[ADJUSTS] === true;
+
+/** Return whether devices are to tell of their labels, because it is not decided whether outputs are adjusted. */
+export const asksForLabels = ({ settings, plan }) =>
+  Boolean(settings.logit_adjustment && settings.logit_adjustment_from) && plan?.[ADJUSTS] === undefined;
+
+/** Return what is told of class frequencies: `edge_sdk/protocol/skew.py`. */
+export function sketchOf(counts) {
+  const samples = sum(counts);
+  if (samples < 2) return null;
+  const signs = Array.from(counts, (_, label) => sha256(utf8(`label ${label}`))[0]);
+  const sketch = Array.from({ length: VECTORS }, (_, j) =>
+    sum(signs.map((bits, label) => ((bits >> j) & 1 ? 1 : -1) * counts[label] / samples)));
+  return { sketch: sketch.map((value) => Math.max(-1, Math.min(1, value))), samples };
 }
 
 /** Return scores less their mean: what is left of them where outputs are logarithms of a softmax. */

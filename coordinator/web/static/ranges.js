@@ -2,7 +2,7 @@
 
 /** Settings that change what an update holds, or among how many it is hidden. */
 export const BINDING = [
-  "method", "optimizer", "learning_rate", "learning_rate_decay", "logit_adjustment", "momentum", "weight_decay",
+  "method", "optimizer", "learning_rate", "learning_rate_decay", "logit_adjustment", "logit_adjustment_from", "momentum", "weight_decay",
   "batch_size", "local_epochs", "local_steps", "clip", "update_clip", "noise_multiplier", "privacy_adjacency", "secure",
   "secure_bits", "secure_range", "secure_colluders", "secure_metrics", "precision", "seed", "draws", "cohort",
   "finetune_epochs", "finetune_learning_rate",

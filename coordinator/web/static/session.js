@@ -9,12 +9,13 @@
 import { decode, encode, largestPayload } from "./bundle.js";
 import { Engine, threads } from "./engine.js";
 import { BadPublication, BundleError, Paused, ProtocolError, Refused, Stopped, TrainingDiverged } from "./errors.js";
+import { SHARE, SHARES, candidatesOf, choice, evidenceOf, poolOf } from "./evidence.js";
 import { failureOf } from "./failures.js";
 import { nonzeroFlops } from "./flops.js";
 import { MAX_GRAPH, MAX_MANIFEST, Manifest, ownInitialValues, pythonJson, unpackValues, valuesSize } from "./manifest.js";
 import { mergeInPlace, pack } from "./masks.js";
 import { GLOBAL_SHARES, METHODS, isWhole, mixed, sentValues, wholeModel } from "./methods.js";
-import { LabelPrior } from "./prior.js";
+import { LabelPrior, adjusts, asksForLabels } from "./prior.js";
 import { roundUpdate } from "./rounding.js";
 import { Sha256, digestHex, hex, sha256, utf8 } from "./sha256.js";
 import { givesWay } from "./stopping.js";
@@ -22,7 +23,6 @@ import { Trust } from "./trust.js";
 
 const WAIT_SECONDS = 30, BEATS = 3, RESERVE_SECONDS = 5;
 const FIRST_REST = 5, LONGEST_REST = 900;
-const FINISHED_SHARE = 0.5;
 const MOST_HISTORY = 200;
 const LARGEST_SCORE = 3.4028234663852886e38;
 const TRAINING = ["train", "personalise"];
@@ -359,11 +359,13 @@ export class Session {
 
   async work(assignment) {
     const { kind } = assignment;
-    if (!(kind === "evaluate" || kind === "adapt" ? this.method[kind] : kind !== "prepare" && this.method[kind])) {
+    const known = kind === "compare" ? this.method.mixesGlobal : kind !== "prepare" && this.method[kind];
+    if (!known) {
       throw new ProtocolError(`${this.info.method} on a page has no work of kind ${kind}`, "unknown-work");
     }
     const job = await this.jobOf(assignment);
     if (kind === "evaluate") return this.evaluate(job);
+    if (kind === "compare") return this.compare(job);
     return kind === "adapt" ? this.adapt(job) : this.train(job);
   }
 
@@ -375,7 +377,8 @@ export class Session {
     const trains = TRAINING.includes(kind);
     if (trains) this.trust.checkSteps(settings.local_steps ?? settings.local_epochs * data.train.length);
     const download = this.phase();
-    const prior = this.prior(settings, data.train);
+    const frequencies = this.prior(settings, data.train), prior = adjusts(assignment) ? frequencies : null;
+    const labels = asksForLabels(assignment) ? frequencies?.sketch : null;
     let received = null;
     if (payload) {
       if (payload.bytes > largestPayload(this.manifest)) {
@@ -389,7 +392,7 @@ export class Session {
     const waits = kind !== "adapt";
     let paused = 0;
     return {
-      assignment, settings, received, prior, budget: this.budget, download: download.end(), manifest: this.manifest, engine: this.engine, data,
+      assignment, settings, received, prior, labels, budget: this.budget, download: download.end(), manifest: this.manifest, engine: this.engine, data,
       state: { personal: this.personal, memory: this.progress.memory },
       seed: (purpose) => deriveSeed(`${this.federation}:${settings.seed}`, this.identity.name, round, purpose),
       progress: async (step, steps, loss) => {
@@ -437,7 +440,7 @@ export class Session {
 
   /** Return the best personal model's note after a round: the round's own unless its validation data speak against it. */
   bestOf(job, trained) {
-    if (!trained.personal || job.settings.personal_model !== "best") return null;
+    if (!trained.personal || job.settings.personal_model === "last") return null;
     const newest = this.noteOf(job, trained.validation);
     return this.progress.best && givesWay(trained.validation, newest.lowest) ? null : newest;
   }
@@ -481,7 +484,7 @@ export class Session {
     const validation = await this.engine.evaluate(job.data.validation);
     const heldOut = job.data.test ? await this.engine.evaluate(job.data.test) : validation;
     const receipt = { personal: heldOut, telemetry: { download: job.download, train } };
-    const best = job.settings.personal_model === "best" ? this.noteOf(job, validation) : null;
+    const best = job.settings.personal_model !== "last" ? this.noteOf(job, validation) : null;
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
       ...first, adapted: true, accuracyNow: heldOut.accuracy, secondsTraining: this.progress.secondsTraining + train.seconds,
     }, { personal, best });
@@ -494,17 +497,43 @@ export class Session {
   async mixWithGlobal(job) {
     const own = this.personal;
     if (!job.assignment.plan?.finished || !this.method.mixesGlobal || !job.received || !own || !this.progress.best) return 0;
+    if (job.settings.personal_model === "fleet") return this.takeByEvidence(job);
     const received = wholeModel(this.manifest, job.received);
     for (const share of GLOBAL_SHARES) await this.keepIfBetter(job, mixed(own, received, share), share);
     if (!this.method.finish || !job.settings.finetune_epochs) return 0;
     try {
-      const { tensors, flops } = await this.method.finish(job, mixed(own, received, FINISHED_SHARE));
-      await this.keepIfBetter(job, tensors, FINISHED_SHARE);
+      const { tensors, flops } = await this.method.finish(job, mixed(own, received, SHARE));
+      await this.keepIfBetter(job, tensors, SHARE);
       return flops;
     } catch (error) {
       if (!(error instanceof TrainingDiverged)) throw error;
       return 0;
     }
+  }
+
+  /** Tell what this page may gain by another model than the finished one. */
+  async compare(job) {
+    this.tell({ phase: "evaluating", detail: "compares the finished model with others" });
+    const measuring = this.phase();
+    const { models, flops } = await candidatesOf(job, this.method);
+    const evidence = await evidenceOf(this.engine, models, job.data.validation);
+    const telemetry = { download: job.download, train: measuring.end() };
+    const receipt = { finetune_flops: flops, telemetry, ...(evidence ? { evidence } : {}) };
+    await this.keepAndSend(job.assignment, JSON.stringify(receipt), {});
+  }
+
+  /** Keep as the best model the candidate that all devices' validation data speak for; returns FLOPs of making them. */
+  async takeByEvidence(job) {
+    const { models, flops } = await candidatesOf(job, this.method);
+    const evidence = await evidenceOf(this.engine, models, job.data.validation);
+    const taken = choice(poolOf(job.assignment.plan), evidence, models);
+    this.engine.load(models.get(taken));
+    const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
+    if (!validation) return flops;
+    this.best = models.get(taken);
+    this.progress = { ...this.progress, best: { ...this.noteOf(job, validation), share: SHARES[taken] ?? 0, taken } };
+    await this.store.put({ best: sealed({ personal: this.best }), progress: this.progress });
+    return flops;
   }
 
   /** Keep a model as the best one, where validation data speak for it. share: of the global model in it. */
@@ -659,6 +688,7 @@ function reportOf(job, trained, train) {
     ...(trained.validation ? { validation_loss: trained.validation.loss } : {}),
     ...(trained.stopLoss === null ? {} : { stop_loss: bounded(trained.stopLoss) }),
     counts: trained.counts, received: job.received?.parts ?? {}, telemetry: { download: job.download, train },
+    ...(job.labels ? { labels: job.labels } : {}),
   };
 }
 

@@ -331,7 +331,7 @@ function pauseOf({ headers }, usual) {
   return /^\d{1,9}$/.test(text) ? Math.min(Number(text), LONGEST_PAUSE) : usual;
 }
 
-const KINDS = ["train", "evaluate", "personalise", "prepare", "adapt"];
+const KINDS = ["train", "evaluate", "compare", "personalise", "prepare", "adapt"];
 const natural = (value, most) => Number.isInteger(value) && value >= 0 && value <= most;
 const matches = (value, pattern) => typeof value === "string" && pattern.test(value);
 const digest = (value) => matches(value, /^[0-9a-f]{64}$/);
@@ -393,12 +393,13 @@ function checkSettings(settings) {
   const oneOf = (name, ...values) => values.includes(settings[name]);
   const sound = within("learning_rate", 0, 100) && within("learning_rate_decay", 0, 1) && count("batch_size", 1, 1e6)
     && count("local_epochs", 1, 1e4) && count("local_steps", 1, 1e7, true) && within("momentum", 0, 1)
-    && within("weight_decay", 0, 10) && isStrength(settings.logit_adjustment) && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
+    && within("weight_decay", 0, 10) && isStrength(settings.logit_adjustment) && within("logit_adjustment_from", 0, 1)
+    && within("clip", 0, 1e12, true) && within("silence_seconds", 1, 7 * 86400)
     && oneOf("optimizer", "sgd", "adam", "adamw") && oneOf("precision", "fp32", "fp16", "bf16", "int8")
     && count("finetune_epochs", 0, 1e4) && within("finetune_learning_rate", 0, 100, true)
     && oneOf("early_stopping", "validation", "paper", "off") && count("patience", 1, 1e4, true)
     && count("min_participations", 1, 1e6) && within("min_improvement", 0, 1) && within("stop_weight", 0, 1)
-    && oneOf("personal_model", "best", "last") && isSeed(settings.seed) && isRecord(settings.method_settings);
+    && oneOf("personal_model", "best", "last", "fleet") && isSeed(settings.seed) && isRecord(settings.method_settings);
   if (!sound) throw new NoAnswer("its settings cannot be read; reload this page, which may be older");
 }
 

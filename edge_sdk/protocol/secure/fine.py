@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol import evidence, skew
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, blocks
 from edge_sdk.protocol.secure.numbers import Scale, Words
@@ -27,6 +28,8 @@ METRICS = {
     "accuracy_personal": 1.0,
     "loss_global": 100.0,
     "accuracy_global": 1.0,
+    **evidence.TOLD,
+    **skew.TOLD,
 }
 """The metrics of an update, and the largest magnitude of each: what is larger counts as that."""
 

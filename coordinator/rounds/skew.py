@@ -1,0 +1,56 @@
+"""Whether a federation adjusts outputs by class frequencies, where that depends on the label skew (``protocol.skew``).
+
+Its first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of secure
+rounds where there are any. From these the coordinator computes the skew once, writes it down in the round's record as
+``label_skew_permille``, and says what follows in the plan of all later work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.skew import ADJUSTS, skew, skew_of
+from sparrow.coordinator.errors import read_stored
+from sparrow.coordinator.models.global_models import settings_of
+from sparrow.coordinator.storage.tables import Assignment, Federation, Round
+
+NOTE = "label_skew_permille"
+
+
+def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
+    """Return what assignments of a federation say of it; nothing where it does not depend, or is not yet known."""
+    settings = settings_of(federation)
+    if not _depends(settings) or not federation.round:
+        return {}
+    of_federation = (Round.federation_id == federation.id, Round.status == "closed")
+    for notes in db.scalars(select(Round.notes).where(*of_federation).order_by(Round.number)):
+        if isinstance(notes, dict) and NOTE in notes:
+            return {ADJUSTS: notes[NOTE] >= 1000 * settings.logit_adjustment_from}
+    return {}
+
+
+def note_of(db: Session, federation: Federation, number: int, notes: Mapping[str, Any]) -> dict[str, int]:
+    """Return the note of round ``number``, which closes with ``notes``, for its record; nothing where it is not needed,
+    or too few devices have told of their labels."""
+    settings = settings_of(federation)
+    if not _depends(settings) or adjustment(db, federation):
+        return {}
+    if settings.secure:
+        found = skew(int(notes.get("secure_unmask_asked", 0)), notes.get("metrics", {}))
+    else:
+        of_round = (Assignment.federation_id == federation.id, Assignment.round == number)
+        done = (Assignment.kind == Kind.train.value, Assignment.status == "done")
+        reports = [
+            read_stored(UpdateReport, each) for each in db.scalars(select(Assignment.report).where(*of_round, *done))
+        ]
+        found = skew_of(each.labels for each in reports if each is not None and each.labels is not None)
+    return {} if found is None else {NOTE: round(1000 * found)}
+
+
+def _depends(settings: FederationSettings) -> bool:
+    return bool(settings.logit_adjustment and settings.logit_adjustment_from)

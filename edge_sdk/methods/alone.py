@@ -1,0 +1,52 @@
+"""A model that a device trains alone, beside the federation's, which it may take at the end.
+
+It begins as the first model that the device has received whole, and in each of its rounds is trained as long as the
+round's, by the same settings and within the budget. Nothing of it is sent. Where devices share little it is the best
+that there is; elsewhere it costs as much as the round's own training, and is left out with ``alone=false``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from edge_sdk.engines.training import Part
+from edge_sdk.methods import DeviceState, Job, MethodSettings, Trained
+from edge_sdk.methods.rounds import train_loaded
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import NeuronMask
+
+PREFIX = "alone:"
+
+
+class AloneSettings(MethodSettings):
+    """The setting of methods that can train a model alone, too."""
+
+    alone: bool = False
+
+
+def alone_of(state: DeviceState) -> Tensors | None:
+    """Return the model that a device has trained alone; None where it has none."""
+    found = {name.removeprefix(PREFIX): array for name, array in state.own.items() if name.startswith(PREFIX)}
+    return found or None
+
+
+def with_alone(job: Job, start: Tensors, trained: Trained, mask: NeuronMask | None) -> Trained:
+    """Return the outcome of a round with another round of the model that is trained alone.
+
+    start: how it begins. mask: what of it is trained, as large a part as the round's. Raises TrainingDiverged.
+    """
+    if not job.own(AloneSettings).alone:
+        return trained
+    before = alone_of(job.state)
+    job.engine.load(start if before is None else before)
+    result = train_loaded(job, Part(mask), purpose="alone")
+    arrays = {f"{PREFIX}{name}": np.array(tensor) for name, tensor in job.engine.read().items()}
+    return replace(
+        trained,
+        state=replace(trained.state, own={**trained.state.own, **arrays}),
+        steps=trained.steps + result.steps,
+        flops=trained.flops + training_flops(job.manifest, result.samples, weight_gradients=mask),
+    )

@@ -1,0 +1,182 @@
+"""The choice of a device's model by the evidence of all devices (``personal_model=fleet``).
+
+A device has few validation samples, six of sixty perhaps: by them alone it mistakes chance for a better model. All
+devices together have many, but differ. So each measures what its candidates gain over the finished global model, all on
+the same samples, and tells moments of these gains; the pool of them goes back to all; and each weighs its own
+measurement against it, by the rule of Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59 (1972):
+with g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
+devices, and W the covariance of one part's gains within a device,
+
+    E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
+
+is what its candidates are expected to gain on new samples. It takes the one that gains most, or the global model if
+none gains anything. Where devices do not differ T is 0, and all take what is best for all; the more they differ, and
+the more samples a device has, the more its own count.
+
+A part is one sample, or where there are more than ``MOST_PARTS`` an equal share of them. Its gain is the difference of
+losses, at most ``LARGEST_GAIN`` either way, so that no sample, and no device, moves the pool further. All devices weigh
+alike in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+GLOBAL = "global"
+CANDIDATES = ("personal", "mixture", "finished", "alone")
+"""What a device may take in place of the global model: its own of its last round, the mean of both, this trained once
+more, and one that it has trained alone."""
+
+LARGEST_GAIN = 3.0
+"""Of a part, in units of the loss."""
+MOST_PARTS = 64
+FEWEST_DEVICES = 3
+"""Devices in a pool, c + 2 with one that may collude: of fewer, a colluding one would learn what another has told."""
+AHEAD = 2.0
+"""Standard errors by which a candidate must gain for a device to take it without a pool."""
+TINY = 1e-9
+
+Array = NDArray[np.float64]
+Gain = Annotated[float, Field(ge=-LARGEST_GAIN, le=LARGEST_GAIN)]
+
+_COUNT = len(CANDIDATES)
+_PAIRS = np.triu_indices(_COUNT)
+MOMENTS = _COUNT * (_COUNT + 1) // 2
+
+
+class Evidence(BaseModel):
+    """What a device has measured. gains: of each candidate, the mean over ``parts``; within: the covariances of a
+    part's gains, the upper triangle row by row, unbiased."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parts: int = Field(ge=2, le=2**20)
+    gains: tuple[Gain, ...] = Field(min_length=_COUNT, max_length=_COUNT)
+    within: tuple[Annotated[float, Field(ge=-2 * LARGEST_GAIN**2, le=2 * LARGEST_GAIN**2)], ...] = Field(
+        min_length=MOMENTS, max_length=MOMENTS
+    )
+
+    @classmethod
+    def of(cls, losses: Mapping[str, Sequence[float]]) -> Evidence | None:
+        """Return what losses [parts] of the candidates and of ``GLOBAL`` tell; None of fewer than two parts."""
+        shared = np.asarray(losses[GLOBAL], np.float64)
+        if len(shared) < 2:
+            return None
+        gains = np.stack([shared - np.asarray(losses[name], np.float64) for name in CANDIDATES], axis=1)
+        gains = np.clip(gains, -LARGEST_GAIN, LARGEST_GAIN)
+        within = np.cov(gains, rowvar=False)
+        return cls(parts=len(gains), gains=tuple(gains.mean(axis=0).tolist()), within=tuple(within[_PAIRS].tolist()))
+
+    def told(self) -> dict[str, float]:
+        """Return the numbers of which the pool needs the means, by name, as ``TOLD`` bounds them."""
+        gains = np.array(self.gains)
+        numbers = [1 / self.parts, *gains, *np.outer(gains, gains)[_PAIRS], *self.within]
+        return dict(zip(TOLD, map(float, numbers), strict=True))
+
+
+def _names() -> dict[str, float]:
+    """Return the numbers that a device tells, by name, and the largest magnitude of each."""
+    pairs = [f"{CANDIDATES[row]} {CANDIDATES[column]}" for row, column in zip(*_PAIRS, strict=True)]
+    return {
+        "inverse_parts": 0.5,
+        **{f"gain {name}": LARGEST_GAIN for name in CANDIDATES},
+        **{f"product {pair}": LARGEST_GAIN**2 for pair in pairs},
+        **{f"within {pair}": 2 * LARGEST_GAIN**2 for pair in pairs},
+    }
+
+
+TOLD = _names()
+"""Numbers that the pool is made of, by name, with the largest magnitude of each."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What all devices together have found. mean: μ [C]; between: T [C, C]; within: W [C, C]; devices: how many."""
+
+    devices: int
+    mean: Array
+    between: Array
+    within: Array
+
+    @classmethod
+    def of(cls, devices: int, means: Mapping[str, float]) -> Pool | None:
+        """Return the pool of so many devices; None of too few, or if a number is missing. means: of what they told."""
+        if devices < FEWEST_DEVICES or not TOLD.keys() <= means.keys():
+            return None
+        numbers = np.array([means[name] for name in TOLD])
+        noise, mean, products, within = numbers[0], *np.split(numbers[1:], np.cumsum([_COUNT, MOMENTS]))
+        spread = (_square(products) - np.outer(mean, mean)) * devices / (devices - 1)
+        covariance = _positive(_square(within))
+        return cls(devices, mean, _positive(spread - noise * covariance), covariance)
+
+    @classmethod
+    def from_plan(cls, plan: Mapping[str, Any]) -> Pool | None:
+        """Return the pool that an assignment tells; None where it tells none, or not one."""
+        names = [name for name in _PLANNED if isinstance(plan.get(name), int | float)]
+        numbers = np.array([float(plan[name]) for name in names])
+        if len(numbers) < len(_PLANNED) or not (np.isfinite(numbers).all() and np.abs(numbers).max() <= 1e6):
+            return None
+        mean, between, within = np.split(numbers[1:], np.cumsum([_COUNT, MOMENTS]))
+        return cls(int(numbers[0]), mean, _positive(_square(between)), _positive(_square(within)))
+
+    def as_plan(self) -> dict[str, float]:
+        """Return the pool as an assignment tells it."""
+        numbers = [float(self.devices), *self.mean, *self.between[_PAIRS], *self.within[_PAIRS]]
+        return dict(zip(_PLANNED, map(float, numbers), strict=True))
+
+    def expected(self, evidence: Evidence | None) -> Array:
+        """Return what each candidate is expected to gain on new samples of a device [C]; of one without evidence of its
+        own, what it gains in the mean."""
+        if evidence is None:
+            return self.mean
+        noisy = self.between + self.within / evidence.parts + TINY * np.eye(_COUNT)
+        found: Array = self.mean + self.between @ np.linalg.solve(noisy, np.array(evidence.gains) - self.mean)
+        return found
+
+
+_PLANNED = tuple(
+    ["pool devices", *(f"pool {name}" for name in TOLD if name.startswith("gain "))]
+    + [f"pool between {name.removeprefix('product ')}" for name in TOLD if name.startswith("product ")]
+    + [f"pool {name}" for name in TOLD if name.startswith("within ")]
+)
+
+
+def pool_of(told: Iterable[Evidence]) -> Pool | None:
+    """Return the pool of what devices have told in clear; None of fewer than ``FEWEST_DEVICES``."""
+    rows = [each.told() for each in told]
+    return Pool.of(len(rows), {name: float(np.mean([row[name] for row in rows])) for name in TOLD} if rows else {})
+
+
+def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] = CANDIDATES) -> str:
+    """Return the candidate that a device takes of those that are ``there``, or ``GLOBAL``. Without a pool one must gain
+    by ``AHEAD`` standard errors."""
+    if pool is not None:
+        expected = pool.expected(evidence)
+    elif evidence is not None:
+        variances = np.diag(_square(np.array(evidence.within))).clip(min=0)
+        expected = np.array(evidence.gains) - AHEAD * np.sqrt(variances / evidence.parts)
+    else:
+        return GLOBAL
+    expected = np.where([name in there for name in CANDIDATES], expected, 0.0)
+    best = int(expected.argmax())
+    return CANDIDATES[best] if expected[best] > TINY else GLOBAL
+
+
+def _square(upper: Array) -> Array:
+    """Return the symmetric matrix of an upper triangle."""
+    matrix = np.zeros((_COUNT, _COUNT))
+    matrix[_PAIRS] = upper
+    return matrix + np.triu(matrix, 1).T
+
+
+def _positive(matrix: Array) -> Array:
+    """Return the nearest matrix that is a covariance: eigenvalues below 0 are 0."""
+    values, vectors = np.linalg.eigh(matrix)
+    covariance: Array = (vectors * values.clip(min=0)) @ vectors.T
+    return covariance

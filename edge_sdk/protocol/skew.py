@@ -1,0 +1,85 @@
+"""Label skew: how far devices' class frequencies differ from each other, from a few numbers of each device.
+
+Of class frequencies p_k [C] of a device's n_k training samples it tells, for J fixed vectors s_j in {-1, 1}^C, the
+numbers r_kj = s_j · p_k: a sketch (Alon, Matias, Szegedy, "The Space Complexity of Approximating the Frequency
+Moments", STOC 1996), from which nobody reads the frequencies of many classes. Between devices r_kj varies by what their
+classes differ and by the chance of n_k samples. The first of these, as a share of what single labels vary,
+
+    ρ = Σ_j (Var_k r_kj - mean_k (1 - r_kj²) / (n_k - 1)) / Σ_j (1 - (mean_k r_kj)²)
+
+is the intraclass correlation of labels: 0 where all devices draw from the same classes, 1 where each has one class.
+Dirichlet partitions of concentration α over C classes have 1 / (1 + αC).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+ADJUSTS = "adjusts_logits"
+"""What an assignment's plan says, once it is decided: whether outputs are adjusted by class frequencies."""
+VECTORS = 8
+"""J."""
+FEWEST_DEVICES = 2
+
+
+class LabelSketch(BaseModel):
+    """What a device tells of its labels. sketch: r_k; samples: n_k."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sketch: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(min_length=VECTORS, max_length=VECTORS)
+    samples: int = Field(ge=2, le=2**40)
+
+    @classmethod
+    def of(cls, counts: Sequence[int] | NDArray[np.int64]) -> LabelSketch | None:
+        """Return the sketch of the samples of each class [C]; None of fewer than two samples."""
+        found = np.asarray(counts, np.float64)
+        if found.sum() < 2:
+            return None
+        sketch = _signs(len(found)) @ (found / found.sum())
+        return cls(sketch=tuple(np.clip(sketch, -1, 1).tolist()), samples=int(found.sum()))
+
+    def told(self) -> dict[str, float]:
+        """Return the numbers of which ``skew`` needs the means, by name, as ``TOLD`` bounds them."""
+        sketch = np.array(self.sketch)
+        chance = (1 - sketch**2).mean() / (self.samples - 1)
+        return dict(zip(TOLD, map(float, [*sketch, *sketch**2, chance]), strict=True))
+
+
+TOLD: Mapping[str, float] = {
+    **{f"label {number}": 1.0 for number in range(VECTORS)},
+    **{f"label squared {number}": 1.0 for number in range(VECTORS)},
+    "label chance": 1.0,
+}
+"""Numbers that the skew is made of, by name, with the largest magnitude of each."""
+
+
+def skew(devices: int, means: Mapping[str, float]) -> float | None:
+    """Return ρ, from 0 to 1, of the means of what so many devices have told; None of too few, or of numbers missing."""
+    if devices < FEWEST_DEVICES or not TOLD.keys() <= means.keys():
+        return None
+    numbers = np.array([means[name] for name in TOLD])
+    mean, squared, chance = numbers[:VECTORS], numbers[VECTORS : 2 * VECTORS], numbers[-1]
+    between = (squared - mean**2).sum() * devices / (devices - 1) - VECTORS * chance
+    single = (1 - mean**2).sum()
+    return float(np.clip(between / single, 0, 1)) if single > 0 else 0.0
+
+
+def skew_of(told: Iterable[LabelSketch]) -> float | None:
+    """Return ρ of what devices have told in clear; None of fewer than ``FEWEST_DEVICES``."""
+    rows = [each.told() for each in told]
+    return skew(len(rows), {name: float(np.mean([row[name] for row in rows])) for name in TOLD} if rows else {})
+
+
+@cache
+def _signs(classes: int) -> NDArray[np.float64]:
+    """Return s [J, C]: bit j of the first byte of SHA-256 of "label C" is s_jC, 1 as 1 and 0 as -1."""
+    bytes_ = np.array([hashlib.sha256(f"label {label}".encode()).digest()[0] for label in range(classes)])
+    return np.where(bytes_[None] >> np.arange(VECTORS)[:, None] & 1, 1.0, -1.0)
