@@ -6,6 +6,7 @@ python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resum
 python -m benchmarks analyse fedspu-masks --data DIR    run every trial and analyse what its mechanism does
 python -m benchmarks report fedspu-cifar10              tables and plots of the recorded trials
 python -m benchmarks queue --data DIR                   the committed list of long trials, at low priority
+python -m benchmarks small --data DIR --out DIR         small sets of samples, such as people bring
 python -m benchmarks claims                             measured figures of the hand-written pages, from committed rows
 """
 
@@ -31,6 +32,7 @@ from sparrow.benchmarks.report.page import write_report
 from sparrow.benchmarks.report.pictures import KINDS
 from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.runner import Where
+from sparrow.benchmarks.small import SETS, write_sets
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.nearest import nearest
 
@@ -60,6 +62,10 @@ def _run(options: argparse.Namespace) -> None:
         return
     if options.command == "queue":
         _queue(options)
+        return
+    if options.command == "small":
+        for path in write_sets(Path(options.data), options.out, tuple(options.name)):
+            print(path)
         return
     if options.command == "compare":
         experiment, name = _compared(options), name_of(options.task, options.data)
@@ -219,6 +225,10 @@ def _options(parser: Parser) -> None:
     )
     queued.add_argument("--data", default="", help="the folder with the data of all experiments")
     queued.add_argument("--list", action="store_true", help="print the trials that wait, and run none")
+    small = commands.add_parser("small", help="make small sets of samples, such as people bring, for experiments")
+    small.add_argument("--data", default="", help="the folder with the data of all experiments")
+    small.add_argument("--out", type=Path, default=Path("runs/small"), help="where they go (default: %(default)s)")
+    small.add_argument("name", nargs="*", choices=[*SETS, []], help=f"of {', '.join(SETS)} (default: all)")
     commands.add_parser("claims", help="write the measured figures of results/*.md from their rows")
 
 

@@ -21,6 +21,7 @@ from sparrow.benchmarks import rows, runner, tuning
 from sparrow.benchmarks.experiment import BadExperiment, Experiment, Trial, load_experiment, trials
 from sparrow.benchmarks.rows import Recorded
 from sparrow.benchmarks.runner import Where
+from sparrow.benchmarks.small import write_sets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +38,8 @@ class Entry(BaseModel):
 
     only, seeds: those that are run, all if there are none. tune: whether settings are chosen first. anew: whether rows
     that do not say what computed them are made again. claims: "PAPER ITEM" of ``docs/results/claims.toml``, which say
-    that they are running meanwhile.
+    that they are running meanwhile. small: the set of ``benchmarks.small`` that it runs on, made where it is missing;
+    none: the data of all experiments.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,6 +50,7 @@ class Entry(BaseModel):
     tune: bool = False
     anew: bool = False
     claims: tuple[str, ...] = ()
+    small: str = ""
 
 
 class _List(BaseModel):
@@ -114,7 +117,8 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
         following = left[0]
         experiment, trial, name = following.experiment, following.trial, following.trial.experiment
         print(f"{name}: {trial.name}; {len(left)} left", file=sys.stderr, flush=True)
-        where = Where(data=data, folder=folder / name, processes=1)
+        of_entry = str(_small(following.entry.small, data, folder)) if following.entry.small else data
+        where = Where(data=of_entry, folder=folder / name, processes=1)
         if following.tunes:
             _choose(experiment, trial, where, results)
             continue
@@ -125,6 +129,14 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
         for each in of_training:
             if not _is_done(following.entry, each.trial, known):
                 rows.append(results / f"{name}.jsonl", each)
+
+
+def _small(name: str, data: str, folder: Path) -> Path:
+    """Return the file of a small set of samples. Raises DataError for missing data."""
+    path = folder / "small" / f"{name}.npz"
+    if not path.exists():
+        (path,) = write_sets(Path(data), path.parent, (name,))
+    return path
 
 
 def _tuned(entry: Entry, experiment: Experiment) -> list[str]:
