@@ -15,16 +15,19 @@ from sqlalchemy import event
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.accounting import SENSITIVITY
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, TOLD, Evidence
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, FederationSettings
+from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, FederationSettings, Kind
 from sparrow.coordinator.errors import BadContent, NotFound
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.federations import completed, find
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.rounds import privacy
+from sparrow.coordinator.rounds.assignments import assign
 from sparrow.coordinator.rounds.draws import choose_each, new_secret
-from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, noise_of
+from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, noise_of, noisy_means
+from sparrow.coordinator.storage.tables import Device
 
 from .fakes import LocalCoordinator
 from .test_intake import send
@@ -103,6 +106,54 @@ def test_two_sums_of_a_round_have_nothing_of_their_noise_in_common(small):
     other[7] = 1e-12
     first, second = noise_of(bytes(32), 1, one), noise_of(bytes(32), 1, other)
     assert abs(np.corrcoef(first, second)[0, 1]) < 5 / 5000**0.5
+
+
+def told_by(devices, gain):
+    """Evidence of devices, one of which gains so much."""
+    usual = {name: [1.0, 1.0, 1.0] for name in (GLOBAL, *CANDIDATES)}
+    found = [Evidence.of(usual) for _ in range(devices)]
+    return [*found[1:], Evidence.of({**usual, **{name: [1 - gain, 1.0, 1 + gain / 2] for name in CANDIDATES}})]
+
+
+def test_what_one_device_tells_of_its_candidates_moves_the_noisy_sum_by_at_most_one(quiet):
+    settings = FederationSettings(**PRIVATE)
+    usual = np.array([privacy.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
+    sums = [
+        np.array(list(noisy_means(told_by(4, gain), 4, settings, bytes(32), 3).values())) * 4 / usual
+        for gain in (0.0, 1e6, -1e6)
+    ]
+    for other in sums[1:]:
+        assert np.linalg.norm(other - sums[0]) <= 2, "one that is another, replaced"
+    assert np.linalg.norm(sums[1]) <= 4
+    assert quiet == [len(TOLD)] * 3
+
+
+def test_what_devices_tell_has_the_noise_that_is_accounted_for():
+    """Of the same telling in many federations: deviation z on every coordinate, within 5 standard errors."""
+    settings, told = FederationSettings(**{**PRIVATE, "noise_multiplier": 2.0}), told_by(4, 0.5)
+    usual = np.array([privacy.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
+    found = [noisy_means(told, 4, settings, key.to_bytes(32, "little"), 3) for key in range(400)]
+    drawn = np.array([list(each.values()) for each in found]) * 4 / usual
+    assert np.std(drawn - drawn.mean(axis=0)) == pytest.approx(2.0, rel=5 / (2 * drawn.size) ** 0.5)
+
+
+@accountant
+def test_comparing_at_the_end_counts_as_one_more_event(open_coordinator):
+    coordinator = open_coordinator()
+    settings = {"method": "fedspu", "personal_model": "fleet", "cohort": 3, "min_devices": 3}
+    coordinator.create(task="mnist", rounds=1, **settings, **PRIVATE)
+    for name in "abc":
+        coordinator.enrol(name)
+    with coordinator.store.writing() as db:
+        federation = find(db, "f")
+        for device in db.query(Device):
+            for kind in ("train", "compare"):
+                db.add(assign(federation, device, Kind(kind), 1, 0, 0.0))
+        federation_id = federation.id
+    with coordinator.store.reading() as db:
+        cost = privacy.spent(db, federation_id, 1, FederationSettings(**PRIVATE))
+    assert cost.most_draws == 2
+    assert cost.epsilon == epsilon(FederationSettings(**PRIVATE), 2)
 
 
 def closed_form(z, times):

@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, Evidence, Pool, pool_of
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
@@ -17,6 +18,7 @@ from edge_sdk.protocol.secure import device as secure
 from edge_sdk.protocol.secure import pads
 from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.numbers import Scale
+from edge_sdk.protocol.skew import ADJUSTS, LabelSketch, skew_of
 from sparrow.coordinator.errors import BadContent, Finished, NameTaken
 from sparrow.coordinator.rounds import privacy
 from sparrow.coordinator.rounds.privacy import epsilon
@@ -260,6 +262,36 @@ def test_metrics_go_through_the_masks(begin):
     assert record.accuracy_global == pytest.approx(np.average(np.arange(1, 8) / 10, weights=weights[1:]), abs=1e-5)
     assert (record.loss_personal, record.notes["secure_cells"]) == (None, 1)
     np.testing.assert_allclose(moved(coordinator), mean_of(devices), atol=rounding(devices, 8))
+
+
+def test_what_devices_find_of_their_candidates_and_labels_goes_through_the_masks(begin):
+    """The evaluation at the end brings the pool of all, of whom none has told anything in clear."""
+    settings = {"method": "fedspu", "personal_model": "fleet", "finetune_epochs": 1, "secure_metrics": True}
+    coordinator, devices = begin(**settings, logit_adjustment=1.0, logit_adjustment_from=0.1)
+    chance, found, labels = np.random.default_rng(0), [], []
+    for number, device in enumerate(devices):
+        losses = {name: chance.normal(1, 0.3, 8) for name in (GLOBAL, *CANDIDATES)}
+        found.append(Evidence.of(losses))
+        labels.append(LabelSketch.of(20 * np.eye(10, dtype=int)[number]))
+        device.metrics = {**found[-1].told(), **labels[-1].told()}
+        device.tells = {"train_loss": None}
+    plans = {}
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
+        for device in devices:
+            assignment = device.answer() if coordinator.info().status != "finished" else None
+            if assignment is not None:
+                plans.setdefault(assignment.kind.value, []).append(assignment.plan)
+    assert "compare" not in plans, "nothing is asked for in clear"
+    assert [ADJUSTS in plan for plan in plans["train"]] == [False] * 8
+    pool = pool_of(found)
+    for plan in plans["evaluate"]:
+        told = Pool.from_plan(plan)
+        assert told.devices == 8
+        np.testing.assert_allclose(told.mean, pool.mean, atol=1e-4)
+        np.testing.assert_allclose(told.between, pool.between, atol=1e-3)
+        assert plan[ADJUSTS] is True
+    assert coordinator.record(1).notes["label_skew_permille"] == pytest.approx(1000 * skew_of(labels), abs=2)
 
 
 def test_words_that_are_not_those_of_the_model_and_metrics_are_refused(begin):
