@@ -682,7 +682,7 @@ def check_adjustment(method: CoordinatorMethod, manifest: Manifest, settings: Fe
     if not method.adjusts_logits:
         raise BadContent(
             f"logit_adjustment: {settings.method} has no one model that outputs alike on all devices; leave it out, or "
-            f"choose fedavg, fedprox, fedspu, ditto or apfl"
+            f"choose fedavg, fedprox, fedspu, fjord, hermes, ditto or apfl"
         )
     if manifest.output_bias is None:
         raise BadContent(

@@ -43,5 +43,6 @@ FJORD = CoordinatorMethod(
     settings_type=FjordSettings,
     active=ActiveNeurons(narrow=True, rule=first_neurons),
     personal_models=True,
+    adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )

@@ -70,4 +70,5 @@ HERMES = CoordinatorMethod(
     settings_type=HermesSettings,
     active=ActiveNeurons(narrow=True, choice=choice),
     personal_models=True,
+    adjusts_logits=True,
 )

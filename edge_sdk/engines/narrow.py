@@ -29,9 +29,12 @@ class Narrow:
         self.network, self.manifest = network, self._narrowing.manifest
         if self.manifest is network.manifest:
             return
-        sessions, labels = _sessions(network, mask)
-        index = _index(network, mask, labels)
-        self.network = Network(self.manifest, sessions, index)
+        # A graph is cut once: the neurons of a network that is narrow already are found in the whole one.
+        whole, outer = network.cut_from or (network, None)
+        of_whole = mask if outer is None else _within(outer, mask)
+        sessions, labels = _sessions(whole, of_whole)
+        self.network = Network(self.manifest, sessions, _index(whole, of_whole, labels))
+        self.network.cut_from = (whole, of_whole)
         tensors = network.tensors
         self.network.load({spec.name: self._narrowing.take(spec, tensors[spec.name]) for spec in self.manifest.kept})
 
@@ -41,6 +44,11 @@ class Narrow:
             return
         for name, tensor in self.network.tensors.items():
             self._narrowing.blocks[name].put(self._whole.tensors[name], tensor)
+
+
+def _within(outer: NeuronMask, mask: NeuronMask) -> NeuronMask:
+    """Return the neurons of a whole network that are active in ``mask``, whose neurons are those of ``outer``."""
+    return NeuronMask({group: outer.active[group][active] for group, active in mask.active.items()})
 
 
 def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str, Label]]:

@@ -31,6 +31,7 @@ from edge_sdk.engines.training import (
 )
 from edge_sdk.engines.variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
 from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronMask
 from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
 
 Array = NDArray[Any]
@@ -175,6 +176,8 @@ class Network:
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._students: dict[tuple[float, float], Network] = {}
         self._evaluation: Step | None = None
+        self.cut_from: tuple[Network, NeuronMask] | None = None
+        """The whole network and its active neurons, of a narrow one."""
 
     def twin(self) -> Network:
         """Return another model of the same kind, which holds the same tensors."""

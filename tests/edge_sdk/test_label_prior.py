@@ -124,7 +124,8 @@ def test_a_model_whose_outputs_do_not_follow_the_bias_is_refused():
 def test_methods_and_models_without_a_place_for_it_are_refused_by_the_coordinator():
     job = job_of()
     settings = job.assignment.settings
-    check_adjustment(load_server_half("fedavg"), job.manifest, settings)
+    for method in ("fedavg", "fedspu", "fjord", "hermes"):
+        check_adjustment(load_server_half(method), job.manifest, settings)
     with pytest.raises(BadContent, match="fedsgc has no one model that outputs alike"):
         check_adjustment(load_server_half("fedsgc"), job.manifest, settings.model_copy(update={"method": "fedsgc"}))
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3, bias=False))

@@ -14,7 +14,7 @@ from edge_sdk.engines.cutting import cut_graph
 from edge_sdk.engines.narrow import Narrow
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, neuron_block
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, neuron_block
 from edge_sdk.protocol.neurons import CannotNarrow
 from edge_sdk.training import narrow as with_pytorch
 
@@ -159,3 +159,21 @@ def test_a_graph_inside_a_graph_is_refused():
     counts = dict.fromkeys(manifest.group_sizes, 2)
     with pytest.raises(CannotNarrow, match="a graph inside a graph cannot be cut"):
         cut_graph(Graphs(proto.SerializeToString(), graphs.evaluation).step, manifest, counts)
+
+
+@pytest.mark.parametrize("name", ["digits", *MIXED])
+def test_a_network_within_a_narrow_one_is_that_of_its_neurons(name):
+    """As FjORD's widths are, also of models whose narrow graphs put neurons back where they were."""
+    _, _, outer, network = opened(name, 0.8)
+    narrow = Narrow(network, outer)
+    inner = draw_neurons(narrow.manifest, NeuronDraw("inner", 0.5))
+    both = NeuronMask({group: outer.active[group][active] for group, active in inner.active.items()})
+    nested, direct = Narrow(narrow.network, inner), Narrow(network, both)
+    assert nested.manifest == direct.manifest
+    kind = ZOO[name]()
+    steps = [Training(each.network, Rule(learning_rate=0.02)) for each in (nested, direct)]
+    for _ in range(3):
+        losses = {step.step(kind.inputs.numpy(), kind.targets.numpy()) for step in steps}
+        assert len(losses) == 1
+    for each, wanted in direct.network.tensors.items():
+        np.testing.assert_array_equal(nested.network.tensors[each], wanted)
