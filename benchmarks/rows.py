@@ -8,8 +8,8 @@ resumed trial has the same rows as an uninterrupted one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from sparrow.benchmarks.provenance import Provenance
 class DeviceResult:
     """The end of a trial for one device. ``accuracy`` as in ``metrics``; ``state_bytes``: the size of its state.
 
-    inference_flops: one sample through its judged model, weights of zero left out; None if unknown.
+    inference_flops: one sample through its judged model, weights of zero left out; None if unknown. loss: of the judged
+    model; metrics: what else was measured of it, as of a regression. taken: the candidate that it ended with, where the
+    fleet helped to choose. The last three are missing in older rows.
     """
 
     device: str
@@ -36,6 +38,9 @@ class DeviceResult:
     stopped_round: int | None
     state_bytes: int
     inference_flops: int | None = None
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    taken: str | None = None
 
 
 @dataclass(frozen=True)

@@ -398,6 +398,9 @@ def _result(trial: Trial, device: DeviceInfo, receipt: Receipt | None, rounds: i
         stopped_round=device.stopped_round,
         state_bytes=receipt.state_bytes if receipt else 0,
         inference_flops=(receipt.inference_flops or None) if receipt else None,
+        loss=judgement.loss if judgement else None,
+        metrics=dict(judgement.metrics) if judgement else {},
+        taken=receipt.taken if receipt else None,
     )
 
 

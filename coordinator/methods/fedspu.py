@@ -5,15 +5,22 @@ Update", arXiv:2403.11464. Every device keeps a full personal model; in each rou
 the weights between neurons drawn anew for it, at its active ratio p_k (Algorithm 1). The server averages weight by
 weight over those who held it, with n_k, the number of training samples, as weights.
 
-Where paper and released code differ: the code weights with the number of mini-batches and averages full and partial
-devices apart, so that the later one overwrites; here there is one mean weighted with n_k, as the paper's text says.
+A device begins with the global model as it is at its first participation; ``start=initial`` is Algorithm 1, line 1,
+where all begin with w^0. Where paper and released code differ: the code weights with the number of mini-batches and
+averages full and partial devices apart, so that the later one overwrites; here there is one mean weighted with n_k, as
+the paper's text says.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone
+from edge_sdk.protocol.manifest import Data, Manifest
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone, own_settings
 from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 
@@ -25,11 +32,28 @@ class FedSPUSettings(LastRoundsSettings):
         description="Whether devices train another model beside it, without the others, which they may take at the "
         "end with personal_model=fleet; a round then takes twice the time and energy",
     )
+    start: Literal["current", "initial"] = Field(
+        default="current",
+        description="What a device's personal model is before its first round: the global model as it is then, or the "
+        "first one of all, w^0 (as printed)",
+    )
+
+
+def published(manifest: Manifest, settings: FederationSettings) -> Manifest:
+    """Return the published manifest. Raises BadContent where devices cannot draw the first model, and are to."""
+    given = next((spec.name for spec in manifest.shared if isinstance(spec.init, Data)), None)
+    if given is not None and own_settings(settings, FedSPUSettings).start == "initial":
+        raise BadContent(
+            f"start: devices are to begin with the first model, but {given} has values that are published with it and "
+            f"sent to nobody; take start=current"
+        )
+    return manifest
 
 
 FEDSPU = CoordinatorMethod(
     smallest_budget=any_budget,
     settings_type=FedSPUSettings,
+    manifest=published,
     aggregation=LAST_ROUNDS,
     active=ActiveNeurons(),
     personal_models=True,

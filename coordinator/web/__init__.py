@@ -91,6 +91,8 @@ def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manife
     if not method.pages:
         can = "pages take part in fedavg, fedper, fedprox, fedspu and local"
         return f"{settings.method} runs on devices with the SDK alone; {can}"
+    if settings.method_settings.get("start") == "initial":
+        return "devices begin with the first model of all, which the SDK alone draws"
     if "step" not in manifest.graphs:
         return "the model was published without a training step, which pages train with"
     if manifest.preparation is not None and manifest.preparation.own:

@@ -1092,6 +1092,7 @@ class Session:
             others=dict(evaluated.others) if tells else {},
             finetune_flops=min(trained, MOST_FLOPS),
             inference_flops=self._inference_flops(answers),
+            taken=(self.progress.best and self.progress.best.taken) or None if tells else None,
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )

@@ -12,7 +12,8 @@ with m the parameters whose neurons are all active. The server half draws the ne
 
 Where paper and released code differ, or are silent:
 
-- A device begins with the global model as it is at its first participation. In Algorithm 1, line 1, all begin with w^0.
+- A device begins with the global model as it is at its first participation. In Algorithm 1, line 1, all begin with w^0,
+  as with ``start=initial``.
 - The mask follows Eq. 5 everywhere, also behind a flatten and on the output layer's columns, where the code has bugs.
   The output layer's rows are always active: every device needs every class.
 - The error signal passes through frozen neurons (Eq. 5 and the code; the paper's prose suggests otherwise).
@@ -27,20 +28,35 @@ Where paper and released code differ, or are silent:
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from edge_sdk.engines.training import Part
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update, own_settings
+from edge_sdk.methods import (
+    ActiveNeurons,
+    DeviceMethod,
+    DeviceState,
+    Job,
+    MethodSettings,
+    Trained,
+    Update,
+    own_settings,
+)
 from edge_sdk.methods.alone import AloneSettings, with_alone
 from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, fine_tune, train_loaded
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.manifest import Tensors, initial_values
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal
+
+
+class Settings(MethodSettings):
+    """FedSPU's own settings."""
+
+    start: Literal["current", "initial"] = "current"
 
 
 def train(job: Job) -> Trained:
@@ -107,9 +123,14 @@ def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
 
 
 def _starting_point(job: Job, mask: NeuronMask | None) -> Tensors:
-    """Return ŵ: the personal model with the active values received; at first, all that was received."""
+    """Return ŵ: the personal model with the active values received; at first, all that was received, or w^0 with the
+    active ones of it."""
     if job.state.personal is None:
-        return whole_model(job.manifest, job.received)
+        received = whole_model(job.manifest, job.received)
+        if mask is None or job.own(Settings).start == "current":
+            return received
+        first = initial_values(job.manifest, job.assignment.settings.seed)
+        return merge(job.manifest, {**job.engine.read(), **first}, job.received, mask)
     return merge(job.manifest, job.state.personal, job.received, mask)
 
 

@@ -9,9 +9,10 @@ devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
-is what its candidates are expected to gain on new samples. It takes the one that gains most, or the global model if
-none gains anything. Where devices do not differ T is 0, and all take what is best for all; the more they differ, and
-the more samples a device has, the more its own count.
+is what its candidates are expected to gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. What is best
+for all, by μ, is the usual choice; a device departs from it only with evidence: for a candidate that is expected to
+gain more by ``DEPARTS`` standard deviations of this difference. Where devices do not differ T is 0, and all take what
+is best for all; the more they differ, and the more samples a device has, the more its own count.
 
 A part is one sample, or where there are more than ``MOST_PARTS`` an equal share of them. Its gain is the difference of
 losses, at most ``LARGEST_GAIN`` either way, so that no sample, and no device, moves the pool further. All devices weigh
@@ -38,6 +39,8 @@ LARGEST_GAIN = 3.0
 MOST_PARTS = 64
 FEWEST_DEVICES = 3
 """Devices in a pool, c + 2 with one that may collude: of fewer, a colluding one would learn what another has told."""
+DEPARTS = 0.5
+"""Standard deviations of what a device's own choice is expected to gain over that of all."""
 AHEAD = 2.0
 """Standard errors by which a candidate must gain for a device to take it without a pool."""
 TINY = 1e-9
@@ -130,14 +133,11 @@ class Pool:
         numbers = [float(self.devices), *self.mean, *self.between[_PAIRS], *self.within[_PAIRS]]
         return dict(zip(_PLANNED, map(float, numbers), strict=True))
 
-    def expected(self, evidence: Evidence | None) -> Array:
-        """Return what each candidate is expected to gain on new samples of a device [C]; of one without evidence of its
-        own, what it gains in the mean."""
-        if evidence is None:
-            return self.mean
+    def expected(self, evidence: Evidence) -> tuple[Array, Array]:
+        """Return what each candidate is expected to gain on new samples of a device [C], and the covariance [C, C]."""
         noisy = self.between + self.within / evidence.parts + TINY * np.eye(_COUNT)
-        found: Array = self.mean + self.between @ np.linalg.solve(noisy, np.array(evidence.gains) - self.mean)
-        return found
+        told = np.linalg.solve(noisy, self.between).T
+        return self.mean + told @ (np.array(evidence.gains) - self.mean), self.between - told @ self.between
 
 
 _PLANNED = tuple(
@@ -156,16 +156,34 @@ def pool_of(told: Iterable[Evidence]) -> Pool | None:
 def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] = CANDIDATES) -> str:
     """Return the candidate that a device takes of those that are ``there``, or ``GLOBAL``. Without a pool one must gain
     by ``AHEAD`` standard errors."""
+    missing = np.array([False, *(name not in there for name in CANDIDATES)])
     if pool is not None:
-        expected = pool.expected(evidence)
+        usual = _most(np.append(0.0, pool.mean), missing)
+        gains = np.append(0.0, pool.mean)
+        if evidence is not None:
+            found, covariance = pool.expected(evidence)
+            gains = np.append(0.0, found) - _deviations(covariance, usual) * DEPARTS
+        gains[usual] += TINY
     elif evidence is not None:
         variances = np.diag(_square(np.array(evidence.within))).clip(min=0)
-        expected = np.array(evidence.gains) - AHEAD * np.sqrt(variances / evidence.parts)
+        gains = np.append(TINY, np.array(evidence.gains) - AHEAD * np.sqrt(variances / evidence.parts))
     else:
         return GLOBAL
-    expected = np.where([name in there for name in CANDIDATES], expected, 0.0)
-    best = int(expected.argmax())
-    return CANDIDATES[best] if expected[best] > TINY else GLOBAL
+    return (GLOBAL, *CANDIDATES)[_most(gains, missing)]
+
+
+def _most(gains: Array, missing: NDArray[np.bool_]) -> int:
+    """Return where the largest gain is, the global model's being the first."""
+    return int(np.where(missing, -np.inf, gains).argmax())
+
+
+def _deviations(covariance: Array, usual: int) -> Array:
+    """Return the standard deviations of the differences of gains from that of the ``usual`` choice [1 + C]."""
+    whole = np.zeros((_COUNT + 1, _COUNT + 1))
+    whole[1:, 1:] = covariance
+    differences = np.diag(whole) + whole[usual, usual] - 2 * whole[usual]
+    deviations: Array = np.sqrt(differences.clip(min=0))
+    return deviations
 
 
 def _square(upper: Array) -> Array:

@@ -986,6 +986,9 @@ class Receipt(_Request):
     finetune_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
     inference_flops: Flops = Field(default=0, description="One sample through the judged model, without zero weights")
     evidence: Evidence | None = Field(default=None, description="Of compare: what the device's candidates gain")
+    taken: Annotated[str, Field(max_length=32)] | None = Field(
+        default=None, description="With personal_model=fleet, at the end: which candidate the device has taken"
+    )
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 

