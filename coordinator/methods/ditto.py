@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
+from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 
-class DittoSettings(MethodSettings):
+class DittoSettings(LastRoundsSettings):
     """Ditto's settings beyond FedAvg's."""
 
     proximal_weight: float = Field(
@@ -22,6 +23,7 @@ class DittoSettings(MethodSettings):
 DITTO = CoordinatorMethod(
     smallest_budget=whole_model,
     settings_type=DittoSettings,
+    aggregation=LAST_ROUNDS,
     personal_models=True,
     mixes_global=True,
     adjusts_logits=True,

@@ -80,6 +80,19 @@ OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam",
 # --- Ditto --------------------------------------------------------------------------------------------------------
 
 
+def test_ditto_can_train_a_mixture_once_more_at_the_end_as_plain_training():
+    job = job_of(finetune_epochs=3, local_epochs=1, proximal_weight=0.5)
+    found, flops = DITTO.finish(job, other_model())
+    plain = job_of(local_epochs=3)
+    plain.engine.load(other_model())
+    plain.engine.train(
+        plain.task.train, plain.assignment.settings, learning_rate=0.1, seed=job.seed("finish"), progress=job.progress
+    )
+    for name, tensor in plain.engine.read().items():
+        np.testing.assert_array_equal(found[name], tensor)
+    assert flops > 0
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("more", OPTIMISERS)
 @pytest.mark.parametrize("norm", [False, True])

@@ -131,7 +131,7 @@ def test_a_device_begins_with_the_model_of_today_or_with_the_first_of_all(start)
     manifest = load_builtin("digits").manifest
     first = initial_values(manifest, 0)
     today = {name: values + np.float32(1) for name, values in first.items()}
-    draw = NeuronDraw("key", 0.5)
+    draw = NeuronDraw("a" * 32, 0.5)
     mask = draw_neurons(manifest, draw)
     settings = {"method": "fedspu", "local_steps": 1, "learning_rate": 1e-9, "method_settings": {"start": start}}
     assignment = Assignment(
@@ -140,10 +140,10 @@ def test_a_device_begins_with_the_model_of_today_or_with_the_first_of_all(start)
         round=5,
         deadline_seconds=9,
         settings=FederationSettings(**settings, early_stopping="off"),
-        work=Work(key="key", ratio=0.5),
+        work=Work(key="a" * 32, ratio=0.5),
     )
     body = encode(manifest, pack(manifest, today, None), None)
-    arrays = Arrays(torch.randn(8, 64), torch.arange(8) % 10)
+    arrays = Arrays(torch.randn(8, 1, 8, 8), torch.arange(8) % 10)
     task = classification("digits", DigitsNet(), arrays, arrays, None, batch_size=8)
     engine = TorchEngine(task, manifest)
     job = Job(assignment, manifest, task, engine, DeviceState(), decode(body, manifest))
