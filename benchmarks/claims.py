@@ -218,6 +218,33 @@ class Figures:
             raise SystemExit(f"{file}.jsonl: {label} and {other} have no seed in common")
         return Estimate(found.mean, found.interval)
 
+    def each_score(self, file: str, label: str) -> dict[int, float]:
+        """Return the accuracy of each seed; of a regression the share of the targets' variance that its models explain,
+        per cent, mean over devices."""
+        found = {}
+        for trial in self.trials(file, label, {}):
+            among = participants(trial)
+            known, losses = accuracy_among(among), [device.loss for device in among if device.loss is not None]
+            if known is None and not losses:
+                raise SystemExit(f"{trial.trial.name} in {file}.jsonl was not evaluated so")
+            found[trial.trial.seed] = 100 * (known.mean if known is not None else 1 - fmean(losses))
+        return found
+
+    def score(self, file: str, label: str) -> Estimate:
+        """Return its mean over seeds."""
+        return _estimate(list(self.each_score(file, label).values()))
+
+    def best_of(self, file: str, *labels: str) -> str:
+        """Return the label of the highest mean score over the seeds that all have."""
+        scores = {label: self.each_score(file, label) for label in labels}
+        shared = set.intersection(*(set(each) for each in scores.values()))
+        return max(labels, key=lambda label: fmean(scores[label][seed] for seed in shared))
+
+    def difference_to_best(self, file: str, label: str, *others: str) -> Estimate:
+        """Return the first label's score minus that of the best of the others, seed by seed."""
+        own, best = self.each_score(file, label), self.each_score(file, self.best_of(file, *others))
+        return _estimate([own[seed] - best[seed] for seed in sorted(own.keys() & best.keys())])
+
     def better(self, file: str, label: str, other: str, **axes: Value) -> float:
         """Return the share of devices for which the first label is better, in per cent."""
         by_seed = differences(*self._both(file, label, other, None, axes))

@@ -163,10 +163,11 @@ def judge_held_out(job: Job) -> tuple[Evaluation, Evaluation]:
 
 
 def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
-    """Fine-tune the received model under ``mask``, as ``fine_tuning`` says.
+    """Fine-tune the received model under ``mask``, as ``fine_tuning`` says, and keep what ``choose_copy`` makes of it.
 
     Raises BundleError for a payload that is missing or partial, TrainingDiverged.
     """
     job.engine.load(whole_model(job.manifest, job.received))
+    start = job.engine.read()
     fine_tune(job, Part(mask))
-    return replace(job.state, personal=job.engine.read())
+    return replace(job.state, personal=choose_copy(job, job.engine.read(), start))

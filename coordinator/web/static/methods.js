@@ -128,8 +128,9 @@ async function evaluateBoth(job) {
 
 async function adaptAsInARound(job, { mask = null, ratio } = {}) {
   job.engine.load(wholeModel(job.manifest, job.received));
+  const start = job.engine.read();
   await fineTune(job, { mask, ratio });
-  return job.engine.read();
+  return chooseCopy(job, job.engine.read(), start);
 }
 
 async function trainWhole(job, pull = 0) {
