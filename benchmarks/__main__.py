@@ -64,6 +64,8 @@ def _run(options: argparse.Namespace) -> None:
         _queue(options)
         return
     if options.command == "small":
+        for name in {*options.name} - {*SETS}:
+            raise WrongUsage(f"{name}: there is no such set{nearest(name, SETS)}; there are {', '.join(SETS)}")
         for path in write_sets(Path(options.data), options.out, tuple(options.name)):
             print(path)
         return
@@ -228,7 +230,7 @@ def _options(parser: Parser) -> None:
     small = commands.add_parser("small", help="make small sets of samples, such as people bring, for experiments")
     small.add_argument("--data", default="", help="the folder with the data of all experiments")
     small.add_argument("--out", type=Path, default=Path("runs/small"), help="where they go (default: %(default)s)")
-    small.add_argument("name", nargs="*", choices=[*SETS, []], help=f"of {', '.join(SETS)} (default: all)")
+    small.add_argument("name", nargs="*", help=f"of {', '.join(SETS)} (default: all)")
     commands.add_parser("claims", help="write the measured figures of results/*.md from their rows")
 
 

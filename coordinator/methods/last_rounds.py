@@ -38,8 +38,8 @@ class LastRoundsSettings(MethodSettings):
 def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
     """Return the weighted mean of the round's updates; in the last round, the mean of the last rounds' models."""
     tensors, rounds = sums.mean(model.tensors), situation.settings.rounds
-    # Not by ``own``: a method may have more settings than this one.
-    averaged = int(situation.settings.method_settings["averaged_rounds"])
+    # Not by ``own``: methods have more settings than this one.
+    averaged = int(situation.settings.method_settings.get("averaged_rounds", 0))
     if situation.round <= rounds - averaged:
         return GlobalModel(tensors, model.mask)
     before = int(model.own[COUNT][0]) if COUNT in model.own else 0

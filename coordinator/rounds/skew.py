@@ -1,6 +1,6 @@
-"""Whether a federation adjusts outputs by class frequencies, where that depends on the label skew (``protocol.skew``).
+"""The decision to adjust outputs by class frequencies, where it depends on the label skew (``protocol.skew``).
 
-Its first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of secure
+A federation's first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of secure
 rounds where there are any. From these the coordinator computes the skew once, writes it down in the round's record as
 ``label_skew_permille``, and says what follows in the plan of all later work.
 """

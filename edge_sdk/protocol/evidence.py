@@ -54,7 +54,7 @@ MOMENTS = _COUNT * (_COUNT + 1) // 2
 
 
 class Evidence(BaseModel):
-    """What a device has measured. gains: of each candidate, the mean over ``parts``; within: the covariances of a
+    """The measurements of a device. gains: of each candidate, the mean over ``parts``; within: the covariances of a
     part's gains, the upper triangle row by row, unbiased."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,7 +100,7 @@ TOLD = _names()
 
 @dataclass(frozen=True)
 class Pool:
-    """What all devices together have found. mean: μ [C]; between: T [C, C]; within: W [C, C]; devices: how many."""
+    """The findings of all devices together. mean: μ [C]; between: T [C, C]; within: W [C, C]; devices: how many."""
 
     devices: int
     mean: Array

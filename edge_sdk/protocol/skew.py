@@ -30,7 +30,7 @@ FEWEST_DEVICES = 2
 
 
 class LabelSketch(BaseModel):
-    """What a device tells of its labels. sketch: r_k; samples: n_k."""
+    """The numbers that a device tells of its labels. sketch: r_k; samples: n_k."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
