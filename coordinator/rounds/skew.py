@@ -1,8 +1,8 @@
 """The decision to adjust outputs by class frequencies, where it depends on the label skew (``protocol.skew``).
 
-A federation's first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of secure
-rounds where there are any. From these the coordinator computes the skew once, writes it down in the round's record as
-``label_skew_permille``, and says what follows in the plan of all later work.
+A federation's first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of
+secure rounds where there are any. From these the coordinator computes the skew once, writes it down in the round's
+record as ``label_skew_permille``, and says what follows in the plan of all later work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
     settings = settings_of(federation)
     if not _depends(settings) or not federation.round:
         return {}
-    of_federation = (Round.federation_id == federation.id, Round.status == "closed")
-    for notes in db.scalars(select(Round.notes).where(*of_federation).order_by(Round.number)):
-        if isinstance(notes, dict) and NOTE in notes:
-            return {ADJUSTS: notes[NOTE] >= 1000 * settings.logit_adjustment_from}
-    return {}
+    note = Round.notes[NOTE].as_integer()
+    noted = select(note).where(Round.federation_id == federation.id, note.is_not(None)).order_by(Round.number)
+    permille = db.scalar(noted.limit(1))
+    return {} if permille is None else {ADJUSTS: permille >= 1000 * settings.logit_adjustment_from}
 
 
 def note_of(db: Session, federation: Federation, number: int, notes: Mapping[str, Any]) -> dict[str, int]:
