@@ -88,7 +88,8 @@ class Result:
     """The record of a device's work in a federation. Accuracies are on its held-out data, None where there are none.
 
     ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
-    ``global_share`` of the global model mixed into it; None where it is the last one. ``adapted``: it came after the
+    ``global_share`` of the global model mixed into it; None where it is the last one. ``taken``: which of its
+    candidates it is, where all devices chose together (``protocol.evidence``); else "". ``adapted``: it came after the
     end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
     cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
     device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
@@ -121,6 +122,7 @@ class Result:
     failures: int = 0
     failure: str | None = None
     local_epsilon: float | None = None
+    taken: str = ""
 
     @property
     def trained_nothing(self) -> bool:
@@ -498,6 +500,7 @@ def _result_before(progress: Progress, name: str, budget: float, noise: LocalNoi
         stopped_round=progress.stopped_round,
         best_round=progress.best.round if progress.best else None,
         global_share=progress.best.global_share if progress.best else 0.0,
+        taken=progress.best.taken if progress.best else "",
         adapted=progress.adapted,
         failures=progress.failures,
         failure=progress.failure,
@@ -531,6 +534,8 @@ def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
             f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
             f"device more data, or the federation more rounds or another learning_rate"
         )
+    if progress.best.taken:  # with all devices' samples, which tell more than these
+        return
     if progress.validation_global is not None and _worse(found, progress.validation_global):
         yield (
             f"warning: the global model predicts better here than the personal one "
@@ -642,13 +647,30 @@ class _Bar:
             self._bar = None
 
 
+TAKEN = {
+    "global": "the federation's, as it is",
+    "personal": "its own, of its last round",
+    "mixture": "half its own, half the federation's",
+    "finished": "half its own, half the federation's, trained once more",
+    "alone": "the one that it has trained alone",
+}
+"""Candidate -> words for it."""
+
+
+def _kept(result: Result) -> str:
+    """Return which model a device keeps, behind a comma; nothing where there is but one."""
+    if result.taken:
+        return f", keeps of its models {TAKEN.get(result.taken, result.taken)}: all devices chose together"
+    share = f" with {result.global_share:.0%} of the global model in it" if result.global_share else ""
+    return f", best in round {result.best_round}{share}" if result.best_round and not result.adapted else share
+
+
 def report(result: Result, energy: str) -> str:
     """Return a device's result as text for a person."""
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
-        + (f", best in round {result.best_round}" if result.best_round and not result.adapted else "")
-        + (f" with {result.global_share:.0%} of the global model in it" if result.global_share else "")
+        + _kept(result)
         + (f", trained nothing: {_failed(result.failures)}" if result.trained_nothing else "")
         + (", adapted the finished global model" if result.adapted and not result.trained_nothing else ""),
         *_accuracy_lines(result),

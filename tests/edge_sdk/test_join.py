@@ -23,6 +23,7 @@ from edge_sdk.engines import Graphs
 from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import GraphError
+from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.simulation import in_process
@@ -88,6 +89,16 @@ def test_totals_never_blend_measured_and_estimated_joules():
     assert "10.0 % before, unknown after" in text
     assert "stopped early in round 2, best in round 1" in text
     assert "training 3,000 down and 7 up; everything 4,000 down and 8 up" in text
+
+
+@pytest.mark.parametrize("taken", [GLOBAL, *CANDIDATES])
+def test_the_summary_says_which_model_all_devices_have_chosen(taken):
+    first = join.report(result(rounds=3, best_round=3, global_share=0.5, taken=taken), "none").splitlines()[0]
+    assert join.TAKEN[taken] in first
+    assert "all devices chose together" in first
+    assert "best in round" not in first
+    own = join.report(result(rounds=3, best_round=3, global_share=0.5), "none").splitlines()[0]
+    assert "best in round 3 with 50% of the global model in it" in own
 
 
 def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_what_helps():
