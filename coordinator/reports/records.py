@@ -219,6 +219,13 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         if each.kind == "evaluate" and each.status == "done"
     ]
     receipts = [receipt for _, _, receipt in judged if receipt]
+    # Before the last evaluation devices may have compared models, which is part of what it cost.
+    compared = [
+        (each, read_stored(Receipt, each.report))
+        for each, _ in rows
+        if each.kind == Kind.compare and each.status == "done"
+    ]
+    costly = [*receipts, *(receipt for _, receipt in compared if receipt)]
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
     counted = [
@@ -231,16 +238,17 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     clipped = notes.pop("clipped", {})
     masked = notes.pop("metrics", {})  # of secure rounds: means that no device has told
-    evaluation_phases = [
-        phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
-    ]
+    evaluation_phases = [phase for receipt in costly for phase in (receipt.telemetry.download, receipt.telemetry.train)]
     spent = sorted(
         (sum(phase.seconds for phase in (report.telemetry.download, report.telemetry.train, upload)), name)
         for (_, name, report), upload in zip(
             ((each, name, report) for each, name, report in trained if report), uploads, strict=True
         )
     )
-    evaluation_uploads = [_upload(assignment) for assignment, _, receipt in judged if receipt]
+    evaluation_uploads = [
+        *(_upload(assignment) for assignment, _, receipt in judged if receipt),
+        *(_upload(assignment) for assignment, receipt in compared if receipt),
+    ]
     return RoundRecord(
         round=item.number,
         status="closed" if item.status == "closed" else "open",
@@ -251,7 +259,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         expired=sum(assignment.status == "expired" for assignment, _ in asked),
         num_examples=examples,
         training_flops=sum(report.training_flops for report in reports),
-        finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
+        finetune_flops=sum(receipt.finetune_flops for receipt in costly),
         train_loss=masked.get("train_loss", _weighted_mean([report.train_loss for report in reports], weights)),
         accuracy_personal=masked.get("accuracy_personal", _mean(each.accuracy for each in personal)),
         accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),

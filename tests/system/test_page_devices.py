@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL
 from edge_sdk.tasks.dealing import deal, read_dealing
 from edge_sdk.tasks.digits import load_images
 
@@ -173,13 +174,15 @@ def test_pages_and_the_sdk_end_with_the_model_of_the_sdk_alone(
 
 
 @pytest.mark.parametrize("precision", chosen(["fp32", "int8"], ["int8"]))
-def test_pages_add_their_class_frequencies_and_train_once_more_at_the_end(
+def test_pages_add_their_class_frequencies_and_choose_with_all_others_at_the_end(
     nursery, tmp_path, open_device, files, precision
 ):
     """Few epochs: the first steps from outputs so far apart enlarge the last bits that two runtimes differ in."""
-    more = {"logit_adjustment": 1.0, "local_epochs": 3, "finetune_epochs": 3, "precision": precision}
+    more = {"logit_adjustment": 1.0, "logit_adjustment_from": 0.01, "local_epochs": 3, "precision": precision}
+    more |= {"personal_model": "fleet", "finetune_epochs": 3}
     wanted = of_the_sdk_alone(nursery, tmp_path / "sdk", more)
     assert wanted.rounds[-1]["finetune_flops"] > 0
+    assert wanted.rounds[0]["notes"]["label_skew_permille"] > 10, "outputs are adjusted from the second round on"
     with played(nursery, tmp_path / "both", more) as (coordinator, devices):
         started = start_sdk(coordinator, devices, *NAMES[2:])
         pages = open_both(open_device, coordinator.url, files)
@@ -188,6 +191,11 @@ def test_pages_add_their_class_frequencies_and_train_once_more_at_the_end(
             assert each.wait() == 0, each.output
         for page in pages:
             page.wait_for("state.phase === 'finished'")
+        reports = coordinator.get(f"/v1/federations/{NAME}/rounds/{SETTINGS['rounds']}/reports").json()
+    compared = {each["device"] for each in reports if each["kind"] == "compare" and each["report"].get("evidence")}
+    assert compared == {*NAMES}
+    assert {each["report"].get("taken") for each in reports if each["kind"] == "evaluate"} <= {GLOBAL, *CANDIDATES}
+    assert found.rounds[0]["notes"]["label_skew_permille"] == wanted.rounds[0]["notes"]["label_skew_permille"]
     if precision == "fp32":
         assert_same(found, wanted)
     assert distance(found.model, wanted.model) < 1e-5, "a few values are rounded otherwise under int8"
