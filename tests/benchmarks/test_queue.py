@@ -23,6 +23,21 @@ local_steps = 30
 """
 
 
+SMALL = """
+title = "Small"
+task = "npz"
+partition = "iid"
+devices = 2
+rounds = 1
+evaluate_every = 1
+[settings]
+local_steps = 2
+[[methods]]
+label = "alone"
+method = "local"
+"""
+
+
 @pytest.fixture
 def places(tmp_path):
     """A list with a label and a seed of one experiment; the folders of its rows and of its work."""
@@ -63,6 +78,17 @@ def test_what_waits_is_run_once_and_its_rows_are_kept(places, capsys):
     old = replace(recorded, result=replace(recorded.result, provenance=None))
     rows.append(results / "longer.jsonl", old)
     assert [each.trial.name for each in queue.waiting(path, results, folder)] == ["FedAvg/alpha=0.3/seed=1"]
+
+
+@pytest.mark.integration
+def test_a_small_set_is_made_where_an_entry_runs_on_one(places):
+    path, results, folder = places
+    path.with_name("small.toml").write_text(SMALL)
+    path.write_text(f'[[entry]]\nexperiment = "{path.with_name("small.toml")}"\nsmall = "digits"\n')
+    queue.work("", path, results, folder)
+    assert (folder / "small" / "digits.npz").exists()
+    (recorded,) = rows.read(results / "small.jsonl")
+    assert recorded.result.devices[0].loss is not None
 
 
 @pytest.mark.integration
