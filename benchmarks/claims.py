@@ -42,7 +42,7 @@ from sparrow.benchmarks.report.figures import (
     shift_of,
     stopped_devices,
 )
-from sparrow.benchmarks.rows import Recorded
+from sparrow.benchmarks.rows import DeviceResult, Recorded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -233,6 +233,21 @@ class Figures:
     def score(self, file: str, label: str) -> Estimate:
         """Return its mean over seeds."""
         return _estimate(list(self.each_score(file, label).values()))
+
+    def regret(self, file: str, label: str, against: str) -> Estimate:
+        """Return how much less a label's devices have than under another choice among the same candidates, points.
+
+        against: oracle (each the best of its candidates on its test data), pooled (all what is best for all), or a
+        candidate. Of the seeds whose rows have it.
+        """
+        found = []
+        for trial in self.trials(file, label, {}):
+            told = [device for device in participants(trial) if device.taken and device.others]
+            if told:
+                found.append(100 * fmean(_of(each, against) - each.others[each.taken or ""] for each in told))
+        if not found:
+            raise SystemExit(f"{file}.jsonl, {label}: no device has told of its candidates")
+        return _estimate(found)
 
     def best_of(self, file: str, *labels: str) -> str:
         """Return the label of the highest mean score over the seeds that all have."""
@@ -506,6 +521,16 @@ def _read(path: Path) -> tuple[Recorded, ...]:
 
 def _estimate(values: Sequence[float]) -> Estimate:
     return Estimate(fmean(values), students(values))
+
+
+def _of(device: DeviceResult, choice: str) -> float:
+    """Return a device's score under another choice among its candidates."""
+    if choice == "oracle":
+        return max(device.others.values())
+    if choice == "pooled":
+        assert device.usual is not None, "such rows have both"
+        return device.others[device.usual]
+    return device.others[choice]
 
 
 def _within(trial: Recorded, mib: float) -> float:

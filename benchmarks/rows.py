@@ -25,7 +25,8 @@ class DeviceResult:
 
     inference_flops: one sample through its judged model, weights of zero left out; None if unknown. loss: of the judged
     model; metrics: what else was measured of it, as of a regression. taken: the candidate that it ended with, where the
-    fleet helped to choose. The last three are missing in older rows.
+    fleet helped to choose; usual: the one that was best for all; others: accuracies of all of them, or of a regression
+    what is left of 1 when their loss is taken off. The last five are missing in older rows.
     """
 
     device: str
@@ -41,6 +42,8 @@ class DeviceResult:
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     taken: str | None = None
+    usual: str | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -401,6 +401,10 @@ def _result(trial: Trial, device: DeviceInfo, receipt: Receipt | None, rounds: i
         loss=judgement.loss if judgement else None,
         metrics=dict(judgement.metrics) if judgement else {},
         taken=receipt.taken if receipt else None,
+        usual=receipt.usual if receipt else None,
+        others={}
+        if receipt is None or receipt.taken is None
+        else {name: 1 - each.loss if each.accuracy is None else each.accuracy for name, each in receipt.others.items()},
     )
 
 

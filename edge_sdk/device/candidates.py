@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,12 +15,24 @@ from edge_sdk.methods.alone import alone_of
 from edge_sdk.methods.merging import mixed, whole_model
 from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, LARGEST_GAIN, MOST_PARTS, Evidence
 from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches, as_arrays, count_examples
 
 SHARE = 0.5
 """Of the global model in a mixture, and in that which is trained once more."""
 SHARES = {GLOBAL: 1.0, "mixture": SHARE, "finished": SHARE}
 """Candidate -> the share of the global model that it began with; the others have none."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a device has made of its models at the end. flops: what it trained for that. others: each of its candidates
+    on held-out data. taken: which of them it keeps; usual: which is best for all. None where it did not choose so."""
+
+    flops: int = 0
+    others: Mapping[str, Evaluation] = field(default_factory=dict)
+    taken: str | None = None
+    usual: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,15 @@ class Candidates:
             found = _losses(engine, self.models[name], parts) if name in self.models else shared
             losses[name] = [loss + LARGEST_GAIN for loss in shared] if found is None else found
         return Evidence.of(losses)
+
+    def judged(self, engine: Engine, held_out: Batches) -> dict[str, Evaluation]:
+        """Return each on held-out data, but for those without a finite loss."""
+        found = {}
+        for name, tensors in self.models.items():
+            engine.load(tensors)
+            with suppress(TrainingDiverged):
+                found[name] = engine.evaluate(held_out, metrics=True)
+        return found
 
 
 def _losses(engine: Engine, tensors: Tensors, parts: list[Batch]) -> list[float] | None:

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from edge_sdk.budget.prediction import held
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
-from edge_sdk.device.candidates import SHARE, SHARES, Candidates
+from edge_sdk.device.candidates import SHARE, SHARES, Candidates, Ending
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.diagnosis import diagnose
 from edge_sdk.device.heartbeat import Heartbeat
@@ -1074,25 +1074,27 @@ class Session:
 
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
-            finishing = self._mix_with_global(job)
+            ending = self._mix_with_global(job)
             best = self.best
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=best)))
             answers = self.engine.read() if best is None else best
             shared = self._validate_global(job, evaluated)
-            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
+            others = {**evaluated.others, **ending.others}
+            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared, *ending.others.values())
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
-            trained = evaluated.flops + finishing
+            trained = evaluated.flops + ending.flops
             measured.flops = forward_flops(self.manifest, exists) * sum(judged) + trained
         tells = self._tells(job.assignment)
         receipt = Receipt(
             personal=evaluated.personal if tells else None,
             global_model=evaluated.global_model if tells else None,
             validation=evaluated.validation if tells else None,
-            others=dict(evaluated.others) if tells else {},
+            others=others if tells else {},
             finetune_flops=min(trained, MOST_FLOPS),
             inference_flops=self._inference_flops(answers),
-            taken=(self.progress.best and self.progress.best.taken) or None if tells else None,
+            taken=ending.taken if tells else None,
+            usual=ending.usual if tells else None,
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
@@ -1334,44 +1336,50 @@ class Session:
         except TrainingDiverged:
             return None
 
-    def _mix_with_global(self, job: Job) -> int:
+    def _mix_with_global(self, job: Job) -> Ending:
         """Keep a mixture of the personal model and the finished global one as the best model, where validation data
         speak for it: what a small budget has never trained is then the others'. With ``finetune_epochs`` one of them
-        is also trained once more, within the budget; returns the FLOPs of that."""
+        is also trained once more, within the budget."""
         if not job.assignment.plan.get("finished") or not self._method.mixes_global:
-            return 0
+            return Ending()
         if job.received is None or self.personal is None or self.progress.best is None:
-            return 0
+            return Ending()
         if job.assignment.settings.personal_model == "fleet":
             return self._take_by_evidence(job)
         received = whole_model(self.manifest, job.received)
         for share in GLOBAL_SHARES:
             self._keep_if_better(job, mixed(self.personal, received, share), share)
         if self._method.finish is None or not job.assignment.settings.finetune_epochs:
-            return 0
+            return Ending()
         try:
             tensors, flops = self._method.finish(job, mixed(self.personal, received, SHARE))
         except TrainingDiverged as error:
             log.warning("training once more at the end failed: %s", error)
-            return 0
+            return Ending()
         self._keep_if_better(job, tensors, SHARE)
-        return flops
+        return Ending(flops)
 
-    def _take_by_evidence(self, job: Job) -> int:
-        """Keep as the best model the candidate that this device's and all devices' validation data speak for; returns
-        the FLOPs that making the candidates took."""
-        candidates = Candidates.of(self._method, job)
+    def _take_by_evidence(self, job: Job) -> Ending:
+        """Keep as the best model the candidate that this device's and all devices' validation data speak for, and judge
+        all of them on held-out data, which decides nothing."""
+        candidates, pool = Candidates.of(self._method, job), Pool.from_plan(job.assignment.plan)
         evidence = candidates.evidence(self.engine, self.task.validation)
-        name = choice(Pool.from_plan(job.assignment.plan), evidence, candidates.models)
+        name = choice(pool, evidence, candidates.models)
+        ending = Ending(
+            candidates.flops,
+            candidates.judged(self.engine, self.task.held_out),
+            name,
+            choice(pool, None, candidates.models),
+        )
         tensors = candidates.models[name]
         found = self._validate_sound(tensors)
         if found is None:
             log.warning("the loss of the model to take at the end (%s) is not finite; the best round's stays", name)
-            return candidates.flops
+            return replace(ending, taken=None)
         best = self._best_of(job, found, SHARES.get(name, 0.0)).model_copy(update={"taken": name})
         self.progress = self.progress.model_copy(update={"best": best})
         self._folder.save_best(self.manifest, tensors, self.progress)
-        return candidates.flops
+        return ending
 
     def _keep_if_better(self, job: Job, tensors: Tensors, share: float) -> None:
         """Keep a model as the best one, where validation data speak for it. share: of the global model in it."""

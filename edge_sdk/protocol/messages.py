@@ -989,6 +989,9 @@ class Receipt(_Request):
     taken: Annotated[str, Field(max_length=32)] | None = Field(
         default=None, description="With personal_model=fleet, at the end: which candidate the device has taken"
     )
+    usual: Annotated[str, Field(max_length=32)] | None = Field(
+        default=None, description="With personal_model=fleet, at the end: which candidate is best for all devices"
+    )
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 

@@ -53,6 +53,16 @@ def test_what_is_judged_is_what_the_device_keeps(coordinator):
     assert sorted(session.evaluate(dict(session.best)).accuracy for session in sessions) == reported
 
 
+def test_reports_name_what_is_usual_and_have_every_candidate_on_test_data(coordinator):
+    sessions, _ = play(coordinator, method_settings={"alone": True})
+    reports = coordinator.receipts()
+    assert len({report.usual for report in reports}) == 1
+    for report in reports:
+        assert report.others.keys() == {GLOBAL, *CANDIDATES}
+        assert report.others[report.taken]["accuracy"] == report.personal["accuracy"]
+    assert {report.taken for report in reports} == {session.progress.best.taken for session in sessions}
+
+
 def test_two_devices_are_too_few_to_tell_each_other(coordinator):
     sessions, worked = play(coordinator, "ab")
     assert [Pool.from_plan(last(work)[1].plan) for work in worked] == [None, None]
