@@ -1,7 +1,7 @@
 """``compare``: a comparison of methods on the user's own data, without an experiment's file.
 
 Every device trains as after ``sparrow publish``: settings that are not given have the product's defaults, early
-stopping included, alike for all methods.
+stopping included, alike for all methods. Beside ``auto``, which sends int8, all send int8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparrow.command_line.installed import installed
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.methods import load_method
 
-METHODS = "fedspu,fedavg+ft,local"
+METHODS = "auto,fedavg+ft,local"
 FINE_TUNED = "+ft"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 DEVICES = 10
@@ -70,6 +70,8 @@ def compared(
     given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))
+        if AUTO in methods.replace(" ", "").split(","):  # which sends int8: the others may as well
+            common.setdefault("precision", "int8")
         experiment = Experiment(
             title=f"Methods on {Path(data).name or task}",
             about=about,

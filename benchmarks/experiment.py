@@ -280,6 +280,11 @@ class Trial(_Part):
         return self.model_copy(update={"label": "", "judged_as": None})
 
     @property
+    def asked(self) -> Trial:
+        """Return the trial as it was asked for: rows of ``auto`` name the method that it has chosen."""
+        return self.model_copy(update={"method": self.settings.get("method", self.method)})
+
+    @property
     def name(self) -> str:
         """Return a name that is unique within its experiment."""
         axes = [f"{key}={value}" for key, value in self.axes.items()]

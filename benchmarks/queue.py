@@ -106,7 +106,7 @@ def waiting(path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> 
 def _is_done(entry: Entry, trial: Trial, done: Mapping[str, Recorded]) -> bool:
     """Return whether a trial has the rows that an entry asks for."""
     recorded = done.get(trial.name)
-    if recorded is None or recorded.trial != trial:
+    if recorded is None or recorded.trial.asked != trial:
         return False
     return not entry.anew or recorded.result.provenance is not None
 

@@ -99,11 +99,11 @@ def run(
     done = rows.latest(rows.read(file))
     every = list(trials(experiment, name, read_tuned(where.folder, name, experiment), scale))
     wanted = [trial for trial in every if (not only or trial.label in only) and (not seeds or trial.seed in seeds)]
-    check([trial for trial in wanted if trial.name not in done or done[trial.name].trial != trial], where)
+    check([trial for trial in wanted if trial.name not in done or done[trial.name].trial.asked != trial], where)
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True, disable=None) as bar:
         for number, trial in enumerate(bar, start=1):
             bar.set_postfix_str(trial.name)
-            if trial.name in done and done[trial.name].trial == trial:
+            if trial.name in done and done[trial.name].trial.asked == trial:
                 continue
             if bar.disable:  # no terminal: a line for each trial
                 print(f"{name}: trial {number} of {len(wanted)}, {trial.name}", file=sys.stderr, flush=True)

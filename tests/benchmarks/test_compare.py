@@ -56,12 +56,13 @@ def test_three_methods_on_ones_own_npz_end_with_a_page_and_a_table(data, form, s
     for path in written:
         assert (folder / path).stat().st_size > 1000
     assert "accuracy, %" in head
-    assert [line.split()[0] for line in (spu, avg, local)] == ["fedspu", "fedavg+ft", "local"]
+    assert [line.split()[0] for line in (spu, avg, local)] == ["auto", "fedavg+ft", "local"]
     assert f"3 devices and {seeds} seed" in note
     found = rows.read(folder / "results.jsonl")
-    assert [each.trial.label for each in found] == ["fedspu", "fedavg+ft", "local"] * seeds
+    assert [each.trial.label for each in found] == ["auto", "fedavg+ft", "local"] * seeds
     for each in found:
         assert "early_stopping" not in each.trial.settings, "as published"
+        assert each.trial.settings["precision"] == "int8", "auto's, and so everybody's"
         assert all(device.accuracy is not None for device in each.result.devices)
     page = (folder / f"{name}.html").read_text()
     assert page.count("data:image/png;base64,") == len([path for path in written if path.endswith(".png")])
@@ -134,7 +135,7 @@ def test_what_is_not_given_is_as_published_and_small_budgets_go_to_methods_that_
     usual = FederationSettings().model_dump(mode="json")
     first = next(trials(plan, "mine", {}))
     beside = {"min_devices": 3, "deadline_seconds": 86400.0, "global_evaluation_devices": 3}
-    assert {**usual, **first.settings} == {**usual, **beside, "method": "fedspu", "seed": 0}
+    assert {**usual, **first.settings} == {**usual, **beside, "method": "auto", "precision": "int8", "seed": 0}
 
 
 def test_people_and_files_are_devices(data):
@@ -146,6 +147,8 @@ def test_people_and_files_are_devices(data):
     assert compared("npz", str(data / "each"), devices=2).devices == 2
     plan = compared("npz", str(data / "mine.npz"), partition="dirichlet,alpha=1", settings={"cohort": "2"})
     assert next(trials(plan, "mine", {})).data_text == "partition=dirichlet,alpha=1,seed=0"
+    assert plan.settings == {"cohort": 2, "precision": "int8"}
+    plan = compared("npz", str(data / "mine.npz"), methods="fedspu", settings={"cohort": "2"})
     assert plan.settings == {"cohort": 2}
 
 
