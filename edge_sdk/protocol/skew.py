@@ -2,8 +2,8 @@
 
 Of class frequencies p_k [C] of a device's n_k training samples it tells, for J fixed vectors s_j in {-1, 1}^C, the
 numbers r_kj = s_j · p_k: a sketch (Alon, Matias, Szegedy, "The Space Complexity of Approximating the Frequency
-Moments", STOC 1996), from which nobody reads the frequencies of many classes. Between devices r_kj varies by what their
-classes differ and by the chance of n_k samples. The first of these, as a share of what single labels vary,
+Moments", STOC 1996), from which nobody reads the frequencies of more than J classes. Between devices r_kj varies by
+what their classes differ and by the chance of n_k samples. The first of these, as a share of what single labels vary,
 
     ρ = Σ_j (Var_k r_kj - mean_k (1 - r_kj²) / (n_k - 1)) / Σ_j (1 - (mean_k r_kj)²)
 
