@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -349,3 +350,20 @@ def test_validation_is_the_personal_models_or_else_the_global_ones(digits_manife
 
 def test_the_method_is_found_by_its_name():
     assert load_method("fedspu") is FEDSPU
+
+
+@pytest.mark.parametrize(("alone", "times"), [(False, 1), (True, 2)])
+def test_a_model_that_is_trained_alone_counts_in_what_a_budget_costs(alone, times):
+    manifest = load_builtin("digits").manifest
+    settings = FederationSettings(method="fedspu", method_settings={"alone": alone})
+    rehearsal = SimpleNamespace(
+        manifest=manifest,
+        settings=settings,
+        samples=16,
+        flops=lambda samples, mask: 1000 * samples,
+        train=lambda steps, mask, samples: [0.5] * (steps - 1),
+    )
+    effort = FEDSPU.at_budget(rehearsal, 0.5)
+    assert effort.flops() == times * 16_000
+    assert effort.train(4) == [times * 0.5] * 3
+    assert effort.values < manifest.shared_values, "but it sends no more"
