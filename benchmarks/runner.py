@@ -339,6 +339,8 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, 
             record.round: [DeviceReport.model_validate(each) for each in get(f"/rounds/{record.round}/reports")]
             for record in records
         }
+    if info.warning:
+        print(f"{trial.name}: {info.warning}", file=sys.stderr, flush=True)
     points = [
         point_after(records[: index + 1], reports[record.round], trial.judged_as)
         for index, record in enumerate(records)
