@@ -26,7 +26,7 @@ SHARES = {GLOBAL: 1.0, "mixture": SHARE, "finished": SHARE}
 
 @dataclass(frozen=True)
 class Ending:
-    """What a device has made of its models at the end. flops: what it trained for that. others: each of its candidates
+    """The end of a device's models. flops: what it trained for that. others: each of its candidates
     on held-out data. taken: which of them it keeps; usual: which is best for all. None where it did not choose so."""
 
     flops: int = 0
