@@ -37,7 +37,7 @@ from sparrow.coordinator.errors import NotFound, Unavailable, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, UNCOUNTED, weight_of
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, UNCOUNTED, weight_of
 from sparrow.coordinator.rounds.secure import PHASES
 from sparrow.coordinator.storage.failing import RECORDS
 from sparrow.coordinator.storage.store import Store
@@ -213,19 +213,15 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     trained = [(each, name, read_stored(UpdateReport, each.report)) for each, name in done]
     reports = [report for _, _, report in trained if report]
     uploads = [_upload(assignment) for assignment, _, report in trained if report]
-    judged = [
+    # Before the last evaluation devices may have compared models, which is part of what it cost.
+    looked = [
         (each, name, read_stored(Receipt, each.report))
         for each, name in rows
-        if each.kind == "evaluate" and each.status == "done"
+        if each.kind in JUDGING_KINDS and each.status == "done"
     ]
+    judged = [(each, name, receipt) for each, name, receipt in looked if each.kind == Kind.evaluate]
     receipts = [receipt for _, _, receipt in judged if receipt]
-    # Before the last evaluation devices may have compared models, which is part of what it cost.
-    compared = [
-        (each, read_stored(Receipt, each.report))
-        for each, _ in rows
-        if each.kind == Kind.compare and each.status == "done"
-    ]
-    costly = [*receipts, *(receipt for _, receipt in compared if receipt)]
+    costly = [receipt for _, _, receipt in looked if receipt]
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
     counted = [
@@ -245,10 +241,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
             ((each, name, report) for each, name, report in trained if report), uploads, strict=True
         )
     )
-    evaluation_uploads = [
-        *(_upload(assignment) for assignment, _, receipt in judged if receipt),
-        *(_upload(assignment) for assignment, receipt in compared if receipt),
-    ]
+    evaluation_uploads = [_upload(assignment) for assignment, _, receipt in looked if receipt]
     return RoundRecord(
         round=item.number,
         status="closed" if item.status == "closed" else "open",

@@ -52,7 +52,7 @@ from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Device
 
 USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
-"""Magnitudes by which what a device tells of its candidates is measured, before its 2-norm is limited to 1."""
+"""Scale of each kind of number in ``TOLD``: they are divided by it before their 2-norm is limited to 1."""
 
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -880,7 +880,7 @@ class Session:
         report = _report(
             *(trained, job, download, train.cost, statement),
             tells=self._tells(job.assignment),
-            labels=self._labels(job),
+            labels=None if job.assignment.settings.secure else self._labels(job),
         )
         body, feedback = self._pack(job, update, report)
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
@@ -941,9 +941,10 @@ class Session:
         return exact and plain and self.manifest.outputs is None
 
     def _labels(self, job: Job) -> LabelSketch | None:
-        """Return what is told of this device's labels in clear; None where nothing is."""
-        hidden = self._local_noise is not None or job.assignment.settings.secure
-        return None if hidden or self._prior is None or not asks_for_labels(job) else self._prior.sketch
+        """Return what a round asks of this device's labels, in clear or under masks; None where it asks nothing."""
+        if self._local_noise is not None or self._prior is None or not asks_for_labels(job):
+            return None
+        return self._prior.sketch
 
     def _tells(self, assignment: Assignment) -> bool:
         """Return whether losses and accuracies may go up in clear."""
@@ -1015,8 +1016,8 @@ class Session:
         if self._local_noise is not None:
             return {}
         found: dict[str, float | None] = {"train_loss": trained.train_loss}
-        if self._prior is not None and self._prior.sketch is not None and asks_for_labels(job):
-            found |= self._prior.sketch.told()
+        if (labels := self._labels(job)) is not None:
+            found |= labels.told()
         settings, number = job.assignment.settings, job.assignment.round
         interval = settings.evaluation_interval
         if number != settings.rounds and not (interval and number % interval == 0):

@@ -15,10 +15,8 @@ from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained
 from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, fine_tune, train_loaded
+from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, train_loaded, train_once_more
 from edge_sdk.methods.whole import pull_of, pulled, train_whole
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
 
 
 class Settings(MethodSettings):
@@ -48,20 +46,13 @@ def train(job: Job) -> Trained:
     )
 
 
-def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
-    """Train a model once more, as ``fine_tuning`` says; return it and the FLOPs. Not of the paper. Raises
-    TrainingDiverged."""
-    job.engine.load(tensors)
-    result = fine_tune(job, purpose="finish")
-    return job.engine.read(), training_flops(job.manifest, result.samples)
-
-
 DITTO = DeviceMethod(
     train=train,
     evaluate=evaluate_both,
     adapt=adapt_as_in_a_round,
     mixes_global=True,
-    finish=finish,
+    # Not of the paper.
+    finish=train_once_more,
     acts=("pulled_steps",),
     sums=True,
 )

@@ -44,8 +44,7 @@ from edge_sdk.methods import (
 from edge_sdk.methods.alone import AloneSettings, with_alone
 from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
-from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, fine_tune, train_loaded
-from edge_sdk.protocol.flops import training_flops
+from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded, train_once_more
 from edge_sdk.protocol.manifest import Tensors, initial_values
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 
@@ -100,9 +99,7 @@ def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
     if job.budget < FULL_RATIO:
         key = hashlib.sha256(str(job.seed("finish")).encode()).hexdigest()[:32]
         mask = draw_neurons(job.manifest, NeuronDraw(key, job.budget))
-    job.engine.load(tensors)
-    result = fine_tune(job, Part(mask), purpose="finish")
-    return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
+    return train_once_more(job, tensors, mask)
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
@@ -110,7 +107,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     # Here, because a rehearsal is of devices that choose their budget.
     from edge_sdk.engines.rehearsal import MaskedEffort
 
-    mask = sample_drawn(rehearsal.manifest, budget) if budget < FULL_RATIO else None
+    mask = FEDSPU.sample_mask(rehearsal.manifest, budget)
     return MaskedEffort(rehearsal, mask, models=1 + own_settings(rehearsal.settings, AloneSettings).alone)
 
 

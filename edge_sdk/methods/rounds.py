@@ -117,6 +117,14 @@ def evaluate_both(job: Job) -> Evaluated:
     return Evaluated(personal, global_model, validation)
 
 
+def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) -> tuple[Tensors, int]:
+    """Train a part of a model once more, at the end, as ``fine_tuning`` says; return the model and the FLOPs. Raises
+    TrainingDiverged."""
+    job.engine.load(tensors)
+    result = fine_tune(job, Part(mask), purpose="finish")
+    return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
+
+
 def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
     """Return a fine-tuned copy, the model that it was made of, or one of their mixtures: the one of the least loss on
     validation data, which trained none of them; of equally good ones the one with the larger share of the copy.

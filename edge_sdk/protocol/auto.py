@@ -40,9 +40,9 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     if not settings.secure:
         ours["precision"] = "int8"
     if classes and manifest.output_bias is not None and settings.noise_multiplier is None:
-        ours |= {"logit_adjustment": LOGIT_ADJUSTMENT, "logit_adjustment_from": LEAST_SKEW}
-        if settings.logit_adjustment:
-            del ours["logit_adjustment_from"]
+        ours["logit_adjustment"] = LOGIT_ADJUSTMENT
+        if not settings.logit_adjustment:
+            ours["logit_adjustment_from"] = LEAST_SKEW
     if method == FOR_NEURONS:
         ours["personal_model"] = "fleet"
     defaults = FederationSettings()

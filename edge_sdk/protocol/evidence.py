@@ -158,8 +158,8 @@ def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] 
     by ``AHEAD`` standard errors."""
     missing = np.array([False, *(name not in there for name in CANDIDATES)])
     if pool is not None:
-        usual = _most(np.append(0.0, pool.mean), missing)
         gains = np.append(0.0, pool.mean)
+        usual = _most(gains, missing)
         if evidence is not None:
             found, covariance = pool.expected(evidence)
             gains = np.append(0.0, found) - _deviations(covariance, usual) * DEPARTS
