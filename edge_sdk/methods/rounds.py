@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from edge_sdk.engines import evaluate_held_out
-from edge_sdk.engines.training import EVERYTHING, HELD_OUT, Adjustment, LocalResult, Part, Pull, TrainingDiverged
+from edge_sdk.engines.training import EVERYTHING, Adjustment, LocalResult, Part, Pull, TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.early_stopping import judge_round
 from edge_sdk.methods.merging import GLOBAL_SHARES, mixed, whole_model
@@ -130,24 +129,23 @@ def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
     validation data, which trained none of them; of equally good ones the one with the larger share of the copy.
 
     That is the choice which FedSPU's devices have at their end. With ``personal_model=last``, as in the papers, the
-    copy. Raises TrainingDiverged if no loss is finite.
+    copy. Raises TrainingDiverged if the copy's loss is not finite: its training has failed then.
     """
     if job.assignment.settings.personal_model == "last":
         return copy
+    job.engine.load(copy)
+    best, least = copy, job.engine.evaluate(job.task.validation).loss
     # Whole numbers, such as an order of classes, have no mixture.
     floats = {name: tensor for name, tensor in start.items() if np.issubdtype(tensor.dtype, np.floating)}
-    least, best = math.inf, None
-    for share in (0.0, *GLOBAL_SHARES):
-        candidate = {0.0: copy, 1.0: start}.get(share) or mixed(copy, floats, share)
+    for share in GLOBAL_SHARES:
+        candidate = start if share == 1 else mixed(copy, floats, share)
         job.engine.load(candidate)
         try:
             loss = job.engine.evaluate(job.task.validation).loss
         except TrainingDiverged:
             continue
         if loss < least:
-            least, best = loss, candidate
-    if best is None:
-        raise TrainingDiverged("no fine-tuned copy of the model has a finite loss on validation data", failure=HELD_OUT)
+            best, least = candidate, loss
     return best
 
 

@@ -80,23 +80,24 @@ async function judgeHeldOut(job) {
 
 /**
  * Return a fine-tuned copy, the model `start` that it was made of, or one of their mixtures: the one of the least loss on
- * validation data, which trained none of them. With `personal_model=last` the copy. Throws TrainingDiverged.
+ * validation data, which trained none of them. With `personal_model=last` the copy. Throws TrainingDiverged if
+ * the copy's loss is not finite: its training has failed then.
  */
 async function chooseCopy(job, copy, start) {
   if (job.settings.personal_model === "last") return copy;
+  job.engine.load(copy);
+  let best = copy, least = (await job.engine.evaluate(job.data.validation)).loss;
   const floats = new Map([...start].filter(([, values]) => values instanceof Float32Array));
-  let least = Infinity, best = null;
-  for (const share of [0, ...GLOBAL_SHARES]) {
-    const candidate = share === 0 ? copy : share === 1 ? start : mixed(copy, floats, share);
+  for (const share of GLOBAL_SHARES) {
+    const candidate = share === 1 ? start : mixed(copy, floats, share);
     job.engine.load(candidate);
     const validation = await job.engine.evaluate(job.data.validation).catch((error) => {
       if (!(error instanceof TrainingDiverged)) throw error;
       return null;
     });
-    if (validation && validation.loss < least) [least, best] = [validation.loss, candidate];
+    if (validation && validation.loss < least) [best, least] = [candidate, validation.loss];
   }
-  if (best) return best;
-  throw new TrainingDiverged("no fine-tuned copy of the model has a finite loss on validation data", "training-diverged/held-out");
+  return best;
 }
 
 /** Judge what `chooseCopy` chooses; `others` has the copy if another was chosen. */
