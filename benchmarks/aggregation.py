@@ -94,9 +94,7 @@ class Fused32:
         self._sum = np.zeros(manifest.shared_values, np.float32)
         self._scratch = np.empty(CHUNK_VALUES, np.float32)
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         for start in range(0, len(values), CHUNK_VALUES):
             part = values[start : start + CHUNK_VALUES]
             scaled = np.multiply(part, np.float32(num_examples), out=self._scratch[: len(part)])

@@ -48,6 +48,7 @@ from edge_sdk.tasks import load_task
 from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.methods import load_method as load_coordinator_method
+from sparrow.coordinator.methods import sends_values
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
         model = None
         if info.global_model_usable:
             model = transport.model(federation, manifest)
-        elif load_coordinator_method(info.method).sends_values(Kind.evaluate, holds_model=True):
+        elif sends_values(load_coordinator_method(info.method), Kind.evaluate, holds_model=True):
             model = _newest_values(folder)
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
         found = fetch_graphs(manifest, partial(transport.graph, federation)) if engine == "onnx" else None

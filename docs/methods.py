@@ -8,7 +8,15 @@ from pathlib import Path
 from edge_sdk import methods as device_halves
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.fleet.federations import completed
-from sparrow.coordinator.methods import CoordinatorMethod, load_method
+from sparrow.coordinator.methods import (
+    ALL_ALIKE,
+    AS_ASSIGNED,
+    CoordinatorMethod,
+    load_method,
+    why_mean_only,
+    why_not_buffered,
+    why_not_private,
+)
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -39,8 +47,8 @@ def tables() -> str:
         method, settings = load_method(name), completed(FederationSettings(method=name))
         cells = (f"`{name}`", _trains(method, settings), _budget(method, settings), _personal(method), _shared(method))
         trains.append(f"| {' | '.join((*cells, _takes(name, method)))} |")
-        reasons = (method.why_mean_only, method.why_not_private, method.why_not_buffered)
-        combines.append(f"| `{name}` | {' | '.join('no' if why(settings) else 'yes' for why in reasons)} |")
+        reasons = (why_mean_only, why_not_private, why_not_buffered)
+        combines.append(f"| `{name}` | {' | '.join('no' if why(method, settings) else 'yes' for why in reasons)} |")
     return (
         "\n".join(trains)
         + "\n\nSettings that a method can be combined with, at its default settings:\n\n"
@@ -53,19 +61,19 @@ def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
     if method.compose is not None:
         return f"a mixture of {settings.method_settings['components']} models"
-    if method.directions is not None and method.update_signs is not None:
+    if method.payload_parts is not None and method.parts:
         return "which weights of its last layers exist; none moves"
     if method.changes is not None and not method.only_means(settings):
         return "blocks that it chooses for each batch"
     if method.active is not None:
-        which = "neurons that it has chosen" if method.choice(settings) else "neurons drawn for each round"
-        which = "neurons that the server keeps for it" if method.pruning(settings) else which
+        which = "neurons that it has chosen" if method.active.choice(settings) else "neurons drawn for each round"
+        which = "neurons that the server keeps for it" if method.active.pruning(settings) else which
         which = "each layer's first neurons" if method.active.rule else which
-        return f"{which}, others {'left out' if method.narrow else 'frozen'}"
-    if (method.masks is None and method.update_signs is None) or method.only_means(settings):
+        return f"{which}, others {'left out' if method.active.narrow else 'frozen'}"
+    if (method.masks is AS_ASSIGNED and not method.parts) or method.only_means(settings):
         return "the whole model"
     which = "weights that one device chose" if method.prepares else "weights that exist"
-    return f"{which}; some are replaced in certain rounds" if method.schedule else which
+    return f"{which}; some are replaced in certain rounds" if method.schedule is not ALL_ALIKE else which
 
 
 def _budget(method: CoordinatorMethod, settings: FederationSettings) -> str:

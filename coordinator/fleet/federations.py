@@ -708,7 +708,7 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
     Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to stay on devices
     which keep nothing between rounds."""
     method = load_method(name)
-    if method.needs_coupling and not manifest.coupling:
+    if method.active is not None and not manifest.coupling:
         raise BadContent(
             f"{name} trains some neurons of each layer, and this manifest does not say which neurons feed which "
             f"weights; publish the model again, for this method"

@@ -17,17 +17,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import FileName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import Scores, fits_ratio
+from edge_sdk.protocol.parts import Numbers, Part, Plan
 from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
-
-Plan = Mapping[str, bool | int | float | str]
 
 
 class MethodSettings(BaseModel):
@@ -152,9 +150,13 @@ class Schedule:
     model that round ``number`` made (0: the first model).
     """
 
-    work: Callable[[Situation], Work]
+    work: Callable[[Situation], Work] = lambda situation: Work()
     last_for_everyone: Callable[[Situation], int | None] | None = None
-    check_rollback: Callable[[int, Situation], None] | None = None
+    check_rollback: Callable[[int, Situation], None] = lambda number, situation: None
+
+
+ALL_ALIKE = Schedule()
+"""The schedule of methods whose rounds all ask for the same."""
 
 
 def fits_choice(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
@@ -253,6 +255,27 @@ class DeviceMasks:
     type: type = ElementMask
 
 
+def refuse_mask() -> None:
+    """Raise BadContent: this round's mask stays as it is."""
+    raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
+
+
+AS_ASSIGNED = DeviceMasks(check=lambda model, mask, situation: refuse_mask())
+"""Masks of methods whose devices train under the one of their assignment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePart(Part):
+    """A part that updates bring beside their values, as many numbers as ``count`` says, or are refused.
+
+    fold: adds the numbers of one update, weighted with its training samples, to the sums of ``Aggregation.sums``, after
+    its values. A method whose rounds ask for parts is for neither a ``robust`` rule, noise nor secure rounds, as all
+    of these know values alone.
+    """
+
+    fold: Callable[[Any, Numbers, int], None]
+
+
 def needs_single_updates(settings: FederationSettings) -> str | None:
     """Return why a method is not for secure rounds: the usual case."""
     return "its updates are more than values under a mask that all of a cell can have"
@@ -283,13 +306,12 @@ class CoordinatorMethod:
     manifest: returns the federation's manifest: the published one, in which tensors may become private and be cut into
         blocks. Raises BadContent for a model that the method cannot take, or not with these settings.
     start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
-    directions: returns directions that go down with the model's values, int8 in -1..1, or None.
-    gradients: returns whether updates of a round so planned bring the gradients of all maskable weights.
-    update_signs: returns how many signs, int8 in -1..1, updates of a round so planned bring; ``aggregation.sums`` then
-        makes an object that takes them, too (``rounds.sums.SignSums``).
+    parts: what updates bring beside their values.
+    payload_parts: returns what goes down with the model's values, by name: float32 [n], or signs, int8 [n] in -1..1.
+        The device half declares these parts.
     changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
         that says which global model it holds is sent these alone.
-    only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
+    only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, parts and
         changes are declared for others.
     warning: returns what is wrong with how the federation goes, for its operator, or None.
     why_not_secure: returns why sums of its updates cannot be made without seeing one of them; None: they can, as each
@@ -311,165 +333,69 @@ class CoordinatorMethod:
     start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
     aggregation: Aggregation = WEIGHTED_MEAN
     why_not_secure: Callable[[FederationSettings], str | None] = needs_single_updates
-    schedule: Schedule | None = None
+    schedule: Schedule = ALL_ALIKE
     active: ActiveNeurons | None = None
-    masks: DeviceMasks | None = None
-    directions: Callable[[GlobalModel, Situation], Signs | None] | None = None
-    gradients: Callable[[Plan], bool] | None = None
-    update_signs: Callable[[Manifest, Plan], int] | None = None
+    masks: DeviceMasks = AS_ASSIGNED
+    parts: tuple[UpdatePart, ...] = ()
+    payload_parts: Callable[[GlobalModel, Situation], Mapping[str, Numbers]] | None = None
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
     pages: bool = False
     adjusts_logits: bool = False
 
-    @property
-    def needs_coupling(self) -> bool:
-        """True if the manifest must say which neurons feed which weights."""
-        return self.active is not None
 
-    @property
-    def narrow(self) -> bool:
-        """True if devices train the network of their active neurons alone."""
-        return self.active is not None and self.active.narrow
+def sends_values(method: CoordinatorMethod, kind: Kind, holds_model: bool) -> bool:
+    """Return whether a device is sent the global model with work of this kind. holds_model: a personal one."""
+    if method.always_sends_values:
+        return True
+    if kind is Kind.personalise:
+        return not holds_model
+    return kind is not Kind.evaluate or method.usable_global_model
 
-    @property
-    def for_everyone(self) -> bool:
-        """True if there are rounds for everyone, whose work late devices are still given."""
-        return self.schedule is not None and self.schedule.last_for_everyone is not None
 
-    @property
-    def sends_changes(self) -> bool:
-        """True if a device is sent only what has changed since the model that it holds."""
-        return self.changes is not None
-
-    @property
-    def mask_type(self) -> type:
-        """The kind of masks that devices may change."""
-        return self.masks.type if self.masks else ElementMask
-
-    def ratio_at(self, budget: float) -> float | None:
-        """Return the share of each hidden layer's neurons that a device of this budget trains; None: everything."""
-        return budget if self.active else None
-
-    def choice(self, settings: FederationSettings) -> DeviceChoice | None:
-        """Return how each device chooses its active neurons itself; None where it does not."""
-        return self.active.choice(settings) if self.active else None
-
-    def pruning(self, settings: FederationSettings) -> ServerPruning | None:
-        """Return how the coordinator prunes the model for each device; None where it does not."""
-        return self.active.pruning(settings) if self.active else None
-
-    def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
-        """Return the neurons that follow from an active ratio alone; None where they are drawn or chosen."""
-        return self.active.rule(manifest, ratio) if self.active and self.active.rule else None
-
-    def may_send(self, mask: Mask | None, assigned: Mask | None) -> bool:
-        """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
-        optional = self.active.optional if self.active else None
-        if (
-            optional
-            and isinstance(mask, NeuronMask)
-            and isinstance(assigned, NeuronMask)
-            and optional in assigned.active
-        ):
-            mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
-        return same_mask(mask, assigned)
-
-    def work(self, situation: Situation) -> Work:
-        """Return what the round with number ``situation.round`` asks of its devices."""
-        return self.schedule.work(situation) if self.schedule else Work()
-
-    def last_for_everyone(self, situation: Situation) -> int | None:
-        """Return the number of the last closed round for everyone, or None."""
-        declared = self.schedule.last_for_everyone if self.schedule else None
-        return declared(situation) if declared else None
-
-    def check_rollback(self, number: int, situation: Situation) -> None:
-        """Raise WrongState where round ``situation.round`` cannot begin from the model that round ``number`` made."""
-        if self.schedule and self.schedule.check_rollback:
-            self.schedule.check_rollback(number, situation)
-
-    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
-        """Return whether a device is sent the global model with work of this kind."""
-        if self.always_sends_values:
-            return True
-        if kind is Kind.personalise:
-            return not holds_model
-        return kind is not Kind.evaluate or self.usable_global_model
-
-    def changed(self, model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-        """Return the blocks of ``model`` that have changed since round ``since``, for a method that sends changes."""
-        assert self.changes is not None, "asked of methods that send changes"
-        return self.changes(model, since, situation)
-
-    def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
-        """Return the directions that go down with the model's values, or None."""
-        return self.directions(model, situation) if self.directions else None
-
-    def wants_gradients(self, plan: Plan) -> bool:
-        """Return whether updates of a round so planned bring the gradients of all maskable weights."""
-        return self.gradients is not None and self.gradients(plan)
-
-    def wanted_signs(self, manifest: Manifest, plan: Plan) -> int:
-        """Return how many signs updates of a round so planned bring; 0: none do."""
-        return self.update_signs(manifest, plan) if self.update_signs else 0
-
-    def check_mask(self, model: GlobalModel, mask: Any, situation: Situation) -> None:
-        """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""
-        if self.masks is None:
-            refuse_mask()
-        else:
-            self.masks.check(model, mask, situation)
-
-    def sums(self, model: GlobalModel, situation: Situation) -> Sums:
-        """Return the object that a round's updates are folded into."""
-        return self.aggregation.sums(model, situation)
-
-    def close(self, model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
-        """Return the next global model, of the last one and the round's sums."""
-        return self.aggregation.close(model, sums, situation)
-
-    def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """Return why the mean of a round's updates cannot be exchanged for a ``robust`` rule; None where it can."""
-        return _reason(self.aggregation.why_mean_only, settings)
-
-    def why_not_private(self, settings: FederationSettings) -> str | None:
-        """Return why noise on the mean does not make the global model differentially private; None where it does."""
-        reason = self.why_mean_only(settings) or _reason(self.aggregation.why_not_private, settings)
-        declared = self._declared(settings)
-        return reason or (declared and f"{declared}, which may tell more than the mean")
-
-    def why_not_buffered(self, settings: FederationSettings) -> str | None:
-        """Return why an update of an older global model cannot count in today's round; None where it can."""
-        reason = self.why_mean_only(settings)
-        if reason is None and self.prepares:
-            reason = "one device prepares the model before the others"
-        reason = reason or _reason(self.aggregation.why_not_buffered, settings)
-        declared = self._declared(settings)
-        return reason or (declared and f"{declared}, which is of one model")
-
-    def _declared(self, settings: FederationSettings) -> str | None:
-        """Return what the method declares that makes a round more than a mean, in words, or None."""
-        if self.only_means(settings):
-            return None
-        for declared, words in (
-            (self.schedule, "it plans its rounds itself"),
-            (self.directions, "it sends directions with the model"),
-            (self.changes, "it sends only what has changed"),
-        ):
-            if declared is not None:
-                return words
+def more_than_a_mean(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
+    """Return what the method declares that makes a round more than a mean of values, in words, or None."""
+    if method.only_means(settings):
         return None
+    for declared, words in (
+        (method.schedule is not ALL_ALIKE, "it plans its rounds itself"),
+        (method.parts, "its updates bring more than values"),
+        (method.payload_parts, "it sends more than the model's values"),
+        (method.changes, "it sends only what has changed"),
+    ):
+        if declared:
+            return words
+    return None
+
+
+def why_mean_only(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
+    """Return why the mean of a round's updates cannot be exchanged for a ``robust`` rule; None where it can."""
+    reason = _reason(method.aggregation.why_mean_only, settings)
+    if reason is None and method.parts and not method.only_means(settings):
+        reason = "its updates bring more than values, of which no rule knows"
+    return reason
+
+
+def why_not_private(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
+    """Return why noise on the mean does not make the global model differentially private; None where it does."""
+    reason = why_mean_only(method, settings) or _reason(method.aggregation.why_not_private, settings)
+    declared = more_than_a_mean(method, settings)
+    return reason or (declared and f"{declared}, which may tell more than the mean")
+
+
+def why_not_buffered(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
+    """Return why an update of an older global model cannot count in today's round; None where it can."""
+    reason = why_mean_only(method, settings)
+    if reason is None and method.prepares:
+        reason = "one device prepares the model before the others"
+    reason = reason or _reason(method.aggregation.why_not_buffered, settings)
+    declared = more_than_a_mean(method, settings)
+    return reason or (declared and f"{declared}, which is of one model")
 
 
 def _reason(why: Why, settings: FederationSettings) -> str | None:
     return why(settings) if callable(why) else why
-
-
-def refuse_mask() -> None:
-    """Raise BadContent: this round's mask stays as it is."""
-    raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
 
 
 def whole_model(settings: FederationSettings) -> float:

@@ -112,9 +112,7 @@ class VotingSums(ElementSums):
         super().__init__(manifest, mask)
         self.votes = {name: np.zeros(flags.size, dtype=np.uint16) for name, flags in mask.exists.items()}
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update, one vote for each position that it holds."""
         super().fold_in_place(values, mask, num_examples)
         assert isinstance(mask, ElementMask)

@@ -20,9 +20,10 @@ import numpy as np
 from pydantic import Field
 
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.bundle import Signs
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.parts import Numbers, Signs, all_maskable
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -31,16 +32,40 @@ from sparrow.coordinator.methods import (
     GlobalModel,
     MethodSettings,
     Situation,
+    UpdatePart,
     own_settings,
     whole_model,
 )
-from sparrow.coordinator.rounds.sums import BitSums
 
 FEWEST = 2
 """Devices that must have a weight in common for its bit to be averaged."""
 
 OF_VALUES = ("update_clip", "update_norm_limit", "outlier_mads")
 """Settings that bound how far values move: nothing here has any."""
+
+
+class BitSums:
+    """Sums of signs, of every maskable weight, which updates bring in place of values.
+
+    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64;
+    senders: how many the latter are.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        size = sum(spec.size for spec in manifest.maskable)
+        self.positive, self.weights = np.zeros((2, size), dtype=np.float64)
+        self.senders = np.zeros(size, dtype=np.int64)
+        self.updates = 0
+
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
+        """Count one update; its values are not looked at."""
+        self.updates += 1
+
+    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
+        """Add the signs of one update, int8 [maskable weights]."""
+        self.positive[signs > 0] += num_examples
+        self.weights[signs != 0] += num_examples
+        self.senders += signs != 0
 
 
 class FedMaskSettings(MethodSettings):
@@ -100,9 +125,9 @@ def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> Non
         raise BadContent("mask: weights stay as they began in this method; send signs alone")
 
 
-def signs(model: GlobalModel, situation: Situation) -> Signs:
+def mean_bits(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
     """Return the mean bits as signs, 0 where there is none."""
-    return model.own["bits"].astype(np.int8)
+    return {"signs": model.own["bits"].astype(np.int8)}
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> BitSums:
@@ -127,8 +152,8 @@ FEDMASK = CoordinatorMethod(
     start=start,
     masks=DeviceMasks(check=check_mask, type=BlockMask),
     changes=changed,
-    directions=signs,
-    update_signs=lambda manifest, plan: sum(spec.size for spec in manifest.maskable),
+    payload_parts=mean_bits,
+    parts=(UpdatePart(name="signs", dtype="sign", count=all_maskable, fold=BitSums.fold_signs_in_place),),
     aggregation=Aggregation(
         sums=sums_of,
         close=close,

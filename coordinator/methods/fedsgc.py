@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import Points
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import Block
+from edge_sdk.protocol.parts import Numbers
 from sparrow.coordinator.methods import GlobalModel, Situation
 from sparrow.coordinator.methods.sparse import (
     SparseTrainingSettings,
@@ -111,17 +111,18 @@ class Directions:
         part.put(self.own[key], np.where(went == 0, part.take(self.own[key]), went) if remember else went)
 
 
-def signs(model: GlobalModel, situation: Situation) -> Signs | None:
-    """Return d_r where weights exist; everywhere, where it may be known elsewhere."""
+def directions_of(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
+    """Return d_r as signs, where weights exist; everywhere, where it may be known elsewhere; nothing where no weight is
+    replaced by it."""
     rules = situation.own(FedSGCSettings)
     if not situation.plan or rules.guided_share == 0 or model.mask is None:
-        return None
+        return {}
     everywhere = rules.direction_memory or rounds_between(situation.settings, rules) == 1
     parts = []
     for name, exists in model.mask.exists.items():
         directions = model.own.get(_key(name), np.zeros(exists.size, dtype=np.int8))
         parts.append(directions if everywhere else np.take(directions, model.mask.index[name]))
-    return np.concatenate(parts).astype(np.int8, copy=False)
+    return {"signs": np.concatenate(parts).astype(np.int8, copy=False)}
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
@@ -135,4 +136,4 @@ def _key(name: str) -> str:
     return f"direction:{name}"
 
 
-FEDSGC = replacing_method(FedSGCSettings, close, signs)
+FEDSGC = replacing_method(FedSGCSettings, close, directions_of)

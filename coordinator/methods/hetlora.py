@@ -63,9 +63,7 @@ class AdapterSums:
         self._weights = dict.fromkeys(self._pairs, 0.0)
         self.updates = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update."""
         self._others.fold_in_place(values, mask, num_examples)
         parts = {spec.name: (block, part) for spec, block, part in unpack(self._manifest, values, mask)}

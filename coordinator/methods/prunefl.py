@@ -31,7 +31,7 @@ from pydantic import Field
 
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask
+from edge_sdk.protocol.parts import Plan, all_maskable
 from edge_sdk.protocol.sparsity import prunefl_interval, readjust
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
@@ -39,9 +39,9 @@ from sparrow.coordinator.methods import (
     CoordinatorMethod,
     DeviceMasks,
     GlobalModel,
-    Plan,
     Schedule,
     Situation,
+    UpdatePart,
     Work,
 )
 from sparrow.coordinator.methods.prepared import (
@@ -84,13 +84,9 @@ class SquaredGradientSums(ElementSums):
         super().__init__(manifest, mask)
         self._squares = np.zeros(mask.size, dtype=np.float64)
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
-        """Add one update, and its squared gradients."""
-        assert gradients is not None, "updates without them are refused"
-        super().fold_in_place(values, mask, num_examples)
-        self._squares += np.multiply(gradients, float(num_examples), dtype=np.float64)
+    def fold_squares_in_place(self, squares: Array, num_examples: int) -> None:
+        """Add the squared gradients of one update, float32 [n_w]."""
+        self._squares += np.multiply(squares, float(num_examples), dtype=np.float64)
 
     def importance(self) -> dict[str, NDArray[Any]]:
         """Return g²: name of every maskable tensor -> float64, its shape."""
@@ -121,14 +117,14 @@ def work(situation: Situation) -> Work:
     return Work(plan={"gradients": True} if due else {})
 
 
-def wants_gradients(plan: Plan) -> bool:
-    """Return whether the round was planned so."""
-    return bool(plan.get("gradients"))
+def wanted_gradients(manifest: Manifest, plan: Plan) -> int:
+    """Return how many squared gradients an update of a round so planned brings."""
+    return all_maskable(manifest, plan) if plan.get("gradients") else 0
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
     """Return sums with the squared gradients, where the round asks for them."""
-    if model.mask is None or not wants_gradients(situation.plan):
+    if model.mask is None or not wanted_gradients(situation.manifest, situation.plan):
         return sums_of_prepared(model, situation)
     return SquaredGradientSums(situation.manifest, model.mask)
 
@@ -160,7 +156,14 @@ PRUNEFL = CoordinatorMethod(
     prepares=True,
     start=start,
     schedule=Schedule(work=work),
-    gradients=wants_gradients,
+    parts=(
+        UpdatePart(
+            name="gradients",
+            dtype="float32",
+            count=wanted_gradients,
+            fold=SquaredGradientSums.fold_squares_in_place,
+        ),
+    ),
     masks=DeviceMasks(check=check_prepared),
     aggregation=Aggregation(
         sums=sums_of,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask, Points
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Block
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.parts import Numbers
 from edge_sdk.protocol.sparsity import (
     USUAL_INTERVAL,
     LayerSparsity,
@@ -164,7 +164,7 @@ def check_counts(mask: ElementMask, wanted: dict[str, int]) -> None:
 def replacing_method(
     settings_type: type[SparseTrainingSettings],
     close: Callable[[GlobalModel, ElementSums, Situation], GlobalModel],
-    directions: Callable[[GlobalModel, Situation], Signs | None] | None = None,
+    payload_parts: Callable[[GlobalModel, Situation], Mapping[str, Numbers]] | None = None,
 ) -> CoordinatorMethod:
     """Return a method of one sparse model in which devices replace weights now and then.
 
@@ -194,7 +194,7 @@ def replacing_method(
         start=start,
         schedule=Schedule(work=work),
         masks=DeviceMasks(check=check_replaced),
-        directions=directions,
+        payload_parts=payload_parts,
         aggregation=Aggregation(
             sums=element_sums,
             close=close,

@@ -30,19 +30,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask, Index
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.parts import Plan, Signs
 from edge_sdk.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
     CoordinatorMethod,
     GlobalModel,
-    Plan,
     Schedule,
     Situation,
+    UpdatePart,
     Work,
     own_settings,
 )
@@ -76,9 +76,9 @@ class VoteSums(ElementSums):
         super().__init__(manifest, mask)
         self.tally = np.zeros(candidates, dtype=np.float64)
 
-    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
+    def fold_votes_in_place(self, votes: Signs, num_examples: int) -> None:
         """Add the votes of one update, int8 [candidates]."""
-        self.tally += np.multiply(signs, float(num_examples), dtype=np.float64)
+        self.tally += np.multiply(votes, float(num_examples), dtype=np.float64)
 
 
 def smallest_budget(settings: FederationSettings) -> float:
@@ -174,7 +174,7 @@ VOTEDST = CoordinatorMethod(
     settings_type=VoteDSTSettings,
     start=start,
     schedule=Schedule(work=work),
-    update_signs=wanted_votes,
+    parts=(UpdatePart(name="signs", dtype="sign", count=wanted_votes, fold=VoteSums.fold_votes_in_place),),
     aggregation=Aggregation(sums=sums_of, close=close, why_mean_only=VOTED),
     why_not_secure=why_not_secure,
 )

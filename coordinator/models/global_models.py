@@ -190,7 +190,7 @@ class Models:
 
     def digest(self, federation: Federation, version: int) -> str | None:
         """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
-        if not load_method(federation.method).sends_changes:
+        if load_method(federation.method).changes is None:
             return None
         return self.sha256(federation, version)
 
@@ -322,7 +322,8 @@ class Models:
             return self.model(federation, assignment.model_version).mask, None
         manifest, method, settings = self.manifest(federation), load_method(federation.method), settings_of(federation)
         situation = Situation(manifest, settings, assignment.round)
-        choice, pruning = method.choice(settings), method.pruning(settings)
+        assert method.active is not None, "assignments of other methods have no ratio"
+        choice, pruning = method.active.choice(settings), method.active.pruning(settings)
         if choice is not None:
             held = self._held_mask(federation, device)
             kept = isinstance(held, NeuronMask) and choice.keeps(held, assignment.ratio, situation)
@@ -330,9 +331,8 @@ class Models:
         if pruning is not None:
             scores = self._scored(federation, assignment.model_version, pruning, situation)
             return best_neurons(scores, counts_at(manifest, assignment.ratio)), None
-        neurons = method.neurons(manifest, assignment.ratio)
-        if neurons is not None:
-            return neurons, None
+        if method.active.rule is not None:
+            return method.active.rule(manifest, assignment.ratio), None
         draw = NeuronDraw(neurons_of(federation.secret, assignment, device.name), assignment.ratio)
         return draw_neurons(manifest, draw), draw
 
@@ -351,7 +351,7 @@ class Models:
         whole = assignment.full or secure
         whose = None if whole or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
-        sends_changes = load_method(federation.method).sends_changes and not secure
+        sends_changes = load_method(federation.method).changes is not None and not secure
         held = self._round_of(federation, device.model) if sends_changes else None
         # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
         known = self._held_mask(federation, device)
@@ -375,8 +375,8 @@ class Models:
         if whole:
             mask, draw = model.mask, None
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
-        if held is not None:
-            mask = method.changed(model, held, situation)
+        if held is not None and method.changes is not None:
+            mask = method.changes(model, held, situation)
         return bundle.encode(
             manifest,
             pack(manifest, model.tensors, mask),
@@ -384,7 +384,7 @@ class Models:
             draw=draw,
             precision=settings.precision_of("down", Kind(assignment.kind)),
             known=known if isinstance(known, ElementMask) else None,
-            signs=method.signs(model, situation),
+            parts=method.payload_parts(model, situation) if method.payload_parts else None,
         )
 
     def sent_digest(self, federation: Federation) -> str:

@@ -25,7 +25,8 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import Mask, NeuronMask, count_values
+from edge_sdk.protocol.masks import Mask, NeuronMask, count_values, same_mask
+from edge_sdk.protocol.parts import expected
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -35,7 +36,7 @@ from sparrow.coordinator.errors import (
     WrongMediaType,
     callers_data,
 )
-from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     BUNDLE_KINDS,
@@ -139,8 +140,7 @@ class Acceptance:
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
             elements=mask is None or isinstance(mask, ElementMask),
-            gradients=method.wants_gradients(plan),
-            signs=method.wanted_signs(manifest, plan),
+            parts=expected(method.parts, manifest, plan),
         )
         return longest, mask
 
@@ -338,8 +338,10 @@ class Acceptance:
                 return kind.model_validate_json(bytes(sent.body)), None, None
         manifest = self._models.manifest(federation)
         model = self._models.model(federation, assignment.model_version)
+        method, plan = load_method(federation.method), assignment.plan or {}
+        parts = expected(method.parts, manifest, plan)
         with callers_data():
-            decoded = bundle.decode(sent.body, manifest, model.mask, intact=sent.intact)
+            decoded = bundle.decode(sent.body, manifest, model.mask, parts=parts, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
         settings = settings_of(federation)
         secure = settings.secure and assignment.kind == wire.Kind.train
@@ -351,28 +353,25 @@ class Acceptance:
         precision = settings.precision_of("up", wire.Kind(assignment.kind))
         if decoded.precision != precision and not secure:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
-        method, plan = load_method(federation.method), assignment.plan or {}
         situation = Situation(manifest, settings, assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
-        choice = method.choice(settings)
+        choice = method.active.choice(settings) if method.active else None
         if choice is not None and assignment.ratio is not None:
             held = mask if isinstance(mask, NeuronMask) else None
             fault = choice.fault(held, decoded.mask, assignment.ratio, situation)
             if fault is not None:
                 raise BadContent(f"mask: {fault}; fetch the assignment again")
-        elif not method.may_send(decoded.mask, mask):
-            if not isinstance(decoded.mask, method.mask_type):
+        elif not _fits_assignment(method, decoded.mask, mask):
+            if not isinstance(decoded.mask, method.masks.type):
                 raise BadContent(
                     f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )
-            method.check_mask(model, decoded.mask, situation)
-        signs = method.wanted_signs(manifest, plan)
-        given = None if decoded.signs is None else len(decoded.signs)
-        if (decoded.gradients is not None) != method.wants_gradients(plan) or given != (signs or None):
-            gradients = "with" if method.wants_gradients(plan) else "without"
-            wanted = f"with {signs} signs" if signs else "without signs"
-            raise BadContent(f"an update of this round is sent {gradients} gradients, and {wanted}; update this SDK")
+            method.masks.check(model, decoded.mask, situation)
+        wanted = {name: part.most for name, part in parts.items()}
+        if {name: len(numbers) for name, numbers in decoded.parts.items()} != wanted:
+            brings = " and ".join(f"{count} {name}" for name, count in wanted.items())
+            raise BadContent(f"an update of this round brings {brings} beside its values; update this SDK")
         if secure:  # nobody can look at its values
             if assignment.status == "open":
                 with self._store.reading() as db:
@@ -404,6 +403,14 @@ class Acceptance:
             with self._store.reading() as db:
                 check_answer(db, federation, assignment, device, answer)
         return answer
+
+
+def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
+    """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
+    optional = method.active.optional if method.active else None
+    if optional and isinstance(mask, NeuronMask) and isinstance(assigned, NeuronMask) and optional in assigned.active:
+        mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
+    return same_mask(mask, assigned)
 
 
 def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:

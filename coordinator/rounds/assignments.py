@@ -157,6 +157,7 @@ def assign(
     the largest weight of its update; None for any.
     """
     method = load_method(federation.method)
+    narrow = method.active is not None and method.active.narrow
     return Assignment(
         id=uuid.uuid4().hex,
         federation_id=federation.id,
@@ -166,8 +167,8 @@ def assign(
         position=position,
         status="open",
         model_version=federation.model_version,
-        full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
-        ratio=ratio or (None if kind in JUDGING else method.ratio_at(device.budget)),
+        full=(kind not in COHORT_KINDS or not (device.holds_model or narrow)) if whole is None else whole,
+        ratio=ratio or (None if kind in JUDGING or method.active is None else device.budget),
         most_examples=most_examples,
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,

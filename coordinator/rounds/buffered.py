@@ -27,7 +27,7 @@ from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod, why_not_buffered
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import UNCOUNTED
 from sparrow.coordinator.rounds.sums import difference
@@ -116,6 +116,6 @@ def check_buffer(method: CoordinatorMethod, settings: FederationSettings) -> Non
     """Raise BadContent for a federation whose method cannot take updates of older models."""
     if settings.buffer is None:
         return
-    reason = method.why_not_buffered(settings)
+    reason = why_not_buffered(method, settings)
     if reason:
         raise BadContent(f"buffer: {settings.method} cannot take in updates of older models: {reason}; leave it out")

@@ -159,7 +159,8 @@ def chosen_ratios(
     """Return the active ratios that the method chooses for devices drawn for round ``number``, by name; none where
     their budgets say them."""
     settings = settings_of(federation)
-    pruning = load_method(federation.method).pruning(settings)
+    active = load_method(federation.method).active
+    pruning = active.pruning(settings) if active else None
     if pruning is None or not drawn:
         return {}
     budgets = {device.name: device.budget for device in drawn}

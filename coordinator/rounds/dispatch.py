@@ -13,7 +13,7 @@ from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.failures import in_words
 from edge_sdk.protocol.secure.messages import SecureWork
 from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
-from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.methods import Situation, load_method, sends_values
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.rounds.assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
@@ -102,7 +102,7 @@ class Dispatch:
         over = select(Federation.id).where(Federation.status.not_in(("waiting", "running")))
         busy = set(db.scalars(select(Assignment.device_id).where(Assignment.status == literal_column("'open'"))))
         if db.scalars(over.limit(1)).first() is not None or any(
-            load_method(name).for_everyone for name in db.scalars(select(Federation.method).distinct())
+            load_method(name).schedule.last_for_everyone for name in db.scalars(select(Federation.method).distinct())
         ):
             return set()
         return set(waiting) - busy
@@ -111,7 +111,7 @@ class Dispatch:
         now, device_id, asked = self._clock(), ask.device_id, ask.first
         away = asked and not device.present
         ended = federation.status in ("finished", "stopped") and assignment is None and device.holds_model
-        goodbye = ended and not load_method(federation.method).for_everyone
+        goodbye = ended and load_method(federation.method).schedule.last_for_everyone is None
         # A poll is no fact worth a write (``last_seen``), unless the device was thought away, or holds another mask or
         # model than it did, and may be sent something once more.
         if away or (asked and not goodbye and (ask.mask, ask.model) != (device.mask, device.model)):
@@ -188,11 +188,11 @@ class Dispatch:
 
     def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
         """Return the work of the last round for everyone, if the device has not done it and was not drawn since."""
-        method = load_method(federation.method)
-        if not method.for_everyone:  # asked at every poll: what follows validates the settings
+        schedule = load_method(federation.method).schedule
+        if schedule.last_for_everyone is None:  # asked at every poll: what follows validates the settings
             return None
         situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
-        number = method.last_for_everyone(situation)
+        number = schedule.last_for_everyone(situation)
         if number is None:
             return None
         with self._store.reading() as db:
@@ -209,7 +209,7 @@ class Dispatch:
                 (most,) = most_examples([device], able(db, federation, self._clock()), settings_of(federation))
                 found = assign(federation, device, wire.Kind.personalise, number, 0, self._clock(), most_examples=most)
                 situation = situation_of(db, self._models.manifest(federation), federation, number)
-                found.plan = dict(method.work(situation).plan) or None
+                found.plan = dict(schedule.work(situation).plan) or None
                 db.add(found)
             found.status = "open"
             found.model_version = federation.model_version
@@ -282,7 +282,7 @@ class Dispatch:
             return False
         if kind is wire.Kind.evaluate and not assignment.full:
             return False
-        return load_method(federation.method).sends_values(kind, not assignment.full)
+        return sends_values(load_method(federation.method), kind, not assignment.full)
 
 
 def _oldest_open_or_error(

@@ -330,7 +330,7 @@ class Rounds:
                     failed.clear()
                 there = others or there
             else:
-                work = method.work(self._situation(db, federation, federation.round + 1))
+                work = method.schedule.work(self._situation(db, federation, federation.round + 1))
                 work = replace(work, plan={**work.plan, **adjustment(db, federation)})
                 number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
             more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
@@ -363,7 +363,7 @@ class Rounds:
         """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
-        if load_method(federation.method).for_everyone:
+        if load_method(federation.method).schedule.last_for_everyone is not None:
             drop_late_work(db, [free[name].id for name in names])
         drawn = [free[name] for name in names]
         limits = most_examples(drawn, there, settings_of(federation))
@@ -670,7 +670,7 @@ class Rounds:
             None if model is None else self._models.files(federation.id, version, model),
             0 if model is None else sums.updates,
             notes if cost is None else {**notes, "privacy": cost.model_dump()},
-            dict(folding.parts),
+            dict(folding.sizes),
             folding.last,
             warning,
         )

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol.evidence import Pool, pool_of
 from edge_sdk.protocol.messages import FederationSettings, Kind, Receipt
 from sparrow.coordinator.errors import read_stored
-from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.methods import load_method, sends_values
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import assign, rests
 from sparrow.coordinator.rounds.candidates import devices_of
@@ -45,7 +45,7 @@ def ask_for_evaluation(
     method, settings = load_method(federation.method), settings_of(federation)
     there = devices_of(db, federation, ("active", "stopped"))
     present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
-    sends = method.sends_values(Kind.evaluate, holds_model=True)
+    sends = sends_values(method, Kind.evaluate, holds_model=True)
     sample: set[str] = set()
     mixes = last and method.mixes_global and settings.keeps_best
     kind = Kind.evaluate

@@ -31,7 +31,7 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Mask, pack, unpack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
-from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, load_method
+from edge_sdk.protocol.parts import Numbers, expected
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, load_method
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of
 from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, staleness_weight
@@ -51,7 +51,7 @@ from sparrow.coordinator.rounds.lengths import LENGTHS, kept, norm_of, usual
 from sparrow.coordinator.rounds.privacy import PrivateSums
 from sparrow.coordinator.rounds.robust import RobustSums
 from sparrow.coordinator.rounds.secure import Ended
-from sparrow.coordinator.rounds.sums import OneUpdate, SignSums, Sums, difference
+from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Federation
 
@@ -114,7 +114,7 @@ class DecodedUpdates:
 
 
 def _bytes_of(decoded: bundle.Bundle) -> int:
-    return sum(part.nbytes for part in (decoded.values, decoded.gradients, decoded.signs) if part is not None)
+    return decoded.values.nbytes + sum(numbers.nbytes for numbers in decoded.parts.values())
 
 
 def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDArray[np.float32]:
@@ -157,7 +157,7 @@ def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situat
     """Return the next global model, or why these sums make none that devices could be sent."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            made = method.close(model, sums, situation)
+            made = method.aggregation.close(model, sums, situation)
     except (ArithmeticError, ValueError) as error:
         log.exception("a method cannot make a model of round %s", situation.round)
         return f"{situation.settings.method} cannot make a model of these updates: {error}"
@@ -191,7 +191,7 @@ def sums_of(
     What one device prepares (round 0) comes through as it is: there is nobody to compare it with. noise_key: that of
     the federation, of which only a private one makes use.
     """
-    sums, settings = method.sums(model, situation), situation.settings
+    sums, settings = method.aggregation.sums(model, situation), situation.settings
     if isinstance(sums, OneUpdate):
         return sums
     if settings.robust is not None:
@@ -203,22 +203,19 @@ def sums_of(
 
 @dataclass(frozen=True)
 class Update:
-    """A decoded update: values float32 [count_values(manifest, mask)], those of a model.
-
-    gradients: those of all maskable weights, float32; signs: int8 in -1..1; each in rounds that ask for it."""
+    """A decoded update: values float32 [count_values(manifest, mask)], those of a model; and its method's parts."""
 
     values: Array
     mask: Mask | None
     num_examples: int
-    gradients: Array | None = None
-    signs: Signs | None = None
+    parts: Mapping[str, Numbers] = field(default_factory=dict)
 
 
 class Intake:
     """Takes in the updates of one round, in the cohort's order.
 
     sent: the values that devices were given. usual_length: that of updates of earlier rounds, None where there are none
-    (``lengths``).
+    (``lengths``). parts: what updates of the method bring beside values.
     """
 
     def __init__(
@@ -228,8 +225,9 @@ class Intake:
         manifest: Manifest,
         sent: Tensors,
         usual_length: float | None = None,
+        parts: Sequence[UpdatePart] = (),
     ) -> None:
-        self.sums = sums
+        self.sums, self._parts = sums, parts
         # In secure rounds devices have clipped, and what comes are means of their updates.
         self._clip, self._mads = None if settings.secure else settings.update_clip, settings.outlier_mads
         self._relative = settings.relative_clip if clips_relatively(settings) else 0.0
@@ -313,10 +311,10 @@ class Intake:
                 self._clipped[assignment_id] = longest / norm
             if self._relative:
                 self._lengths.append(min(norm, longest))
-        self.sums.fold_in_place(update.values, update.mask, update.num_examples, update.gradients)
-        if update.signs is not None:
-            assert isinstance(self.sums, SignSums), "of methods whose updates bring signs"
-            self.sums.fold_signs_in_place(update.signs, update.num_examples)
+        self.sums.fold_in_place(update.values, update.mask, update.num_examples)
+        for part in self._parts:
+            if part.name in update.parts:
+                part.fold(self.sums, update.parts[part.name], update.num_examples)
 
 
 def clips_relatively(settings: FederationSettings) -> bool:
@@ -349,7 +347,7 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. notes: counts for the record. parts: bytes of the updates' bundles by part. progress: called
+    models old each was. notes: counts for the record. sizes: bytes of the updates' bundles by part. progress: called
     with each update.
     """
 
@@ -375,17 +373,20 @@ class Folding:
         self._int8 = situation.settings.precision == "int8"
         self._precision = situation.settings.precision_of("down", Kind.train)
         self.round = situation.round
+        method = load_method(federation.method)
+        self._parts = expected(method.parts, situation.manifest, situation.plan)
         self.intake = Intake(
-            sums_of(load_method(federation.method), self._model, situation, store.folder, federation.noise_key),
+            sums_of(method, self._model, situation, store.folder, federation.noise_key),
             situation.settings,
             situation.manifest,
             self._model.tensors,
             usual_length,
+            method.parts,
         )
         self.position = self.last = 0
         self.taken: list[str] = []
         self.behind: list[int] = []
-        self.parts: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
         self.notes: dict[str, Any] = {}
         self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
         self._limits: dict[str, int | None] = {}
@@ -425,22 +426,23 @@ class Folding:
 
     def _take(self, assignment_id: str, key: str, most_examples: int | None) -> None:
         self._limits[key] = most_examples
-        update, parts = self._read(key)
+        update, sizes = self._read(key)
         # Others came as values, which were found to fit when they were decoded.
         if (self._int8 or key in self._versions) and not _fits(update.values, self._precision):
             self.intake.leave_out(assignment_id, "its values are not finite when they are added to the global model")
         else:
             self.intake.take(assignment_id, key, update)
-        self.parts.update(parts)
+        self.sizes.update(sizes)
         self.taken.append(assignment_id)
 
     def _read(self, key: str) -> tuple[Update, Mapping[str, int]]:
-        """Return an update as it counts in this round, and the bytes of its parts."""
+        """Return an update as it counts in this round, and the bytes of its bundle by part."""
         self._progress()
         decoded = self._decoded.take(key)
         if decoded is None:
             # Its digest was compared with its key's: that inside of it need not be.
-            decoded = bundle.decode(self._store.blobs.load(key), self._manifest, self._model.mask, intact=True)
+            body = self._store.blobs.load(key)
+            decoded = bundle.decode(body, self._manifest, self._model.mask, parts=self._parts, intact=True)
         report = UpdateReport.model_validate_json(decoded.report)
         version = self._versions.get(key)
         began = self._model if version is None else self._models.model(self._federation, version)
@@ -449,4 +451,4 @@ class Folding:
             share = staleness_weight(self._federation.model_version - version, self._exponent)
             values = bring_forward(self._manifest, values, decoded.mask, began.tensors, self._model.tensors, share)
         weight = weight_of(report.num_examples, self._limits[key])
-        return Update(values, decoded.mask, weight, decoded.gradients, decoded.signs), decoded.parts
+        return Update(values, decoded.mask, weight, decoded.parts), decoded.sizes

@@ -47,7 +47,7 @@ from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod, why_not_private
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Device
 
@@ -91,9 +91,7 @@ class PrivateSums:
         self._parts: dict[str, Any] = unpack_whole(manifest, self.clipped_sum)
         self.updates = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
         moved = difference(self._manifest, self._sent, values, mask)
         if self._secure:
@@ -168,7 +166,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "cohort_policy": "the draw would depend on which devices took part, or could afford to; set it to uniform"
         if settings.cohort_policy != "uniform"
         else None,
-        "method": method.why_not_private(settings),
+        "method": why_not_private(method, settings),
     }
     for setting, reason in reasons.items():
         if reason:

@@ -53,7 +53,7 @@ from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only
 from sparrow.coordinator.rounds.sums import Sum, blocks_of
 
 Rule = Literal["trimmed_mean", "median", "krum"]
@@ -76,8 +76,8 @@ def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> Non
     rule = settings.robust
     if rule is None:
         return
-    reason = method.why_mean_only(settings)
-    parts = (method.active or method.masks) and not method.only_means(settings)
+    reason = why_mean_only(method, settings)
+    parts = (method.active or method.masks is not AS_ASSIGNED) and not method.only_means(settings)
     if reason is None and rule == "krum" and parts:
         reason = "its devices train different parts of the model, and krum compares updates of the same"
         raise BadContent(f"robust: {settings.method} cannot do with krum: {reason}; take trimmed_mean or median")
@@ -131,9 +131,7 @@ class RobustSums:
         self.drawn = 0
         """Devices that were drawn for the round, told before its mean is asked for; at least all that sent updates."""
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Keep one update."""
         row = np.full(self._manifest.shared_values, np.nan, dtype=np.float32)  # no value of an update is NaN
         whole = unpack_whole(self._manifest, row)

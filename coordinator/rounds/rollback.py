@@ -43,7 +43,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
         )
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
-    method.check_rollback(_round_of(db, federation, version), situation)
+    method.schedule.check_rollback(_round_of(db, federation, version), situation)
     federation.rollback_version = version
     if current is None:
         carry_out(db, federation)

@@ -14,13 +14,12 @@ updates give the same model, bit for bit. A value that nobody sent keeps its old
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask, Index, Points
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import (
@@ -46,9 +45,7 @@ class Sums(Protocol):
 
     updates: int
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
 
 
@@ -90,9 +87,7 @@ class MaskedSums:
         self._of_all = 0.0  # the weight of whole models
         self.updates = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update, whose mask is not of elements."""
         weight = float(num_examples)
         self._weight += weight
@@ -149,9 +144,7 @@ class ElementSums:
         self.updates = 0
         self.num_examples = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update."""
         assert isinstance(mask, ElementMask)
         if same_mask(mask, self._mask):
@@ -231,50 +224,13 @@ def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
     return np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
 
 
-@runtime_checkable
-class SignSums(Protocol):
-    """Sums of rounds whose updates bring signs."""
-
-    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
-        """Add the signs of one update, int8 in -1..1, as many as the round asks for, weighted with its
-        ``num_examples``."""
-
-
-class BitSums:
-    """Sums of signs, of every maskable weight, which updates bring in place of values.
-
-    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64;
-    senders: how many the latter are.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        size = sum(spec.size for spec in manifest.maskable)
-        self.positive, self.weights = np.zeros((2, size), dtype=np.float64)
-        self.senders = np.zeros(size, dtype=np.int64)
-        self.updates = 0
-
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
-        """Count one update; its values are not looked at."""
-        self.updates += 1
-
-    def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
-        """Add the signs of one update, int8 [maskable weights]."""
-        self.positive[signs > 0] += num_examples
-        self.weights[signs != 0] += num_examples
-        self.senders += signs != 0
-
-
 class OneUpdate:
     """The update of the one device that prepares a model, as it came."""
 
     def __init__(self) -> None:
         self.updates = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Keep the update."""
         self.values, self.mask = values, mask
         self.updates += 1
@@ -301,9 +257,7 @@ class BlockSums:
         self.masks: set[bytes | None] = set()
         self.updates = 0
 
-    def fold_in_place(
-        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
-    ) -> None:
+    def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Add one update, of some blocks or of all."""
         assert mask is None or isinstance(mask, BlockMask)
         self.masks.add(blocks_of(mask))

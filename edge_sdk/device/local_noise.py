@@ -105,7 +105,7 @@ class LocalNoise:
         more than values, TrainingDiverged where they are not finite.
         """
         settings = job.assignment.settings
-        if job.assignment.kind is not Kind.train or update.gradients is not None or update.signs is not None:
+        if job.assignment.kind is not Kind.train or update.parts:
             raise ProtocolError("the round asks for more than --local-noise hides")
         if (fault := _unfit(settings)) is not None:
             raise ProtocolError(fault)

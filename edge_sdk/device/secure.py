@@ -189,9 +189,9 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
 
 def check_alone(job: Job, update: Update) -> None:
     """Raise BadSecret for an update that brings more than values, or whose mask says something of the data."""
-    if update.signs is not None or update.gradients is not None:
+    if update.parts:
         raise BadSecret(
-            "the coordinator asks for signs or gradients beside masked values; nothing is sent",
+            f"the coordinator asks for {', '.join(update.parts)} beside masked values; nothing is sent",
             failure=Failure("secure-refused/parts"),
         )
     if not _follows(job, update):

@@ -106,6 +106,7 @@ from edge_sdk.protocol.messages import (
     bounded,
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.parts import expected
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.secure.messages import Statement
 from edge_sdk.protocol.skew import LabelSketch
@@ -789,7 +790,7 @@ class Session:
         with self._telemetry.phase("download") as download:
             received = None
             if assignment.payload is not None:
-                received = self._receive(assignment.assignment_id, assignment.payload)
+                received = self._receive(assignment, assignment.payload)
                 self._keep_mask(_elements(received.mask))
         job = Job(
             assignment=assignment,
@@ -832,17 +833,18 @@ class Session:
         """Return the work with this device's class frequencies in what was received, where the federation wants it."""
         return job if self._prior is None else self._prior.received(job)
 
-    def _receive(self, assignment_id: str, payload: Payload) -> bundle.Bundle:
+    def _receive(self, assignment: Assignment, payload: Payload) -> bundle.Bundle:
         """Return the decoded payload. Raises Damaged where it is not what this model's can be."""
-        largest = bundle.largest_payload(self.manifest)
+        parts = expected(self._method.payload_parts, self.manifest, assignment.plan)
+        largest = bundle.largest_payload(self.manifest, parts)
         if payload.bytes > largest:
             raise Damaged(
                 f"a payload of {payload.bytes:,} bytes is announced, of this model it has at most {largest:,}",
                 failure=Failure("bad-payload/size"),
             )
-        body = self._transport.payload(assignment_id, payload)
+        body = self._transport.payload(assignment.assignment_id, payload)
         try:
-            return bundle.decode(body, self.manifest, _elements(self._mask))
+            return bundle.decode(body, self.manifest, _elements(self._mask), parts=parts)
         except BundleError as error:
             raise Damaged(f"the payload cannot be used: {error}", failure=error.failure) from error
 
@@ -1065,8 +1067,7 @@ class Session:
                 precision=precision,
                 report=report,
                 known=None if job.received is None else _elements(job.received.mask),
-                signs=update.signs,
-                gradients=update.gradients,
+                parts=update.parts,
                 extras=update.extras,
             )
         except BundleError as error:  # a value is not finite
@@ -1444,7 +1445,7 @@ def _report(
         validation_loss=trained.validation.loss if tells and trained.validation else None,
         stop_loss=bounded(trained.stop_loss) if tells and trained.stop_loss is not None else None,
         counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
-        received=dict(job.received.parts) if job.received else {},
+        received=dict(job.received.sizes) if job.received else {},
         secure=statement,
         labels=labels,
         telemetry=Telemetry(download=download, train=train),

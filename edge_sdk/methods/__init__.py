@@ -15,19 +15,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.bundle import Bundle, Signs
+from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
+from edge_sdk.protocol.parts import Numbers, Part
 from edge_sdk.protocol.secure.numbers import Words
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
@@ -131,17 +130,15 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them. signs: int8 in -1..1, likewise. base: the
-    global model that the round started from, where its payload was under another mask than the update, or only what
-    had changed of it.
-    extras: words after values that secure aggregation has masked (``secure.fine``).
+    parts: what the method sends beside them, by name: float32 [n], or signs, int8 [n] in -1..1. base: the global model
+    that the round started from, where its payload was under another mask than the update, or only what had changed of
+    it. extras: words after values that secure aggregation has masked (``secure.fine``).
     """
 
     values: Array
     mask: Mask | None = None
     draw: NeuronDraw | None = None
-    gradients: NDArray[np.float32] | None = None
-    signs: Signs | None = None
+    parts: Mapping[str, Numbers] = field(default_factory=dict)
     base: Tensors | None = None
     extras: Words | None = None
 
@@ -273,6 +270,7 @@ class DeviceMethod:
         the model and the FLOPs that it took.
     compose: makes the federation's model of the published one: given the published manifest, graphs by name and the
         settings, returns the manifest, without digests of graphs, and the graphs. None: the model is the published one.
+    payload_parts: what a payload may bring beside values, of which ``Part.count`` is then the most.
     sums: sums of its updates' values are all that the server half needs, under masks that follow from the assignment or
         the payload. Devices take part in secure rounds of such methods only, and send nothing beside the values.
     engines: what its rounds can be trained with.
@@ -299,6 +297,7 @@ class DeviceMethod:
     mixes_global: bool = False
     finish: Callable[[Job, Tensors], tuple[Tensors, int]] | None = None
     compose: Compose | None = None
+    payload_parts: tuple[Part, ...] = ()
     sums: bool = False
     engines: tuple[EngineName, ...] = ("onnx", "torch")
     adds_local_noise: bool = False

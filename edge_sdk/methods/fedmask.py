@@ -39,11 +39,11 @@ from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.parts import own_tensors
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import unpack_whole
+from edge_sdk.protocol.parts import Part, Signs, all_maskable
 from edge_sdk.tasks import count_examples
 
 LEAST = np.float32(1e-12)
@@ -84,7 +84,12 @@ class Masks:
         return slope if self.kept is None else slope * self.kept[name]
 
     def take(self, signs: Signs) -> int:
-        """Give scores of kept weights the signs that are not 0; return how many bits that turned."""
+        """Give scores of kept weights the signs that are not 0; return how many bits that turned.
+
+        Raises BundleError for another number of signs than there are scores."""
+        wanted = sum(score.size for score in self.scores.values())
+        if len(signs) != wanted:
+            raise BundleError(f"the payload has {len(signs)} signs for {wanted} weights; fetch it again")
         turned, start = 0, 0
         for name, score in self.scores.items():
             sign = signs[start : start + score.size].reshape(score.shape)
@@ -120,7 +125,7 @@ def train(job: Job) -> Trained:
     TrainingDiverged when the round failed."""
     masks, result, counts = _train_scores(job)
     nothing = BlockMask(np.zeros(len(job.manifest.block_table.sizes), bool))
-    update = Update(np.zeros(0, np.float32), nothing, signs=masks.signs())
+    update = Update(np.zeros(0, np.float32), nothing, parts={"signs": masks.signs()})
     trained = conclude(job, result, personal=job.engine.read(), update=update, counts=counts)
     state = replace(trained.state, own=_packed(masks), model=job.assignment.model_sha256)
     return replace(trained, state=state, flops=training_flops(job.manifest, result.samples))
@@ -135,7 +140,7 @@ def adapt(job: Job) -> DeviceState:
 def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResult, dict[str, int]]:
     """Train scores as the settings say, prune where that was not done, and leave the masked model in the engine."""
     masks = _masks_of(job)
-    signs = job.received.signs if job.received is not None else None
+    signs = job.received.parts.get("signs") if job.received is not None else None
     counts = {"bits_taken": 0 if signs is None else masks.take(signs)}
     before = {name: masks.bits(name) for name in masks.weights}
     job.engine.load({**own_tensors(job), **masks.masked()})
@@ -202,5 +207,9 @@ def _packed(masks: Masks) -> Tensors:
 
 
 FEDMASK = DeviceMethod(
-    train=train, evaluate=evaluate_both, adapt=adapt, acts=("bits_taken", "bits_learned", "pruned", "overlapping")
+    train=train,
+    evaluate=evaluate_both,
+    adapt=adapt,
+    payload_parts=(Part(name="signs", dtype="sign", count=all_maskable),),
+    acts=("bits_taken", "bits_learned", "pruned", "overlapping"),
 )

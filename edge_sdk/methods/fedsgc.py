@@ -28,6 +28,7 @@ from edge_sdk.methods import DeviceMethod, Job, Trained
 from edge_sdk.methods.replacing import Replacing
 from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
 from edge_sdk.methods.whole import adapt_global, evaluate_global
+from edge_sdk.protocol.parts import Part, all_maskable
 
 
 class Settings(SparseTrainingSettings):
@@ -53,6 +54,7 @@ FEDSGC = DeviceMethod(
     train=train,
     evaluate=evaluate_global,
     adapt=adapt_global,
+    payload_parts=(Part(name="signs", dtype="sign", count=all_maskable),),
     acts=("replaced", "dropped_guided", "positions_replaced"),
     act_on={"dropped_guided": "dropped"},
     sums=True,

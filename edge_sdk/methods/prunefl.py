@@ -68,7 +68,7 @@ def train(job: Job) -> Trained:
     flat = np.concatenate([part.reshape(-1) for part in squares.values()])
     return replace(
         trained,
-        update=replace(trained.update, gradients=flat),
+        update=replace(trained.update, parts={"gradients": flat}),
         flops=trained.flops + growth_flops(job.manifest, samples, mask),
     )
 

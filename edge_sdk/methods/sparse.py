@@ -114,7 +114,7 @@ class _Rule:
         self.times = dict(plan if mask.count < mask.size else [])  # where all exists, nothing is replaced
         if self.times:
             self._start = whole_model(job.manifest, job.received)
-            self._directions = _expand(job.received.signs if job.received else None, mask)
+            self._directions = _expand(job.received.parts.get("signs") if job.received else None, mask)
             self._densities = layer_densities(job.manifest, rules.density, rules.layer_sparsity)
 
     def __call__(self, step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:

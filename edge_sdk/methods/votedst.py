@@ -47,7 +47,7 @@ def train(job: Job) -> Trained:
     assert trained.update is not None
     return replace(
         trained,
-        update=replace(trained.update, signs=votes),
+        update=replace(trained.update, parts={"signs": votes}),
         flops=trained.flops + growth_flops(job.manifest, samples, sparse_mask(job)),
         counts={**trained.counts, "votes": int(np.count_nonzero(votes))},
     )

@@ -5,8 +5,7 @@
     data      values:    one vector, every active value of the shared tensors, packed as in ``masks``
               scales:    only beside int8 values, float32, one for each row (``quantization``)
               mask:      only in the forms that say so
-              signs:     where a method sends a direction, or a vote, (-1, 0 or 1) for each of some weights
-              gradients: where a method wants them of all maskable weights, float32
+              others:    what a method sends beside its values, one vector each, in the order of their names (``parts``)
 
 Metadata, all strings as safetensors wants them:
 
@@ -34,15 +33,12 @@ Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest ev
 90 bytes apiece, more than the values of a small layer at a small budget: the manifest already knows names and counts.
 int8 values (I8) are not a model's but differences from what their sender was given.
 
-Signs are their number (uint32), a bit for each that says whether it is other than 0, and a bit for each of those, set
-where it is positive.
-
 Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
 is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
 uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of shorter values, and the check for finiteness)
 plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask. A mask of elements takes a byte for every maskable weight
-(four more while a difference is read) and, where rows are counted, eight for those that exist; signs take five bytes
-each, and are at most as many as those weights.
+(four more while a difference is read) and, where rows are counted, eight for those that exist; signs of a method's
+part take five bytes each, and are at most as many as the reader expects.
 """
 
 from __future__ import annotations
@@ -63,6 +59,7 @@ from edge_sdk.protocol.errors import BundleError, ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
 from edge_sdk.protocol.neurons import neuron_bits, neurons_from_bits
+from edge_sdk.protocol.parts import RESERVED, WIRE_TYPES, Expected, Numbers, pack_signs, type_of, unpack_signs
 from edge_sdk.protocol.quantization import LARGEST, Quantised, row_lengths
 from edge_sdk.protocol.secure.numbers import Words
 
@@ -90,10 +87,7 @@ LARGEST_VALUE: dict[Precision, float] = {
 _PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
 _MASKED = {"U16": 2, "U32": 4}
 """Types of values that secure aggregation has masked -> their bytes."""
-_PARTS = ("values", "extras", "scales", "mask", "signs", "gradients")
-"""What a bundle's data consist of, in this order."""
-
-Signs = NDArray[np.int8]
+NO_PARTS: Mapping[str, Expected] = {}
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class Bundle:
     everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
     masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values; then
     extras of the same type, however many (``secure.fine``).
-    signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
+    parts: a method's, by name. sizes: the bytes of header, values, mask and so on, by name.
     """
 
     values: NDArray[np.float32]
@@ -112,9 +106,8 @@ class Bundle:
     draw: NeuronDraw | None
     precision: Precision
     report: str
-    signs: Signs | None = None
-    gradients: NDArray[np.float32] | None = None
-    parts: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, Numbers] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     masked: Words | None = None
     extras: Words | None = None
 
@@ -128,17 +121,16 @@ def encode(
     precision: Precision = "fp32",
     report: str = "",
     known: ElementMask | None = None,
-    signs: Signs | None = None,
-    gradients: NDArray[np.float32] | None = None,
+    parts: Mapping[str, Numbers] | None = None,
     extras: Words | None = None,
 ) -> bytes:
     """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
     Values of type uint16 or uint32 are those of secure aggregation, and travel as they are, with extras of the same
-    type. ``draw``, where given, must
-    be what ``mask`` was drawn from; it is used where it is the shortest form. known: the mask of elements that the
-    reader holds. Quantised values have precision int8, whatever is given. Raises BundleError when a value is not
-    finite, or becomes infinite in the chosen precision.
+    type. ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. known:
+    the mask of elements that the reader holds. parts: a method's, by name: float32 [n], or signs, int8 [n] in -1..1.
+    Quantised values have precision int8, whatever is given. Raises BundleError when a value is not finite, or becomes
+    infinite in the chosen precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
@@ -146,31 +138,32 @@ def encode(
     hidden = vector.dtype.kind == "u"
     if vector.shape != (wanted,):
         raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
-    if hidden and (signs is not None or gradients is not None):
-        raise BundleError("masked values go up alone: signs and gradients beside them would be sent in clear")
+    if hidden and parts:
+        raise BundleError(f"masked values go up alone: {', '.join(parts)} beside them would be sent in clear")
     if extras is not None and not hidden:
         raise BundleError("extras belong to masked values; leave them out")
     if precision == "int8" and not quantised and not hidden:
         raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
     dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]
     description, mask_bytes = _encode_mask(manifest, mask, draw, known)
-    parts: dict[str, tuple[str, int, bytes | memoryview]] = {}
+    data: dict[str, tuple[str, int, bytes | memoryview]] = {}
     if isinstance(values, Quantised):
-        parts["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
-        parts["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
+        data["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
+        data["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
     elif hidden:
-        parts["values"] = (dtype, wanted, vector.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
+        data["values"] = (dtype, wanted, vector.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
         if extras is not None and len(extras):
-            parts["extras"] = (dtype, len(extras), extras.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
+            data["extras"] = (dtype, len(extras), extras.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
     else:
-        parts["values"] = (dtype, wanted, _to_bytes(values, precision))
+        data["values"] = (dtype, wanted, _to_bytes(values, precision))
     if mask_bytes:
-        parts["mask"] = ("U8", len(mask_bytes), mask_bytes)
-    if signs is not None:
-        packed = _pack_signs(signs)
-        parts["signs"] = ("U8", len(packed), packed)
-    if gradients is not None:
-        parts["gradients"] = ("F32", len(gradients), _to_bytes(gradients, "fp32"))
+        data["mask"] = ("U8", len(mask_bytes), mask_bytes)
+    for name, numbers in sorted((parts or {}).items()):
+        if type_of(name, numbers) == "sign":
+            packed = pack_signs(numbers)
+            data[name] = (WIRE_TYPES["sign"], len(packed), packed)
+        else:
+            data[name] = (WIRE_TYPES["float32"], len(numbers), _to_bytes(numbers, "fp32"))
     header: dict[str, Any] = {
         "__metadata__": {
             "sparrow": FORMAT,
@@ -180,10 +173,10 @@ def encode(
         },
     }
     end = 0
-    for name, (kind, count, data) in parts.items():
-        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [end, end + len(data)]}
-        end += len(data)
-    body = [data for _, _, data in parts.values()]
+    for name, (kind, count, part) in data.items():
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [end, end + len(part)]}
+        end += len(part)
+    body = [part for _, _, part in data.values()]
     header["__metadata__"]["sha256"] = _digest(header, body)
     text = _canonical(header).encode()
     text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
@@ -191,20 +184,27 @@ def encode(
 
 
 def decode(
-    body: bytes | memoryview, manifest: Manifest, known: ElementMask | None = None, *, intact: bool = False
+    body: bytes | memoryview,
+    manifest: Manifest,
+    known: ElementMask | None = None,
+    *,
+    parts: Mapping[str, Expected] = NO_PARTS,
+    intact: bool = False,
 ) -> Bundle:
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
-    known: the mask of elements that this side holds, which a bundle may name, or differ from. intact: that this side
-    has found these bytes to have their digest already, which takes longer than all else. Raises BundleError, saying
-    what was met and what to do. Memory: see the module's first page.
+    known: the mask of elements that this side holds, which a bundle may name, or differ from. parts: those of a method
+    that a bundle may bring, with at most so many numbers. intact: that this side has found these bytes to have their
+    digest already, which takes longer than all else. Raises BundleError, saying what was met and what to do. Memory:
+    see the module's first page.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
+    _check_names(header, parts)
     metadata = _metadata(header)
     if metadata["manifest"] != manifest.values_digest:
         raise BundleError("the bundle was made for another model; fetch the federation's manifest again and restart")
-    entries = {name: _entry(header, name) for name in _PARTS if name in header}
+    entries = {name: _entry(header, name, parts) for name in (*RESERVED, *parts) if name in header}
     _check_layout(entries, len(buffer) - start)
     data = {name: buffer[start + low : start + high] for name, (_, _, low, high) in entries.items()}
     if not intact and _digest(header, list(data.values())) != metadata["sha256"]:
@@ -214,10 +214,11 @@ def decode(
     wanted = count_values(manifest, mask)
     if count != wanted:
         raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
+    sizes = {"header": start, **{name: len(part) for name, part in data.items()}}
     if dtype in _MASKED:
         if entries.get("extras", entries["values"])[0] != dtype:
             raise BundleError("extras have another type than masked values; encode with protocol.bundle")
-        return _masked(data, dtype, mask, draw, metadata["report"], start)
+        return _masked(data, dtype, mask, draw, metadata["report"], sizes)
     if "extras" in data:
         raise BundleError("extras belong to masked values; encode with protocol.bundle")
     precision = _PRECISIONS[dtype]
@@ -237,21 +238,24 @@ def decode(
         draw,
         precision,
         metadata["report"],
-        signs=_decode_signs(manifest, data["signs"]) if "signs" in data else None,
-        gradients=_decode_gradients(manifest, data["gradients"]) if "gradients" in data else None,
-        parts={"header": start, **{name: len(part) for name, part in data.items()}},
+        parts={name: _numbers(name, data[name], part) for name, part in parts.items() if name in data},
+        sizes=sizes,
     )
 
 
 def _masked(
-    data: Mapping[str, memoryview], dtype: str, mask: Mask | None, draw: NeuronDraw | None, report: str, start: int
+    data: Mapping[str, memoryview],
+    dtype: str,
+    mask: Mask | None,
+    draw: NeuronDraw | None,
+    report: str,
+    sizes: Mapping[str, int],
 ) -> Bundle:
     """Return a bundle of masked values, which brings nothing else but its mask."""
     if not data.keys() <= {"values", "extras", "mask"}:
-        raise BundleError("masked values come without scales, signs and gradients; encode with protocol.bundle")
+        raise BundleError("masked values come without scales and a method's parts; encode with protocol.bundle")
     words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
-    parts = {"header": start, **{name: len(part) for name, part in data.items()}}
-    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, parts=parts, masked=words, extras=extras)
+    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, sizes=sizes, masked=words, extras=extras)
 
 
 def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, memoryview]) -> NDArray[np.float32]:
@@ -267,43 +271,14 @@ def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, 
         return Quantised(numbers, scales).values(lengths)
 
 
-def _decode_gradients(manifest: Manifest, data: memoryview) -> NDArray[np.float32]:
-    gradients = _from_bytes(data, "fp32")
-    wanted = sum(spec.size for spec in manifest.maskable)
-    if len(gradients) != wanted or not _all_finite(gradients):
-        raise BundleError(f"gradients must be finite and those of all {wanted} maskable weights; send the update again")
-    return gradients
-
-
-def _pack_signs(signs: Signs) -> bytes:
-    nonzero = signs != 0
-    positive = np.compress(nonzero, signs) > 0
-    return struct.pack("<I", len(signs)) + np.packbits(nonzero).tobytes() + np.packbits(positive).tobytes()
-
-
-def _decode_signs(manifest: Manifest, data: memoryview) -> Signs:
-    count = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
-    most = sum(spec.size for spec in manifest.maskable)
-    if count > most:
-        raise BundleError(f"the bundle holds {count} signs, there are {most} maskable weights; fetch it again")
-    end = 4 + (count + 7) // 8
-    if len(data) < end:
-        raise BundleError(f"the signs have {len(data)} bytes, {count} of them take more; send the whole file")
-    nonzero = np.unpackbits(np.frombuffer(data[4:end], dtype=np.uint8), count=count).view(np.bool_)
-    others = np.count_nonzero(nonzero)
-    if len(data) != end + (others + 7) // 8:
-        raise BundleError(f"the signs have {len(data) - end} bytes of signs for {others} weights; send the whole file")
-    positive = np.unpackbits(np.frombuffer(data[end:], dtype=np.uint8), count=others).view(np.int8)
-    signs = np.zeros(count, dtype=np.int8)
-    signs[nonzero] = 2 * positive - 1
-    return signs
-
-
-def parts_of(body: bytes) -> dict[str, int]:
-    """Return the bytes of each part of a bundle that was made here, and of its header."""
-    header, start = _read_header(memoryview(body))
-    sizes = {name: header[name]["data_offsets"] for name in _PARTS if name in header}
-    return {"header": start, **{name: high - low for name, (low, high) in sizes.items()}}
+def _numbers(name: str, data: memoryview, wanted: Expected) -> Numbers:
+    """Return the numbers of a method's part."""
+    if wanted.dtype == "sign":
+        return unpack_signs(name, data, wanted.most)
+    numbers = _from_bytes(data, "fp32")
+    if not _all_finite(numbers):
+        raise BundleError(f"{name}: a number is not finite; do not send this update")
+    return numbers
 
 
 def largest_bundle(
@@ -312,32 +287,27 @@ def largest_bundle(
     manifest: Manifest,
     *,
     elements: bool = False,
-    gradients: bool = False,
-    signs: int = 0,
+    parts: Mapping[str, Expected] = NO_PARTS,
 ) -> int:
     """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread.
 
-    elements: whether it may bring a mask of elements, gradients: whether it may bring those, and signs: how many.
+    elements: whether it may bring a mask of elements. parts: those of its method that it may bring.
     """
     rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
     scales = 4 * rows if precision == "int8" else 0
     weights = sum(spec.size for spec in manifest.maskable)
     mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
     mask += len(manifest.block_table.sizes)
-    dense = 4 * weights if gradients else 0
-    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense + _largest_signs(signs)
+    others = sum(part.most_bytes for part in parts.values())
+    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + others
 
 
-def _largest_signs(count: int) -> int:
-    return 4 + 2 * ((count + 7) // 8)
+def largest_payload(manifest: Manifest, parts: Mapping[str, Expected] = NO_PARTS) -> int:
+    """Upper bound on the bytes of what a coordinator sends of this model: a longer payload can be refused unread.
 
-
-def largest_payload(manifest: Manifest) -> int:
-    """Upper bound on the bytes of what a coordinator sends of this model, whatever its method: a longer payload can be
-    refused unread."""
-    signs = sum(spec.size for spec in manifest.maskable)
+    parts: those of the method that it may bring."""
     values = manifest.shared_values
-    return max(largest_bundle(values, "fp32", manifest, elements=elements, signs=signs) for elements in (False, True))
+    return max(largest_bundle(values, "fp32", manifest, elements=elements, parts=parts) for elements in (False, True))
 
 
 def _canonical(value: object) -> str:
@@ -411,12 +381,21 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
         header = json.loads(bytes(buffer[8 : 8 + length]))
     except (ValueError, RecursionError):
         raise BundleError("the header is not JSON; a bundle is a safetensors file") from None
-    required = {"__metadata__", "values"}
-    if not isinstance(header, dict) or not required <= set(header) <= required | set(_PARTS):
-        raise BundleError(
-            f"the header must hold __metadata__, values and at most {', '.join(_PARTS[1:])}; use protocol.bundle"
-        )
+    if not isinstance(header, dict):
+        raise BundleError("the header is no JSON object; a bundle is a safetensors file")
     return header, 8 + length
+
+
+def _check_names(header: dict[str, Any], parts: Mapping[str, Expected]) -> None:
+    if not {"__metadata__", "values"} <= set(header):
+        raise BundleError("the header must hold __metadata__ and values; encode with protocol.bundle")
+    known = (*RESERVED, *parts)
+    unknown = next((name for name in header if name not in known and name != "__metadata__"), None)
+    if unknown is not None:
+        raise BundleError(
+            f"{unknown[:32]!r} is no part of this message, which may bring {', '.join(known)}; use the same version of "
+            f"the method on both sides"
+        )
 
 
 def _metadata(header: dict[str, Any]) -> dict[str, str]:
@@ -432,7 +411,7 @@ def _metadata(header: dict[str, Any]) -> dict[str, str]:
     return cast(dict[str, str], metadata)
 
 
-def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
+def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> tuple[str, int, int, int]:
     """(dtype, count, first byte, end) of one tensor of the header."""
     entry = header[name]
     match entry:
@@ -442,20 +421,22 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
             raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
     if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
         raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
-    allowed = (
-        {"U8": 1}
-        if name in ("mask", "signs")
-        else {**dict(_DTYPES.values()), **_MASKED}
-        if name == "values"
-        else _MASKED
-        if name == "extras"
-        else {"F32": 4}
-    )
+    allowed = _allowed_types(name, parts)
     if dtype not in allowed:
         raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
     if high - low != count * allowed[dtype]:
         raise BundleError(f"{name}: {count} values of {dtype} take {count * allowed[dtype]} bytes, not {high - low}")
+    if name in parts and high - low > parts[name].most_bytes:
+        raise BundleError(f"{name}: {high - low} bytes, at most {parts[name].most_bytes} are expected; fetch it again")
     return dtype, count, low, high
+
+
+def _allowed_types(name: str, parts: Mapping[str, Expected]) -> dict[str, int]:
+    """Return the types that an entry of the header may have, with their bytes."""
+    if name in parts:
+        return {WIRE_TYPES[parts[name].dtype]: 4 if parts[name].dtype == "float32" else 1}
+    fixed = {"mask": {"U8": 1}, "extras": _MASKED, "scales": {"F32": 4}}
+    return fixed.get(name, {**dict(_DTYPES.values()), **_MASKED})
 
 
 def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:

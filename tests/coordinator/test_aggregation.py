@@ -30,7 +30,7 @@ def fold(manifest, updates, previous):
         sums.fold_in_place(np.asarray(values, dtype=np.float32), mask, examples)
     assert sums.updates == len(updates)
     situation = Situation(manifest, FederationSettings())
-    return load_method("fedspu").close(GlobalModel(previous), sums, situation).tensors
+    return load_method("fedspu").aggregation.close(GlobalModel(previous), sums, situation).tensors
 
 
 def neurons(*active):

@@ -10,7 +10,7 @@ from edge_sdk.protocol.masks import pack, unpack
 from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, UploadCost
 from sparrow.coordinator.commands.backup import blobs_named
 from sparrow.coordinator.errors import BadContent, RoundClosed
-from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.methods import load_method, why_not_buffered
 
 from .fakes import DIGITS, STOPS
 
@@ -338,7 +338,7 @@ def test_an_older_model_is_taken_up_without_what_was_trained_on_later_ones(coord
     ["fedavg", "fedprox", "fedspu", "feddrop", "heterofl", "fjord", "ditto", "fedem", "pfedme", "perfedavg", "fedper"],
 )
 def test_methods_that_take_a_mean_can(method):
-    assert load_method(method).why_not_buffered(FederationSettings()) is None
+    assert why_not_buffered(load_method(method), FederationSettings()) is None
 
 
 @pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "prunefl", "grasp", "dmpfl", "pfedgate"])

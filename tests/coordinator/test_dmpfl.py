@@ -110,10 +110,10 @@ def test_two_rounds_of_masks(order):
     model = start(NET, W_G[0], **HALF)
     for updates, weights, mask in zip(UP, W_G[1:], M_G[1:], strict=True):
         before, where = model, situation(NET, own=HALF)
-        sums = SERVER.sums(model, where)
+        sums = SERVER.aggregation.sums(model, where)
         for place in order:
             fold(sums, NET, array(updates[place]), num_examples=7, bias=1 + place)
-        model = SERVER.close(model, sums, where)
+        model = SERVER.aggregation.close(model, sums, where)
         np.testing.assert_allclose(model.own["w"], array(weights), rtol=0, atol=1e-6)
         assert flags(model) == mask
         np.testing.assert_array_equal(model.tensors["w"], model.own["w"] * model.mask.exists["w"])
@@ -127,10 +127,10 @@ def test_two_rounds_of_masks(order):
 
 def test_means_are_weighted_by_examples_and_votes_are_not():
     model, where = start(NET, W_G[0], **HALF), situation(NET, own=HALF)
-    sums = SERVER.sums(model, where)
+    sums = SERVER.aggregation.sums(model, where)
     for update, num_examples in zip(UP[0], (300, 100), strict=True):
         fold(sums, NET, array(update), num_examples=num_examples)
-    after = SERVER.close(model, sums, where)
+    after = SERVER.aggregation.close(model, sums, where)
     np.testing.assert_allclose(after.own["w"][1, 2], (3 * -1.1 - 0.9) / 4, rtol=1e-6)
     np.testing.assert_allclose(after.own["w"][0, 0], 0.6, err_msg="of its holder alone")
     assert sums.votes["w"].reshape(3, 4)[:, :2].tolist() == [[1, 1], [1, 1], [0, 2]]
@@ -138,10 +138,10 @@ def test_means_are_weighted_by_examples_and_votes_are_not():
 
 def test_the_stage_global_keeps_the_mask_and_what_lies_outside():
     model, where = start(NET, W_G[0], **HALF), situation(NET, own=HALF, plan={"stage": "global"})
-    sums = SERVER.sums(model, where)
+    sums = SERVER.aggregation.sums(model, where)
     for factor, num_examples in ((2, 1), (6, 3)):
         fold(sums, NET, factor * model.tensors["w"], held=model.mask.exists["w"], num_examples=num_examples, bias=1)
-    after = SERVER.close(model, sums, where)
+    after = SERVER.aggregation.close(model, sums, where)
     assert after.mask.digest == model.mask.digest
     np.testing.assert_allclose(after.tensors["w"], 5 * model.tensors["w"], rtol=1e-6)
     outside = ~model.mask.exists["w"]
@@ -152,9 +152,9 @@ def test_the_stage_global_keeps_the_mask_and_what_lies_outside():
 def test_a_stage_global_shares_weights_that_have_become_zero():
     """The mask is not what is not zero."""
     model, where = start(NET, W_G[0], **HALF), situation(NET, own=HALF, plan={"stage": "global"})
-    sums = SERVER.sums(model, where)
+    sums = SERVER.aggregation.sums(model, where)
     fold(sums, NET, 0 * model.tensors["w"], held=model.mask.exists["w"])
-    assert flags(SERVER.close(model, sums, where)) == M_G[0]
+    assert flags(SERVER.aggregation.close(model, sums, where)) == M_G[0]
 
 
 # --- 8.3: more than 30 % ----------------------------------------------------------------------------------------------
@@ -167,11 +167,11 @@ EIGHT = layer_of((1, 8))
 def vote(count, *, cohort=10, votes=VOTES, **own):
     rules = {"density": count / 8, "layer_sparsity": "uniform", **own}
     model, where = start(EIGHT, [RULE_W], **rules), situation(EIGHT, own=rules)
-    sums = SERVER.sums(model, where)
+    sums = SERVER.aggregation.sums(model, where)
     for place in range(cohort):
         held = np.array([[place < votes_of for votes_of in votes]])
         fold(sums, EIGHT, array([RULE_W]) * held, held=held)
-    return flags(SERVER.close(model, sums, where))[0]
+    return flags(SERVER.aggregation.close(model, sums, where))[0]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_among_equals_the_lower_index_is_shared():
     rules = {"density": 0.25, "layer_sparsity": "uniform"}
     model, where = start(EIGHT, [[0.5, -0.5] * 4], **rules), situation(EIGHT, own=rules)
     assert flags(model)[0] == [1, 1, 0, 0, 0, 0, 0, 0]
-    sums = SERVER.sums(model, where)
+    sums = SERVER.aggregation.sums(model, where)
     fold(sums, EIGHT, array([[0, -0.5, 0.5, 0.5, 0, 0, 0, 0]]), num_examples=100)
-    assert flags(SERVER.close(model, sums, where))[0] == [0, 1, 1, 0, 0, 0, 0, 0]
+    assert flags(SERVER.aggregation.close(model, sums, where))[0] == [0, 1, 1, 0, 0, 0, 0, 0]
 
 
 @given(data=st.data())
@@ -233,10 +233,10 @@ def test_every_order_gives_the_same_model_and_no_layer_has_too_many(data):
         updates.append((array(data.draw(values)).reshape(shape) * held, held, data.draw(st.integers(1, 9))))
     results = []
     for order in (updates, updates[::-1]):
-        sums = SERVER.sums(model, where)
+        sums = SERVER.aggregation.sums(model, where)
         for weights, held, num_examples in order:
             fold(sums, manifest, weights, held=held, num_examples=num_examples)
-        results.append(SERVER.close(model, sums, where))
+        results.append(SERVER.aggregation.close(model, sums, where))
     one, other = results
     assert one.mask.digest == other.mask.digest  # small integers: sums are exact in any order
     assert one.own["w"].tobytes() == other.own["w"].tobytes()
@@ -263,7 +263,7 @@ def test_schedules_of_the_card(iterations, lengths, epochs):
     for each in found[2::3]:
         own = {"iterations": iterations}
         where = situation(CIFAR, own=own, number=each.first, devices=100, rounds=300, cohort=10, local_epochs=5)
-        work = SERVER.work(where)
+        work = SERVER.schedule.work(where)
         assert (work.kind, work.everyone, work.rounds) == (Kind.personalise, True, lengths[2])
         assert work.plan == {"stage": "personal", "epochs": epochs}
 
@@ -298,7 +298,10 @@ def test_no_iterations_are_masks_alone():
 
 
 def plans(**own):
-    return {number: SERVER.work(situation(CIFAR, own=own, number=number, rounds=300)).plan for number in range(1, 301)}
+    return {
+        number: SERVER.schedule.work(situation(CIFAR, own=own, number=number, rounds=300)).plan
+        for number in range(1, 301)
+    }
 
 
 def test_when_weights_are_replaced():
@@ -326,15 +329,15 @@ def test_the_epochs_of_few_devices_are_no_more_than_all():
         where = Situation(
             where.manifest, where.settings.model_copy(update={"local_epochs": 3}), 7, where.plan, devices=devices
         )
-        assert SERVER.work(where).plan["epochs"] == epochs
+        assert SERVER.schedule.work(where).plan["epochs"] == epochs
 
 
 def test_the_last_stage_for_everyone():
     def last(number):
-        return SERVER.last_for_everyone(situation(CIFAR, number=number, rounds=300))
+        return SERVER.schedule.last_for_everyone(situation(CIFAR, number=number, rounds=300))
 
     assert [last(number) for number in (0, 114, 149, 150, 151, 299, 300)] == [None, None, None, 150, 150, 150, 300]
-    assert SERVER.last_for_everyone(situation(CIFAR, own={"iterations": 0}, number=300, rounds=300)) is None
+    assert SERVER.schedule.last_for_everyone(situation(CIFAR, own={"iterations": 0}, number=300, rounds=300)) is None
 
 
 # --- 8.7: how many weights --------------------------------------------------------------------------------------------

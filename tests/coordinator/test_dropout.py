@@ -102,9 +102,9 @@ def test_first_neurons_cost_no_bits(coordinator, method):
     session = open_all(coordinator)[0]
     coordinator.rounds.advance()
     session.step()
-    assert "mask" not in bundles(session, "received")[0].parts
+    assert "mask" not in bundles(session, "received")[0].sizes
     if method == "fjord":  # an update of HeteroFL also says which classes it brings
-        assert "mask" not in bundles(session, "sent")[0].parts
+        assert "mask" not in bundles(session, "sent")[0].sizes
 
 
 @pytest.mark.parametrize("method", EVERY)

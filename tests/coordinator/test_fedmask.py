@@ -19,6 +19,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.parts import Expected
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
@@ -40,6 +41,9 @@ def manifest_of(published, **own):
     return METHOD.manifest(published, FederationSettings(method="fedmask", method_settings=own))
 
 
+SIGNS = {"signs": Expected("sign", WEIGHTS)}
+
+
 # --- one device ------------------------------------------------------------------------------------------------------
 
 
@@ -54,7 +58,7 @@ def job_of(*, state=None, signs=None, first_score=0.5, density=0.5, known=False,
     tensors = get_tensors(model, manifest)
     mask = BlockMask(np.zeros(2, bool)) if known else None
     signs = np.zeros(20, np.int8) if signs is None else np.array(signs, np.int8)
-    body = bundle.encode(manifest, pack(manifest, tensors, mask), mask, signs=signs)
+    body = bundle.encode(manifest, pack(manifest, tensors, mask), mask, parts={"signs": signs})
     own = {"first_score": first_score, "density": density}
     settings = FederationSettings(
         **{"early_stopping": "off", "learning_rate": 0.7, "local_epochs": 1, "method_settings": own, **given}
@@ -62,7 +66,7 @@ def job_of(*, state=None, signs=None, first_score=0.5, density=0.5, known=False,
     assignment = Assignment(
         assignment_id="a", kind="train", round=3, deadline_seconds=9, settings=settings, model_sha256="f" * 64
     )
-    state, received = state or DeviceState(), bundle.decode(body, manifest)
+    state, received = state or DeviceState(), bundle.decode(body, manifest, parts=SIGNS)
     return Job(assignment, manifest, task, TorchEngine(task, manifest), state, received, federation="f", device="pi")
 
 
@@ -91,20 +95,20 @@ def test_scores_move_by_the_straight_through_gradient():
 def test_a_device_prunes_once_to_the_density_and_sends_what_it_keeps():
     trained = FEDMASK.train(job_of())
     assert trained.update.values.size == 0
-    assert [np.count_nonzero(trained.update.signs[part]) for part in (slice(12), slice(12, 20))] == [6, 4]
+    assert [np.count_nonzero(trained.update.parts["signs"][part]) for part in (slice(12), slice(12, 20))] == [6, 4]
     assert trained.counts["pruned"] == 10
-    scores, kept = trained.state.own["scores"], trained.update.signs != 0
+    scores, kept = trained.state.own["scores"], trained.update.parts["signs"] != 0
     for part in (slice(12), slice(12, 20)):
         assert scores[part][kept[part]].min() >= scores[part][~kept[part]].max(), "the largest scores stay"
     signs = np.where(np.arange(20) % 3, 0, -1)
     again = FEDMASK.train(job_of(state=trained.state, known=True, density=0.1, signs=signs))
     assert again.counts["pruned"] == 0
-    np.testing.assert_array_equal(again.update.signs != 0, kept)
-    assert set(again.update.signs[kept]) == {-1, 1}, "so that bits turn"
+    np.testing.assert_array_equal(again.update.parts["signs"] != 0, kept)
+    assert set(again.update.parts["signs"][kept]) == {-1, 1}, "so that bits turn"
     np.testing.assert_array_equal(again.state.own["scores"][~kept], scores[~kept])
     np.testing.assert_array_equal(again.state.own["weights"], trained.state.own["weights"])
     personal = np.concatenate([again.state.personal[name].reshape(-1) for name in ("0.weight", "2.weight")])
-    np.testing.assert_array_equal(personal, np.where(again.update.signs > 0, again.state.own["weights"], 0))
+    np.testing.assert_array_equal(personal, np.where(again.update.parts["signs"] > 0, again.state.own["weights"], 0))
 
 
 def test_the_servers_sign_is_taken_with_the_magnitude_that_was_learned():
@@ -118,10 +122,10 @@ def test_the_servers_sign_is_taken_with_the_magnitude_that_was_learned():
 
 def test_the_bits_received_are_where_a_round_starts():
     first = FEDMASK.train(job_of(density=1.0, learning_rate=1e-6))
-    assert set(first.update.signs) == {1}
+    assert set(first.update.parts["signs"]) == {1}
     signs = np.where(np.arange(20) % 2, -1, 0)
     second = FEDMASK.train(job_of(state=first.state, signs=signs, known=True, learning_rate=1e-6))
-    np.testing.assert_array_equal(second.update.signs, np.where(np.arange(20) % 2, -1, 1))
+    np.testing.assert_array_equal(second.update.parts["signs"], np.where(np.arange(20) % 2, -1, 1))
     assert second.counts["bits_taken"] == 10
 
 
@@ -142,12 +146,14 @@ def test_a_bit_is_averaged_where_two_devices_have_the_weight_and_else_keeps_its_
         (1, ([1, 1, 1, -1, 0, 0], [0, 1, -1, -1, 1, 0], [0, 0, 1, 1, 0, 0]), [0, 1, 1, -1, 0, 0], 3),
         (2, ([-1, -1, 0, 1, 1, 0], [0, 0, -1, 0, -1, 0], [-1, 0, 0, 0, 0, 0]), [-1, 1, 1, -1, -1, 0], 2),
     ):
-        sums = METHOD.sums(model, situation)
+        sums = METHOD.aggregation.sums(model, situation)
         for signs, weight in zip(given, (1, 3, 2), strict=True):
             sums.fold_in_place(np.zeros(0, np.float32), BlockMask(np.zeros(2, bool)), weight)
             sums.fold_signs_in_place(np.pad(np.array(signs, np.int8), (0, WEIGHTS - 6)), weight)
-        closed = METHOD.close(model, sums, situation)
-        np.testing.assert_array_equal(METHOD.signs(closed, situation), np.pad(wanted, (0, WEIGHTS - 6)), f"{round_}")
+        closed = METHOD.aggregation.close(model, sums, situation)
+        np.testing.assert_array_equal(
+            METHOD.payload_parts(closed, situation)["signs"], np.pad(wanted, (0, WEIGHTS - 6)), f"{round_}"
+        )
         assert closed.notes == {"overlapping": overlapping}
         assert closed.tensors is model.tensors
         model = closed
@@ -169,7 +175,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(BadContent, match="outlier_mads: it bounds values that move"):
         METHOD.start(initial_values(manifest, 0), Situation(manifest, settings))
     with pytest.raises(BadContent, match="weights stay as they began"):
-        METHOD.check_mask(None, BlockMask(np.ones(2, bool)), Situation(manifest, settings))
+        METHOD.masks.check(None, BlockMask(np.ones(2, bool)), Situation(manifest, settings))
     assert "signs" in METHOD.why_not_secure(settings)
 
 
@@ -189,25 +195,25 @@ def test_weights_never_move_and_a_round_sends_two_bits_of_each_at_most(coordinat
     overlap = np.ones(whole, bool)
     for session in sessions:
         wire = session.transport
-        down = [bundle.decode(body, manifest) for body in wire.received]
-        up = [bundle.decode(body, manifest) for body in wire.sent[:4]]
+        down = [bundle.decode(body, manifest, parts=SIGNS) for body in wire.received]
+        up = [bundle.decode(body, manifest, parts=SIGNS) for body in wire.sent[:4]]
         assert [each.values.size for each in up] == [0] * 4
-        assert {each.parts["signs"] for each in up} == {4 + whole // 8 + -(-kept // 8)}
+        assert {each.sizes["signs"] for each in up} == {4 + whole // 8 + -(-kept // 8)}
         assert max(len(body) for body in wire.sent[:4]) < 0.25 * whole + 1300, "two bits of each, and a report"
         # The records know the models that rounds have made, not the first one: after it, weights come once more.
         assert [each.values.size for each in down] == [whole, whole, 0, 0]
-        assert not down[0].signs.any()
-        supports = {(each.signs != 0).tobytes() for each in up}
+        assert not down[0].parts["signs"].any()
+        supports = {(each.parts["signs"] != 0).tobytes() for each in up}
         assert len(supports) == 1, "pruned once"
-        overlap &= up[0].signs != 0
+        overlap &= up[0].parts["signs"] != 0
         own = session.folder.own
         np.testing.assert_array_equal(own["weights"], pack(manifest, start, None))
         personal = pack(manifest, session.personal, None)
-        np.testing.assert_array_equal(personal, np.where(up[-1].signs > 0, own["weights"], 0))
+        np.testing.assert_array_equal(personal, np.where(up[-1].parts["signs"] > 0, own["weights"], 0))
         for spec in DIGITS.shared:
             if spec.trainable and spec.name not in MASKED:
                 assert session.personal[spec.name].tobytes() == start[spec.name].tobytes()
-        np.testing.assert_array_equal(down[-1].signs != 0, down[1].signs != 0)
+        np.testing.assert_array_equal(down[-1].parts["signs"] != 0, down[1].parts["signs"] != 0)
     assert 0 < np.count_nonzero(overlap) < kept
     np.testing.assert_array_equal(coordinator.model().own["bits"] != 0, overlap)
     notes = [record.notes["overlapping"] for record in coordinator.records.rounds("f")]
@@ -215,14 +221,14 @@ def test_weights_never_move_and_a_round_sends_two_bits_of_each_at_most(coordinat
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("signs", [None, np.ones(WEIGHTS - 1, np.int8)])
+@pytest.mark.parametrize("signs", [np.zeros(0, np.int8), np.ones(WEIGHTS - 1, np.int8)])
 def test_an_update_without_a_sign_of_each_weight_is_refused(coordinator, monkeypatch, caplog, signs):
     coordinator.create("fedmask", rounds=1, min_devices=1)
     session = coordinator.open_device("a")
     monkeypatch.setattr("edge_sdk.methods.fedmask.Masks.signs", lambda masks: signs)
     coordinator.rounds.advance()
     session.step()
-    assert f"with {WEIGHTS} signs" in caplog.text
+    assert f"brings {WEIGHTS} signs" in caplog.text
 
 
 @pytest.mark.integration
@@ -232,11 +238,11 @@ def test_signs_are_refused_where_a_method_has_none(coordinator, monkeypatch, cap
     usual = bundle.encode
     monkeypatch.setattr(
         "edge_sdk.device.session.bundle.encode",
-        lambda *given, **named: usual(*given, **{**named, "signs": np.ones(3, np.int8)}),
+        lambda *given, **named: usual(*given, **{**named, "parts": {"signs": np.ones(3, np.int8)}}),
     )
     coordinator.rounds.advance()
     session.step()
-    assert "without gradients, and without signs" in caplog.text
+    assert "'signs' is no part of this message" in caplog.text
 
 
 @pytest.mark.integration

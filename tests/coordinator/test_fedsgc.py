@@ -73,11 +73,11 @@ def close(updates=UPDATES, *, method="fedsgc", before=None, kept=3, num_examples
     start = {"replaced": np.zeros(1, dtype=np.int64)}
     model = before or GlobalModel({"w": np.array([THETA], dtype=np.float32)}, mask_of(flags), start)
     where = situation(method, own=own, round=1, num_examples=num_examples)
-    sums = server.sums(model, where)
+    sums = server.aggregation.sums(model, where)
     for examples, values, held in updates:
         dense, mask = np.array([values], dtype=np.float32), mask_of(held)
         sums.fold_in_place(pack(LAYER, {"w": dense}, mask), mask, examples)
-    return server.close(model, sums, where)
+    return server.aggregation.close(model, sums, where)
 
 
 def flat(model):
@@ -115,7 +115,7 @@ def test_v84_what_the_round_counted():
 def test_v84_sums():
     server, where = load_method("fedsgc"), situation(num_examples=1000)
     model = GlobalModel({"w": np.array([THETA], dtype=np.float32)}, mask_of([1, 1, 1, 0, 0, 0]))
-    sums = server.sums(model, where)
+    sums = server.aggregation.sums(model, where)
     for examples, values, held in UPDATES:
         mask = mask_of(held)
         sums.fold_in_place(pack(LAYER, {"w": np.array([values], dtype=np.float32)}, mask), mask, examples)
@@ -193,9 +193,9 @@ def test_what_is_not_masked_rests_like_the_weights():
     start = GlobalModel(old, mask, {"replaced": np.zeros(1, dtype=np.int64)})
     for rest, wanted in (("all", (1000 * 4 - 250 * 4 + 250 * 8) / 1000), ("none", 8)):
         server, where = load_method("fedsgc"), situation(own={"rest": rest}, manifest=manifest, num_examples=1000)
-        sums = server.sums(start, where)
+        sums = server.aggregation.sums(start, where)
         sums.fold_in_place(pack(manifest, {**old, "b": np.array([8], dtype=np.float32)}, mask), mask, 250)
-        after = server.close(start, sums, where)
+        after = server.aggregation.close(start, sums, where)
         assert after.tensors["b"].tolist() == [wanted]
         assert set(after.mask.exists) == {"w"}
 
@@ -223,14 +223,14 @@ def test_an_ordinary_round_ends_as_one_in_which_anybody_may_bring_another_mask(
     model.own.update(
         {f"direction:{name}": chance.integers(-1, 2, each.size, np.int8) for name, each in model.mask.exists.items()}
     )
-    sums = server.sums(model, where)
+    sums = server.aggregation.sums(model, where)
     for _ in range(3):
         values = pack(DIGITS, model.tensors, model.mask)
         values += chance.integers(-1, 2, len(values)).astype(np.float32)  # some stay
         sums.fold_in_place(values, model.mask, 10)
-    short = server.close(model, sums, where)
+    short = server.aggregation.close(model, sums, where)
     monkeypatch.setattr(type(sums), "alike", False)
-    whole = server.close(model, sums, where)
+    whole = server.aggregation.close(model, sums, where)
     assert short.notes == whole.notes
     assert short.mask.digest == whole.mask.digest
     for one, other in ((short.tensors, whole.tensors), (short.own, whole.own)):
@@ -245,12 +245,12 @@ def test_every_layer_keeps_its_number_whatever_comes(seed):
     server, where = load_method("fedsgc"), situation(own={"density": 0.2}, manifest=DIGITS, num_examples=50)
     model = server.start(initial_values(DIGITS, seed), where)
     counts = dict(model.mask.counts)
-    sums = server.sums(model, where)
+    sums = server.aggregation.sums(model, where)
     for number in range(3):
         mask = random_mask(DIGITS, counts, 100 * seed + number)
         values = chance.normal(size=count_values(DIGITS, mask)).astype(np.float32)
         sums.fold_in_place(values, mask, 10)
-    after = server.close(model, sums, where)
+    after = server.aggregation.close(model, sums, where)
     assert after.mask.counts == counts == layer_counts(DIGITS, 0.2)
     for name, exists in after.mask.exists.items():
         assert not after.tensors[name][~exists].any()
@@ -368,7 +368,7 @@ def test_a_shortened_run_scales_both_intervals_with_the_expected_epochs():
     plans = {}
     for rounds in (40, 400, 4000):
         where = {"own": own, "rounds": rounds, "cohort": 10, "local_epochs": 5, "devices": 100}
-        given = [server.work(situation(round=number, **where)).plan for number in range(1, rounds)]
+        given = [server.schedule.work(situation(round=number, **where)).plan for number in range(1, rounds)]
         first = next(number for number, plan in enumerate(given, start=1) if plan)
         expected = given[first - 1]["expected_epochs"]
         plans[rounds] = first, device_interval(20, 400, rounds, expected), expected
@@ -392,7 +392,7 @@ def test_without_re_adjusting_rounds_the_mask_stays(coordinator, method):
 def test_rounds_re_adjust_at_the_interval_but_for_the_last(interval):
     server = load_method("fedsgc")
     where = {"own": {"adjust_interval": interval}, "rounds": 20, "cohort": 3, "local_epochs": 4, "devices": 10}
-    planned = [bool(server.work(situation(round=number, **where)).plan) for number in range(1, 21)]
+    planned = [bool(server.schedule.work(situation(round=number, **where)).plan) for number in range(1, 21)]
     assert planned == [number % interval == 0 and number < 20 for number in range(1, 21)]
 
 
@@ -401,7 +401,7 @@ def test_expected_epochs_are_those_of_the_cohorts_share():
 
     def expected(**more):
         where = {"own": {"adjust_interval": 1}, "round": 1, **more}
-        return load_method("fedsgc").work(situation(**where)).plan["expected_epochs"]
+        return load_method("fedsgc").schedule.work(situation(**where)).plan["expected_epochs"]
 
     assert expected(local_epochs=5, rounds=400, cohort=10, devices=100) == 200
     assert expected(local_epochs=2, rounds=10, cohort=10, devices=4) == 20
@@ -412,14 +412,16 @@ def test_expected_epochs_are_those_of_the_cohorts_share():
 def test_directions_go_down_in_re_adjusting_rounds_where_they_are_wanted():
     server, model = load_method("fedsgc"), close(rest="all")
     asked = {"plan": {"expected_epochs": 9}, "round": 20}
-    assert server.signs(model, situation(round=3)) is None
-    assert server.signs(model, situation(**asked)).tolist() == [-1, 1, -1], "of what exists: 0, 3 and 4"
-    assert server.signs(model, situation(own={"direction_memory": True}, **asked)).tolist() == D_PRE
-    assert server.signs(model, situation(own={"adjust_interval": 1}, **asked)).tolist() == D_PRE
-    assert server.signs(model, situation(own={"guided_share": 0}, **asked)) is None
-    assert load_method("feddst").signs(model, situation("feddst", **asked)) is None
+    assert server.payload_parts(model, situation(round=3)) == {}
+    assert server.payload_parts(model, situation(**asked))["signs"].tolist() == [-1, 1, -1], (
+        "of what exists: 0, 3 and 4"
+    )
+    assert server.payload_parts(model, situation(own={"direction_memory": True}, **asked))["signs"].tolist() == D_PRE
+    assert server.payload_parts(model, situation(own={"adjust_interval": 1}, **asked))["signs"].tolist() == D_PRE
+    assert server.payload_parts(model, situation(own={"guided_share": 0}, **asked)) == {}
+    assert load_method("feddst").payload_parts is None
     first = GlobalModel(model.tensors, model.mask, {})
-    assert server.signs(first, situation(**asked)).tolist() == [0, 0, 0], "nothing has moved yet"
+    assert server.payload_parts(first, situation(**asked))["signs"].tolist() == [0, 0, 0], "nothing has moved yet"
 
 
 def test_the_warning_counts_rounds_that_re_adjusted():
@@ -756,8 +758,8 @@ def test_gradients_and_signs_are_not_asked_for_and_refused(coordinator):
         {"gradients": np.zeros(model.mask.size, dtype=np.float32)},
         {"signs": np.zeros(model.mask.count, dtype=np.int8)},
     ):
-        body = update(model, model.mask, **more)
-        with pytest.raises(BadContent, match="sent without gradients, and without signs"):
+        body = update(model, model.mask, parts=more)
+        with pytest.raises(BadContent, match="is no part of this message"):
             coordinator.acceptance.accept_update(assignment.assignment_id, session.identity.device_id, body)
 
 

@@ -285,7 +285,7 @@ class Kept:
     def __init__(self):
         self.updates, self.values = 0, []
 
-    def fold_in_place(self, values, mask, num_examples, gradients=None):
+    def fold_in_place(self, values, mask, num_examples):
         self.updates += 1
         self.values.append(values)
 
@@ -479,7 +479,7 @@ def test_where_nobody_can_be_told_the_old_model_stays_and_the_record_says_so(coo
     def close(model, sums, situation):
         if broken and fault == "error":
             raise ValueError("these cannot be summed")
-        made = fedavg.close(model, sums, situation)
+        made = fedavg.aggregation.close(model, sums, situation)
         return replace(made, own={"moment": np.full(3, np.inf, dtype=np.float32)}) if broken else made
 
     odd = replace(fedavg, aggregation=replace(fedavg.aggregation, close=close))

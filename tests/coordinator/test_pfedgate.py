@@ -26,7 +26,7 @@ from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
 from edge_sdk.publishing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.fleet.federations import completed
-from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method, sends_values
 from sparrow.coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
 from sparrow.coordinator.storage.tables import Device
 
@@ -163,7 +163,7 @@ def test_layers_that_an_untrained_gate_starves_are_warned_of():
 def test_the_last_round_is_dense_where_the_settings_say_so():
     for dense in (True, False):
         how = settings(rounds=3, dense_last=dense)
-        plans = [PFEDGATE.work(Situation(LINE, how, round=number)).plan for number in (1, 2, 3)]
+        plans = [PFEDGATE.schedule.work(Situation(LINE, how, round=number)).plan for number in (1, 2, 3)]
         assert plans == [{}, {}, {"dense": 1} if dense else {}]
 
 
@@ -228,18 +228,18 @@ def test_closing_a_round(denominator, second):
     first = PFEDGATE.start(initial_values_of_line(), Situation(LINE, how))
     assert first.own["changed"].tolist() == [0, 0, 0]
     where = Situation(LINE, how, round=4)
-    sums = PFEDGATE.sums(first, where)
+    sums = PFEDGATE.aggregation.sums(first, where)
     for on, value in (((True, True, False), 6), ((True, False, False), 2)):
         mask = BlockMask(np.array(on))
         after = {"w": np.full(4, value, np.float32), "seen": np.full(1, value, np.float32)}
         sums.fold_in_place(pack(LINE, after, mask), mask, 10)
-    model = PFEDGATE.close(GlobalModel(first.tensors, own={"changed": np.array([1, 2, 3])}), sums, where)
+    model = PFEDGATE.aggregation.close(GlobalModel(first.tensors, own={"changed": np.array([1, 2, 3])}), sums, where)
     assert model.tensors["w"].tolist() == [4, second, 0, 0]
     assert model.tensors["seen"].tolist() == [4]
     assert model.own["changed"].tolist() == [4, 4, 3]
     assert model.notes == {"blocks": 2, "masks": 2}
     for since, changed in ((4, [0, 0, 0]), (3, [1, 1, 0]), (2, [1, 1, 1]), (0, [1, 1, 1])):
-        assert PFEDGATE.changed(model, since, where).on.tolist() == changed
+        assert PFEDGATE.changes(model, since, where).on.tolist() == changed
 
 
 def initial_values_of_line():
@@ -248,9 +248,9 @@ def initial_values_of_line():
 
 def test_the_first_block_of_every_tensor_is_sent():
     where = Situation(LINE, settings())
-    PFEDGATE.check_mask(None, BlockMask(np.array([True, False, False])), where)
+    PFEDGATE.masks.check(None, BlockMask(np.array([True, False, False])), where)
     with pytest.raises(BadContent, match="mask: the first block of every tensor is always on"):
-        PFEDGATE.check_mask(None, BlockMask(np.array([False, True, True])), where)
+        PFEDGATE.masks.check(None, BlockMask(np.array([False, True, True])), where)
 
 
 # --- whole federations ------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_updates_hold_what_was_touched_and_payloads_what_has_changed(coordinator
         downs = decoded(coordinator, session.transport.received)
         assert downs[0].mask is None
         assert all(isinstance(found.mask, BlockMask) for found in downs[2:])
-        assert all(found.parts["values"] < 4 * manifest.shared_values for found in downs[2:])
+        assert all(found.sizes["values"] < 4 * manifest.shared_values for found in downs[2:])
 
 
 @pytest.fixture
@@ -678,4 +678,4 @@ def test_a_restarted_coordinator_knows_what_changed(coordinator, clock):
 
 
 def test_adapting_and_judging_are_sent_values():
-    assert all(PFEDGATE.sends_values(kind, holds) for kind in Kind for holds in (True, False))
+    assert all(sends_values(PFEDGATE, kind, holds) for kind in Kind for holds in (True, False))

@@ -11,6 +11,7 @@ from edge_sdk.protocol.elements import everything
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.parts import expected
 from edge_sdk.protocol.sparsity import random_mask, weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
@@ -187,7 +188,7 @@ def send(coordinator, name, assignment, mask, *, known=None, gradients=None):
         mask,
         report=REPORT,
         known=known,
-        gradients=gradients,
+        parts=None if gradients is None else {"gradients": gradients},
     )
     return coordinator.acceptance.accept_update(assignment.assignment_id, coordinator.device(name).device_id, body)
 
@@ -221,7 +222,7 @@ def test_what_is_prepared_has_a_mask_of_elements(coordinator, method, without_re
         send(coordinator, name, assignment, None)
     with pytest.raises(BadContent, match="mask: it is not the one of round 0"):
         send(coordinator, name, assignment, draw_neurons(DIGITS, NeuronDraw(name, 0.5)))
-    with pytest.raises(BadContent, match="without gradients"):
+    with pytest.raises(BadContent, match="'gradients' is no part of this message"):
         send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)), gradients=np.zeros(WEIGHTS, np.float32))
     assert send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)))
 
@@ -269,7 +270,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
     asked = in_round(coordinator, 2, "prunefl", adjust_interval=2)
     assert asked["a"].plan == {"gradients": True}
     mask, gradients = coordinator.model().mask, np.ones(WEIGHTS, np.float32)
-    with pytest.raises(BadContent, match="is sent with gradients"):
+    with pytest.raises(BadContent, match=f"brings {WEIGHTS} gradients beside its values"):
         send(coordinator, "a", asked["a"], mask, known=mask)
     assert send(coordinator, "a", asked["a"], mask, known=mask, gradients=gradients)
     assert send(coordinator, "b", asked["b"], mask, known=mask, gradients=gradients)
@@ -277,7 +278,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
     later = coordinator.dispatch.next_assignment(coordinator.device("a").device_id).assignment
     assert (later.round, later.plan) == (3, {})
     mask = coordinator.model().mask
-    with pytest.raises(BadContent, match="is sent without gradients"):
+    with pytest.raises(BadContent, match="'gradients' is no part of this message"):
         send(coordinator, "a", later, mask, known=mask, gradients=gradients)
 
 
@@ -296,7 +297,7 @@ def situation(number=0, **more):
     settings = FederationSettings(
         method="prunefl", rounds=101, method_settings=method.settings_type(**more).model_dump()
     )
-    plan = method.work(Situation(DIGITS, settings, number)).plan
+    plan = method.schedule.work(Situation(DIGITS, settings, number)).plan
     return method, Situation(DIGITS, settings, number, plan)
 
 
@@ -306,7 +307,7 @@ def test_which_rounds_send_gradients():
     assert [number for number in range(102) if situation(number, adjust_interval=25)[1].plan] == [25, 50, 75, 100]
     method, last = situation(101, adjust_interval=101)
     assert not last.plan
-    assert [method.wants_gradients(plan) for plan in ({}, {"gradients": True})] == [False, True]
+    assert [set(expected(method.parts, DIGITS, plan)) for plan in ({}, {"gradients": True})] == [set(), {"gradients"}]
 
 
 def test_squared_gradients_are_weighted_with_examples():
@@ -314,8 +315,9 @@ def test_squared_gradients_are_weighted_with_examples():
     sums = SquaredGradientSums(DIGITS, mask)
     values = np.zeros(count_values(DIGITS, mask), np.float32)
     ramp = np.arange(WEIGHTS, dtype=np.float32)
-    sums.fold_in_place(values, mask, 30, ramp)
-    sums.fold_in_place(values + 4, mask, 10, np.zeros(WEIGHTS, np.float32))
+    for update, squares, count in ((values, ramp, 30), (values + 4, np.zeros(WEIGHTS, np.float32), 10)):
+        sums.fold_in_place(update, mask, count)
+        sums.fold_squares_in_place(squares, count)
     importance = sums.importance()
     assert [part.shape for part in importance.values()] == [spec.shape for spec in DIGITS.maskable]
     np.testing.assert_allclose(np.concatenate([part.reshape(-1) for part in importance.values()]), 0.75 * ramp)
@@ -327,11 +329,12 @@ def adjusted(round_number, **more):
     method, at = situation(round_number, density=1.0, fixed_cost=0.0, **more)
     mask = everything(DIGITS)
     tensors = initial_values(DIGITS, 0)
-    sums = method.sums(GlobalModel(tensors, mask), at)
+    sums = method.aggregation.sums(GlobalModel(tensors, mask), at)
     gradients = np.zeros(WEIGHTS, np.float32)
     gradients[-640:] = 1.0
-    sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10, gradients)
-    return tensors, method.close(GlobalModel(tensors, mask), sums, at)
+    sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10)
+    sums.fold_squares_in_place(gradients, 10)
+    return tensors, method.aggregation.close(GlobalModel(tensors, mask), sums, at)
 
 
 def test_less_may_go_as_rounds_pass():
@@ -361,9 +364,10 @@ def test_what_is_new_begins_at_zero():
     tensors = {**initial_values(DIGITS, 0)}
     for name, exists in mask.exists.items():
         tensors[name] = tensors[name] * exists
-    sums = method.sums(GlobalModel(tensors, mask), at)
-    sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10, np.ones(WEIGHTS, np.float32))
-    model = method.close(GlobalModel(tensors, mask), sums, at)
+    sums = method.aggregation.sums(GlobalModel(tensors, mask), at)
+    sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10)
+    sums.fold_squares_in_place(np.ones(WEIGHTS, np.float32), 10)
+    model = method.aggregation.close(GlobalModel(tensors, mask), sums, at)
     assert model.mask.count == WEIGHTS, "such a t_0 makes everything worth its time"
     new = WEIGHTS - 2716
     assert model.notes == {"positions_replaced": new, "positions_changed": new, "weights": WEIGHTS}
@@ -374,11 +378,11 @@ def test_what_is_new_begins_at_zero():
 def test_the_first_model_is_what_was_prepared():
     method, at = situation()
     mask = mask_of((72, 504, 1500, 640))
-    sums = method.sums(GlobalModel(initial_values(DIGITS, 0)), at)
+    sums = method.aggregation.sums(GlobalModel(initial_values(DIGITS, 0)), at)
     assert isinstance(sums, OneUpdate)
     values = np.arange(count_values(DIGITS, mask), dtype=np.float32) + 1
     sums.fold_in_place(values, mask, 5)
-    model = method.close(GlobalModel(initial_values(DIGITS, 0)), sums, at)
+    model = method.aggregation.close(GlobalModel(initial_values(DIGITS, 0)), sums, at)
     np.testing.assert_array_equal(pack(DIGITS, model.tensors, mask), values)
     assert model.mask is mask
     assert all(not model.tensors[name][~exists].any() for name, exists in mask.exists.items())

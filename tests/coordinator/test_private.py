@@ -16,7 +16,7 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent, CoordinatorError
-from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.methods import Situation, load_method, why_mean_only, why_not_buffered, why_not_private
 from sparrow.export.source import Source
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -222,27 +222,27 @@ def test_a_body_that_is_sent_all_the_same_changes_nothing():
     settings = FederationSettings(method="lgfedavg", **FROM_FEDAVG)
     manifest = method.manifest(DIGITS, settings)
     for number, moved in ((2, set(BODY) | LINEAR), (3, LINEAR)):
-        plan = method.work(Situation(manifest, settings, number)).plan
+        plan = method.schedule.work(Situation(manifest, settings, number)).plan
         situation = Situation(manifest, settings, number, plan)
         model = method.start(initial_values(manifest, 0), situation)
-        sums = method.sums(model, situation)
+        sums = method.aggregation.sums(model, situation)
         sums.fold_in_place(np.full(manifest.shared_values, 7, np.float32), None, 10)
-        closed = method.close(model, sums, situation).tensors
+        closed = method.aggregation.close(model, sums, situation).tensors
         assert {name for name in closed if (closed[name] == 7).all()} == moved
         assert all(closed[name].tobytes() == model.tensors[name].tobytes() for name in closed.keys() - moved)
     mask = BlockMask(np.ones(len(manifest.blocks), bool))
     with pytest.raises(BadContent, match="the body is each device's own in this round; send the head alone"):
-        method.check_mask(model, mask, situation)
+        method.masks.check(model, mask, situation)
     with pytest.raises(BadContent, match="mask: it is not the round's"):
-        method.check_mask(model, mask, Situation(manifest, settings, 1))
+        method.masks.check(model, mask, Situation(manifest, settings, 1))
 
 
 def test_what_only_a_mean_may_have_is_refused_where_fedavg_comes_first():
     method = load_method("lgfedavg")
     for share, refused in ((0.0, False), (0.5, True)):
         settings = FederationSettings(method="lgfedavg", method_settings={"fedavg_share": share})
-        assert method.why_mean_only(settings) is None
-        assert bool(method.why_not_private(settings)) == bool(method.why_not_buffered(settings)) == refused
+        assert why_mean_only(method, settings) is None
+        assert bool(why_not_private(method, settings)) == bool(why_not_buffered(method, settings)) == refused
 
 
 # --- Ditto and APFL --------------------------------------------------------------------------------------------------

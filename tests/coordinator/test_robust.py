@@ -296,7 +296,7 @@ def test_methods_that_take_a_mean_take_a_robust_one(name, model, tmp_path):
     assert isinstance(sums, RobustSums)
     for place in range(3):
         sums.fold_in_place(np.full(count_values(manifest, first.mask), place, np.float32), first.mask, 1)
-    after = method.close(first, sums, situation)
+    after = method.aggregation.close(first, sums, situation)
     assert (pack(manifest, after.tensors, after.mask) == 1).all()
 
 

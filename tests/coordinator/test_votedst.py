@@ -11,9 +11,10 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+from edge_sdk.protocol.parts import Expected, expected
 from edge_sdk.protocol.sparsity import Election, ballot, draw_candidates, elect, elections, over_pruning
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method, why_mean_only
 
 LAYER = Manifest(
     task="votes",
@@ -41,13 +42,13 @@ def start():
 def closed(votes, *, examples=(100, 200, 100)):
     """The model after a round in which three devices kept their weights and so voted about three candidates."""
     where = situation(plan={"votes": 3, "share": 0.5}, candidates=1.5)
-    sums = SERVER.sums(start(), where)
+    sums = SERVER.aggregation.sums(start(), where)
     packed = np.concatenate([start().tensors["w"][MASK.exists["w"]], start().tensors["b"]])
     for count, vote in zip(examples, votes, strict=True):
         sums.fold_in_place(packed, MASK, count)
-        sums.fold_signs_in_place(np.array(vote, dtype=np.int8), count)
+        sums.fold_votes_in_place(np.array(vote, dtype=np.int8), count)
     [places] = draw_candidates(MASK, {"w": Election(2, 3)}, 0, 1).values()
-    return SERVER.close(start(), sums, where), places
+    return SERVER.aggregation.close(start(), sums, where), places
 
 
 def test_votes_of_one_sign_add_up_and_of_both_cancel_out():
@@ -91,16 +92,18 @@ def test_candidates_exist_nowhere_and_follow_from_seed_and_round():
 
 
 def test_a_round_with_votes_says_how_many_and_the_last_has_none():
-    assert SERVER.work(situation(1)).plan == {"votes": 2, "share": over_pruning(1, 3, 0.5)}, "floor(0.375 x 4) = 1 seat"
+    assert SERVER.schedule.work(situation(1)).plan == {"votes": 2, "share": over_pruning(1, 3, 0.5)}, (
+        "floor(0.375 x 4) = 1 seat"
+    )
     for idle in (
         situation(3),
         situation(1, adjust_interval=0),
         situation(1, adjust_interval=2),
         situation(1, density=1),
     ):
-        assert SERVER.work(idle).plan == {}
-    assert SERVER.wanted_signs(LAYER, {"votes": 2, "share": 0.375}) == 2
-    assert SERVER.wanted_signs(LAYER, {}) == 0
+        assert SERVER.schedule.work(idle).plan == {}
+    assert expected(SERVER.parts, LAYER, {"votes": 2, "share": 0.375}) == {"signs": Expected("sign", 2)}
+    assert expected(SERVER.parts, LAYER, {}) == {}
 
 
 def test_rounds_in_which_nobody_would_vote_are_refused():
@@ -109,7 +112,7 @@ def test_rounds_in_which_nobody_would_vote_are_refused():
     SERVER.start(start().tensors, situation(adjust_interval=0))
     assert "votes" in SERVER.why_not_secure(situation().settings)
     assert SERVER.why_not_secure(situation(adjust_interval=0).settings) is None
-    assert "votes" in SERVER.why_mean_only(situation().settings)
+    assert "votes" in why_mean_only(SERVER, situation().settings)
 
 
 def test_the_first_weights_are_as_much_larger_as_fewer_exist():
@@ -155,9 +158,15 @@ def test_an_update_without_the_votes_that_are_wanted_is_refused(coordinator, wro
         pack(DIGITS, model.tensors, model.mask),
         model.mask,
         known=model.mask,
-        signs=None if wrong == "none" else np.ones(wanted - (wrong == "fewer"), dtype=np.int8),
-        gradients=np.zeros(model.mask.size, np.float32) if wrong == "gradients" else None,
+        parts={
+            "none": {},
+            "fewer": {"signs": np.ones(wanted - 1, dtype=np.int8)},
+            "gradients": {"gradients": np.zeros(model.mask.size, np.float32)},
+        }[wrong],
         report=UpdateReport(num_examples=5, steps=1, train_loss=1.0).model_dump_json(),
     )
-    with pytest.raises(BadContent, match=f"without gradients, and with {wanted} signs"):
+    with pytest.raises(
+        BadContent,
+        match="no part of this message" if wrong == "gradients" else f"brings {wanted} signs beside its values",
+    ):
         coordinator.acceptance.accept_update(assignment.assignment_id, device, body)

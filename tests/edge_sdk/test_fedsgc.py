@@ -24,6 +24,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.parts import expected as expected_parts
 from edge_sdk.protocol.sparsity import layer_counts, over_pruning, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
@@ -74,7 +75,12 @@ def job_of(
     mask = None if whole else random_mask(manifest, counts, seed)
     size = 0 if whole else {"active": mask.count, "all": mask.size, "none": 0}[signs]
     directions = np.random.default_rng(signs_seed).integers(-1, 2, size=size).astype(np.int8) if size else None
-    body = encode(manifest, pack(manifest, get_tensors(model, manifest), mask), mask, signs=directions)
+    body = encode(
+        manifest,
+        pack(manifest, get_tensors(model, manifest), mask),
+        mask,
+        parts=None if directions is None else {"signs": directions},
+    )
     assignment = Assignment(
         assignment_id="a",
         kind="train",
@@ -90,7 +96,7 @@ def job_of(
         task,
         TorchEngine(task, manifest),
         state,
-        decode(body, manifest),
+        decode(body, manifest, parts=expected_parts(FEDSGC.payload_parts, manifest, {})),
         federation="f",
         device="pi",
     )
@@ -130,7 +136,7 @@ def one_layer(vector, share, directions, *, density):
     mask = ElementMask({"0.weight": np.array([vector["mask"]], dtype=bool)})
     received = np.array([vector["theta0"]], dtype=np.float32)
     signs = np.array(directions, dtype=np.int8)
-    body = encode(manifest, pack(manifest, {"0.weight": received}, mask), mask, signs=signs)
+    body = encode(manifest, pack(manifest, {"0.weight": received}, mask), mask, parts={"signs": signs})
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([vector["theta"]]))
     batch = (torch.tensor([vector["G"]]), torch.zeros(1))
@@ -144,7 +150,14 @@ def one_layer(vector, share, directions, *, density):
         settings=FederationSettings(local_epochs=1, method_settings=own),
         plan={"expected_epochs": 2},
     )
-    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), decode(body, manifest))
+    job = Job(
+        assignment,
+        manifest,
+        task,
+        TorchEngine(task, manifest),
+        DeviceState(),
+        decode(body, manifest, parts=expected_parts(FEDSGC.payload_parts, manifest, {})),
+    )
     return replacing(job), job, batch
 
 
@@ -201,7 +214,7 @@ def test_what_was_dropped_against_its_direction_begins_at_zero_where_nothing_els
 def test_directions_of_another_number_are_refused(count):
     signs = np.zeros(count, dtype=np.int8)
     _, job, _ = ten_weights(0.4, VECTOR["d"])
-    received = dataclasses.replace(job.received, signs=signs)
+    received = dataclasses.replace(job.received, parts={"signs": signs})
     with pytest.raises(BundleError, match=f"has {count} directions for 6 weights; fetch it again"):
         replacing(dataclasses.replace(job, received=received))
 

@@ -100,7 +100,7 @@ def test_noise_is_drawn_anew_from_the_operating_system(small, monkeypatch):
 def test_a_round_that_asks_for_more_than_values_is_handed_back(small):
     job = job_of(small)
     values = job.received.values
-    for update in (Update(values, gradients=values), Update(values, signs=np.zeros(3, np.int8))):
+    for update in (Update(values, parts={"gradients": values}), Update(values, parts={"signs": np.zeros(3, np.int8)})):
         with pytest.raises(ProtocolError, match="asks for more than --local-noise hides"):
             NOISE.hide(job, update)
     prepares = replace(job, assignment=job.assignment.model_copy(update={"kind": Kind.prepare}))

@@ -228,7 +228,8 @@ def closed(mixing):
     sums = MaskedSums(manifest)
     for examples in (8, 24):
         sums.fold_in_place(chance.random(manifest.shared_values, np.float32), None, examples)
-    return old, sums.mean(old), load_server("pfedme").close(GlobalModel(old), sums, Situation(manifest, settings, 1))
+    aggregation = load_server("pfedme").aggregation
+    return old, sums.mean(old), aggregation.close(GlobalModel(old), sums, Situation(manifest, settings, 1))
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0, 2.0])

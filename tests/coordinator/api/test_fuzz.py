@@ -29,6 +29,7 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, UpdateReport
+from edge_sdk.protocol.parts import Expected, all_maskable
 from edge_sdk.protocol.quantization import quantise, row_lengths
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.simulation import in_process
@@ -82,7 +83,9 @@ def seeds(manifest):
     signs = chance.integers(-1, 2, weights).astype(np.int8)
     gradients = chance.normal(size=weights).astype(np.float32)
     values = pack(manifest, initial_values(manifest, 0), held)
-    found.append(bundle.encode(manifest, values, held, known=held, signs=signs, gradients=gradients, report=REPORT))
+    found.append(
+        bundle.encode(manifest, values, held, known=held, parts={"signs": signs, "gradients": gradients}, report=REPORT)
+    )
     return found, held
 
 
@@ -172,8 +175,10 @@ def test_the_decoder_refuses_in_words_and_remembers_nothing(small, take_apart, s
     shapes = {spec.name: spec.shape for spec in small.shared if spec.trainable}
     manifest = small.with_blocks(BlockTable.of(shapes, count=3).tensors)
     bodies, held = seeds(manifest)
+    weights = all_maskable(manifest, {})
+    parts = {"gradients": Expected("float32", weights), "signs": Expected("sign", weights)}
     for body in bodies:
-        bundle.decode(body, manifest, held)
+        bundle.decode(body, manifest, held, parts=parts)
     came = Counter()
     before = 0
     for number, body in enumerate(mutants(bodies, count, take_apart, sign)):
@@ -182,7 +187,7 @@ def test_the_decoder_refuses_in_words_and_remembers_nothing(small, take_apart, s
         if number % 500 == 0:
             tracemalloc.start()
         try:
-            decoded = bundle.decode(body, manifest, held)
+            decoded = bundle.decode(body, manifest, held, parts=parts)
         except ProtocolError as refusal:
             came["refused" if str(refusal) else "refused without a word"] += 1
         else:

@@ -180,8 +180,8 @@ def test_v8_an_update_of_the_pipeline_model(take_apart):
     found = decode(body, PIPELINE)
     assert same_mask(found.mask, mask)
     assert found.values.tolist() == [*range(12), 20, 24, 25]
-    assert found.parts["values"] == 60
-    assert found.parts["mask"] == 1
+    assert found.sizes["values"] == 60
+    assert found.sizes["mask"] == 1
 
 
 def test_v8_a_whole_model_of_the_cifar_network():

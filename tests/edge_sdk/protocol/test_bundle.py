@@ -21,19 +21,26 @@ from edge_sdk.protocol.bundle import (
     MAX_MEMORY_FACTOR,
     MAX_MEMORY_FIXED,
     Bundle,
-    decode,
     encode,
     largest_bundle,
-    parts_of,
 )
+from edge_sdk.protocol.bundle import decode as decode_bundle
 from edge_sdk.protocol.elements import ElementMask, difference, everything, from_bits
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Layer, Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, same_mask
+from edge_sdk.protocol.parts import Expected, Part, all_maskable
 from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 DRAW = NeuronDraw("dev-7-3", 0.5)
+
+
+def decode(body, manifest, known=None):
+    """Read a bundle that may bring signs and gradients of all maskable weights."""
+    size = sum(spec.size for spec in manifest.maskable)
+    parts = {"gradients": Expected("float32", size), "signs": Expected("sign", size)}
+    return decode_bundle(body, manifest, known, parts=parts)
 
 
 def wide(*sizes):
@@ -234,7 +241,7 @@ def test_a_mask_of_elements_takes_its_shortest_form(changes, known, form, take_a
     assert same_mask(decoded.mask, mask)
     assert decoded.values.tobytes() == values.tobytes()
     alternatives = [mask.bits, difference(held, mask)] if known else [mask.bits]
-    assert decoded.parts.get("mask", 0) == (0 if form == "known" else min(len(data) for data in alternatives))
+    assert decoded.sizes.get("mask", 0) == (0 if form == "known" else min(len(data) for data in alternatives))
 
 
 def test_a_mask_of_everything_is_sent_as_such_and_is_not_a_whole_model(take_apart):
@@ -291,8 +298,8 @@ def test_whole_numbers_and_scales_come_back(small, kind):
     lengths = row_lengths(small, mask)
     assert (decoded.precision, decoded.report) == ("int8", "r")
     assert decoded.values.tobytes() == numbers.values(lengths).tobytes()
-    assert decoded.parts["values"] == len(numbers.numbers)
-    assert decoded.parts["scales"] == 4 * len(lengths)
+    assert decoded.sizes["values"] == len(numbers.numbers)
+    assert decoded.sizes["scales"] == 4 * len(lengths)
 
 
 def test_int8_values_must_be_quantised_first(small):
@@ -360,21 +367,20 @@ def test_whole_numbers_without_scales_are_refused(take_apart, sign):
 )
 def test_signs_come_back(small, signs):
     given_signs = np.array(signs, dtype=np.int8)
-    decoded = decode(encode(small, noise(small.shared_values), None, signs=given_signs), small)
-    assert decoded.signs.dtype == np.int8
-    assert decoded.signs.tolist() == given_signs.tolist()
+    decoded = decode(encode(small, noise(small.shared_values), None, parts={"signs": given_signs}), small)
+    assert decoded.parts["signs"].dtype == np.int8
+    assert decoded.parts["signs"].tolist() == given_signs.tolist()
     bits = [(len(signs) + 7) // 8, (int(np.count_nonzero(given_signs)) + 7) // 8]
-    assert decoded.parts["signs"] == 4 + sum(bits)
+    assert decoded.sizes["signs"] == 4 + sum(bits)
 
 
-def test_a_bundle_without_signs_has_none(small):
+def test_a_bundle_without_parts_has_none(small):
     decoded = decode(encode(small, noise(small.shared_values), None), small)
-    assert decoded.signs is None
-    assert decoded.gradients is None
+    assert decoded.parts == {}
 
 
 def test_the_bits_of_signs_by_hand(small, take_apart):
-    body = encode(small, noise(small.shared_values), None, signs=np.array([0, 1, -1, 1], np.int8))
+    body = encode(small, noise(small.shared_values), None, parts={"signs": np.array([0, 1, -1, 1], np.int8)})
     low, high = take_apart(body)[0]["signs"]["data_offsets"]
     assert take_apart(body)[1][low:high] == b"\x04\0\0\0" + bytes([0b01110000, 0b10100000])
 
@@ -382,13 +388,14 @@ def test_the_bits_of_signs_by_hand(small, take_apart):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "signs have 0 bytes"),
-        (b"\x01\0\0", "signs have 3 bytes"),
-        (b"\x09\0\0\0\xff", "the signs have 5 bytes, 9 of them take more; send the whole file"),
-        (b"\x08\0\0\0\xff", "0 bytes of signs for 8 weights"),
-        (b"\x08\0\0\0\x00\xff", "1 bytes of signs for 0 weights"),
-        (b"\x49\0\0\0" + bytes(20), "holds 73 signs, there are 72 maskable weights"),
-        (b"\xff\xff\xff\xff" + bytes(20), "holds 4294967295 signs, there are 72 maskable weights"),
+        (b"", "signs: 0 signs take more than 0 bytes"),
+        (b"\x01\0\0", "signs: 0 signs take more than 3 bytes"),
+        (b"\x09\0\0\0\xff", "signs: 9 signs take more than 5 bytes; send the whole file"),
+        (b"\x08\0\0\0\xff", "signs: 0 bytes for 8 signs other than 0"),
+        (b"\x08\0\0\0\x00\xff", "signs: 1 bytes for 0 signs other than 0"),
+        (b"\x49\0\0\0" + bytes(16), "signs: the bundle holds 73 signs, at most 72 are expected"),
+        (b"\xff\xff\xff\xff" + bytes(16), "signs: the bundle holds 4294967295 signs, at most 72 are expected"),
+        (bytes(23), "signs: 23 bytes, at most 22 are expected"),
     ],
 )
 def test_signs_that_do_not_add_up_are_refused(small, sign, take_apart, data, said):
@@ -399,16 +406,34 @@ def test_signs_that_do_not_add_up_are_refused(small, sign, take_apart, data, sai
 
 def test_gradients_come_back(small):
     gradients = noise(72, seed=4)
-    decoded = decode(encode(small, noise(small.shared_values), some(small, 1.1), gradients=gradients), small)
-    assert decoded.gradients.dtype == np.float32
-    assert decoded.gradients.tobytes() == gradients.tobytes()
+    decoded = decode(encode(small, noise(small.shared_values), some(small, 1.1), parts={"gradients": gradients}), small)
+    assert decoded.parts["gradients"].dtype == np.float32
+    assert decoded.parts["gradients"].tobytes() == gradients.tobytes()
 
 
-@pytest.mark.parametrize("count", [0, 71, 73, 134])
-def test_gradients_are_those_of_all_maskable_weights(small, count):
-    body = encode(small, noise(small.shared_values), None, gradients=noise(count))
-    with pytest.raises(BundleError, match="must be finite and those of all 72 maskable weights; send the update again"):
+@pytest.mark.parametrize("count", [73, 134])
+def test_more_numbers_than_are_expected_are_refused(small, count):
+    body = encode(small, noise(small.shared_values), None, parts={"gradients": noise(count)})
+    with pytest.raises(BundleError, match=f"gradients: {4 * count} bytes, at most 288 are expected"):
         decode(body, small)
+
+
+def test_a_part_that_is_not_expected_is_refused(small):
+    body = encode(small, noise(small.shared_values), None, parts={"gradients": noise(72)})
+    with pytest.raises(BundleError, match="'gradients' is no part of this message, which may bring values"):
+        decode_bundle(body, small)
+
+
+@pytest.mark.parametrize("numbers", [np.zeros((2, 3), np.float32), np.zeros(3), np.zeros(3, np.int32)])
+def test_numbers_of_other_types_are_not_sent(small, numbers):
+    with pytest.raises(BundleError, match=r"cannot be sent; give float32 \[n\], or int8 \[n\]"):
+        encode(small, noise(small.shared_values), None, parts={"found": numbers})
+
+
+@pytest.mark.parametrize("name", ["values", "mask", "", "Signs", "a b", "x" * 33, "größe"])
+def test_a_part_with_a_name_that_a_bundle_cannot_have_is_refused(name):
+    with pytest.raises(ValueError, match="a part cannot be named"):
+        Part(name=name, dtype="sign", count=all_maskable)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -416,9 +441,9 @@ def test_gradients_that_are_not_finite_are_neither_sent_nor_read(small, sign, ta
     gradients = noise(72)
     gradients[7] = value
     with pytest.raises(BundleError, match="not finite"):
-        encode(small, noise(small.shared_values), None, gradients=gradients)
+        encode(small, noise(small.shared_values), None, parts={"gradients": gradients})
     parts = take_apart(encode(small, noise(small.shared_values), None))
-    with pytest.raises(BundleError, match="gradients must be finite"):
+    with pytest.raises(BundleError, match="gradients: a number is not finite"):
         decode(sign(*with_part(parts, "gradients", "F32", gradients.tobytes())), small)
 
 
@@ -427,8 +452,13 @@ def everything_at_once(small):
     return {
         "values": encode(small, noise(small.shared_values), None),
         "neurons": encode(small, noise(count_values(small, every_other(small))), every_other(small)),
-        "elements": encode(small, quantised(small, mask), mask, gradients=noise(72)),
-        "all": encode(small, quantised(small, mask), mask, signs=np.ones(mask.count, np.int8), gradients=noise(72)),
+        "elements": encode(small, quantised(small, mask), mask, parts={"gradients": noise(72)}),
+        "all": encode(
+            small,
+            quantised(small, mask),
+            mask,
+            parts={"signs": np.ones(mask.count, np.int8), "gradients": noise(72)},
+        ),
     }
 
 
@@ -436,13 +466,11 @@ def every_other(small):
     return NeuronMask({group: np.arange(0, size, 2) for group, size in small.group_sizes.items()})
 
 
-def test_parts_add_up_to_the_body(small):
+def test_sizes_add_up_to_the_body(small):
+    found = {kind: decode(body, small).sizes for kind, body in everything_at_once(small).items()}
     for kind, body in everything_at_once(small).items():
-        assert decode(body, small).parts == parts_of(body), kind
-        assert sum(parts_of(body).values()) == len(body), kind
-    assert set(parts_of(everything_at_once(small)["all"])) == {
-        "header", "values", "scales", "mask", "signs", "gradients"
-    }  # fmt: skip
+        assert sum(found[kind].values()) == len(body), kind
+    assert set(found["all"]) == {"header", "values", "scales", "mask", "signs", "gradients"}
 
 
 def test_the_safetensors_library_reads_every_part(small):
@@ -484,10 +512,12 @@ def test_no_update_is_larger_than_the_largest(precision, kind, gradients):
         mask,
         precision=precision,
         known=known,
-        gradients=noise(weights) if gradients else None,
+        parts={"gradients": noise(weights)} if gradients else None,
     )
-    bound = largest_bundle(count, precision, manifest, elements=isinstance(mask, ElementMask), gradients=gradients)
-    assert len(body) - parts_of(body)["header"] <= bound - MAX_HEADER - 8
+    parts = {"gradients": Expected("float32", weights)} if gradients else {}
+    bound = largest_bundle(count, precision, manifest, elements=isinstance(mask, ElementMask), parts=parts)
+    header = decode_bundle(body, manifest, known, parts=parts).sizes["header"]
+    assert len(body) - header <= bound - MAX_HEADER - 8
 
 
 # --- a second opinion --------------------------------------------------------------------------------------------
@@ -616,9 +646,10 @@ def sparse_bodies(small):
         values = noise(count_values(small, mask))
         signs = np.arange(mask.count).astype(np.int8) % 3 - 1
         valid.append(encode(small, values, mask, known=known, precision="fp16"))
-        valid.append(encode(small, quantised(small, mask), mask, known=known, gradients=noise(72)))
-        valid.append(encode(small, values, mask, known=known, signs=signs))
-        valid.append(encode(small, values, mask, known=known, signs=signs, gradients=noise(72)))
+        both = {"signs": signs, "gradients": noise(72)}
+        valid.append(encode(small, quantised(small, mask), mask, known=known, parts={"gradients": noise(72)}))
+        valid.append(encode(small, values, mask, known=known, parts={"signs": signs}))
+        valid.append(encode(small, values, mask, known=known, parts=both))
     return valid
 
 
@@ -997,34 +1028,34 @@ def assert_promises(decoded: Bundle, manifest: Manifest):
         check_mask(manifest, decoded.mask)
     if decoded.draw is not None:
         assert same_mask(decoded.mask, draw_neurons(manifest, decoded.draw))
-    if decoded.signs is not None:
-        assert decoded.signs.dtype == np.int8
-        assert set(decoded.signs.tolist()) <= {-1, 0, 1}
-        assert len(decoded.signs) <= 72
-    if decoded.gradients is not None:
-        assert decoded.gradients.dtype == np.float32
-        assert decoded.gradients.shape == (72,)
-        assert np.isfinite(decoded.gradients).all()
+    assert decoded.parts.keys() <= {"signs", "gradients"}
+    if "signs" in decoded.parts:
+        assert decoded.parts["signs"].dtype == np.int8
+        assert set(decoded.parts["signs"].tolist()) <= {-1, 0, 1}
+        assert len(decoded.parts["signs"]) <= 72
+    if "gradients" in decoded.parts:
+        assert decoded.parts["gradients"].dtype == np.float32
+        assert len(decoded.parts["gradients"]) <= 72
+        assert np.isfinite(decoded.parts["gradients"]).all()
     again = encode(
         manifest,
         decoded.values,
         decoded.mask,
         draw=decoded.draw,
         precision="fp32" if decoded.precision == "int8" else decoded.precision,
-        signs=decoded.signs,
-        gradients=decoded.gradients,
+        parts=decoded.parts,
     )
     read = decode(again, manifest)
     assert read.values.tobytes() == decoded.values.tobytes()
     assert same_mask(read.mask, decoded.mask)
-    assert (read.signs is None) == (decoded.signs is None)
-    assert read.signs is None or read.signs.tobytes() == decoded.signs.tobytes()
-    assert (read.gradients is None) == (decoded.gradients is None)
-    assert read.gradients is None or read.gradients.tobytes() == decoded.gradients.tobytes()
+    assert {name: part.tobytes() for name, part in read.parts.items()} == {
+        name: part.tobytes() for name, part in decoded.parts.items()
+    }
 
 
 WALLS = (
-    "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__", "metadata must hold",
+    "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__",
+    "no part of this message", "metadata must hold",
     "must be a string", "has format", "another model", "must give a dtype", "whole numbers", "accepted are", "take",
     "begins at byte", "accounts for", "digest does not match", "description is not JSON", "not allowed in this form",
     "a draw has exactly", "cannot be drawn", "none of the forms", "neurons take", "padding bits", "end too early",
@@ -1062,7 +1093,7 @@ def test_hostile_bytes_are_refused_or_keep_every_promise(small, sign, take_apart
 SPARSE_WALLS = (
     "weights take", "padding bits", "in the middle of a distance", "names position", "bytes, all of its bits",
     "not held here", "not allowed in this form", "none of the forms", "scales for", "whole numbers must lie",
-    "scales belong", "U8", "take more", "bytes of signs for", "maskable weights; fetch", "gradients must be finite",
+    "scales belong", "U8", "take more", "signs other than 0", "are expected; fetch", "a number is not finite",
     "begins at byte", "its mask covers", "is not finite", "is not JSON", "must hold __metadata__",
 )  # fmt: skip
 
@@ -1153,14 +1184,13 @@ def test_memory_of_sparse_models_is_what_the_format_says(form, density):
     held = some(manifest, density)
     mask = but_for(held, *range(0, 2_000_000, 500)) if form == "changed" else held
     values = quantised(manifest, mask) if form == "int8" else noise(count_values(manifest, mask))
-    signs, gradients = np.ones(2_000_000, np.int8), noise(2_000_000)
+    parts = {"signs": np.ones(2_000_000, np.int8), "gradients": noise(2_000_000)}
     body = encode(
         manifest,
         values,
         mask,
         known=held if form in ("known", "changed") else None,
-        signs=signs if form == "signs" else None,
-        gradients=gradients if form == "gradients" else None,
+        parts={form: parts[form]} if form in parts else None,
     )
     promised = MAX_MEMORY_FACTOR * len(body) + MAX_MEMORY_FIXED
     promised += {"signs": 6, "changed": 5, "known": 0}.get(form, 1) * 2_000_000
@@ -1177,7 +1207,7 @@ def test_bytes_that_claim_many_signs_or_a_long_difference_take_no_more(sign, tak
     many = struct.pack("<I", 16_000_000) + b"\xff" * 4_000_000
     form = {"form": "changed", "digest": held.digest}
     for hostile, said in (
-        (sign(*with_part(parts, "signs", "U8", many)), "holds 16000000 signs"),
+        (sign(*with_part(parts, "signs", "U8", many)), "4000004 bytes, at most 500004 are expected"),
         (sign(*with_form(with_part(parts, "mask", "U8", bytes(2_000_000)), form)), "bytes, all of its bits 250000"),
     ):
         assert peak_of_decoding(hostile, manifest, held) <= MAX_MEMORY_FIXED

@@ -61,7 +61,7 @@ def test_first_neurons_are_named_by_their_counts(small):
     body = encode(small, values, mask)
     found = decode(body, small)
     assert same_mask(found.mask, mask)
-    assert "mask" not in found.parts
+    assert "mask" not in found.sizes
     assert b"first" in body
     other = mask_of([1], [0])
     assert b"first" not in encode(small, values[: count_values(small, other)], other)
