@@ -33,7 +33,7 @@ from edge_sdk.engines.training import Part
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import coordinator

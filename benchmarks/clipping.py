@@ -29,7 +29,7 @@ from tqdm import tqdm
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.simulation.result import Result
 from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task, load_task

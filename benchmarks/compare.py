@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.auto import FOR_NEURONS
-from edge_sdk.protocol.messages import AUTO, FederationSettings
+from edge_sdk.protocol.settings import AUTO, FederationSettings
 from edge_sdk.publish import read_settings
 from edge_sdk.reading import read_options
 from edge_sdk.tasks import OWN

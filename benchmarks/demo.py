@@ -37,7 +37,8 @@ from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
 from edge_sdk.protocol.manifest import Tensors, initial_values
-from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings, RoundRecord
+from edge_sdk.protocol.messages import CreateFederation, FederationInfo, RoundRecord
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, load_task
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
@@ -107,7 +108,7 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
     )
     request = CreateFederation(name="demo", task=TASK, settings=asked)
     with connect(server) as client:  # what publish does for a built-in task; publishing one's own needs PyTorch
-        Transport(client).create_federation(request.model_dump_json().encode(), "application/json")
+        Transport(client).create_federation(request.as_given().encode(), "application/json")
     with devices(folder, server, seed) as processes:
         info, records = watch(server, processes, folder)
     model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.metrics import Point

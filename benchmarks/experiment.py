@@ -75,7 +75,7 @@ from pydantic import (
 
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest

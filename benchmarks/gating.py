@@ -35,7 +35,8 @@ from edge_sdk.protocol.blocks import Selection
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
+from edge_sdk.protocol.messages import Assignment, Kind
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import GatedOptimisation

@@ -27,7 +27,6 @@ from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import (
-    AUTO,
     DeviceInfo,
     DeviceReport,
     FederationInfo,
@@ -36,6 +35,7 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
+from edge_sdk.protocol.settings import AUTO
 from edge_sdk.publish import load_to_publish, publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation.fleet import run_fleet

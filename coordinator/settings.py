@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest

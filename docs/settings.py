@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from edge_sdk.device.policy import Policy
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import GROUPS
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.settings import Settings
 
@@ -134,7 +134,8 @@ Give these as lines of a TOML file, or with `--limit KEY=VALUE` of `sparrow join
 
 def page() -> str:
     """Return the whole page."""
-    coordinators, federations = _table(Settings, "COORDINATOR_{}", upper=True), _table(FederationSettings, "{}")
+    coordinators = _table(Settings, "COORDINATOR_{}", upper=True)
+    federations = "\n".join(f"{group.__doc__}\n\n{_table(group, '{}')}" for group in GROUPS)
     methods, policies = METHODS + _methods(), POLICIES + _table(Policy, "{}")
     return HEAD + coordinators + TOKENS + federations + STOPPING + methods + policies
 

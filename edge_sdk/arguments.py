@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.messages import NAME_PATTERN
+from edge_sdk.protocol.fields import NAME_PATTERN
 from edge_sdk.protocol.ranges import Ranges, read_ranges
 
 MIB = 2**20

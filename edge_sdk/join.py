@@ -48,8 +48,9 @@ from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.failures import Failure, nothing_trained
+from edge_sdk.protocol.fields import NAME_PATTERN
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
+from edge_sdk.protocol.messages import Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.protocol.signatures import is_fingerprint
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS

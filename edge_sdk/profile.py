@@ -44,7 +44,7 @@ from edge_sdk.methods import UnknownWork, load_method
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import add_method_set, read_settings
 from edge_sdk.publishing.preparation import prepare_to_publish
 from edge_sdk.tasks import Seeded, Task, is_module, load_task

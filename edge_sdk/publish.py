@@ -39,16 +39,11 @@ from edge_sdk.protocol.auto import chosen
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import MissingPart, ProtocolError
 from edge_sdk.protocol.manifest import Digest, GraphName, Manifest, Name, Tensors, initial_values
-from edge_sdk.protocol.messages import (
-    AUTO,
-    CompareFederation,
-    CreateFederation,
-    FederationInfo,
-    FederationSettings,
-)
+from edge_sdk.protocol.messages import CompareFederation, CreateFederation, FederationInfo
 from edge_sdk.protocol.preparation import Targets
 from edge_sdk.protocol.publication import Terms, digests_of
 from edge_sdk.protocol.ranges import Ranges
+from edge_sdk.protocol.settings import AUTO, FederationSettings
 from edge_sdk.protocol.signatures import Publication, fingerprint
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.publishing.signing import Publisher, terms_of
@@ -196,7 +191,7 @@ def publish(
             if model is None:
                 if task not in builtin_tasks():
                     # The coordinator says which there are.
-                    return transport.create_federation(request.model_dump_json().encode(), "application/json")
+                    return transport.create_federation(request.as_given().encode(), "application/json")
                 asked = chosen(asked, load_builtin(str(task)).manifest, classes=True)
             # Devices get the method's own settings as the coordinator completes them, so these are signed.
             asked = transport.completed(asked)
@@ -204,11 +199,11 @@ def publish(
             if model is None:
                 signed = signer.sign(_built_in_terms(name, str(task), asked, ranges))
                 request = request.model_copy(update={"publication": signed})
-                return transport.create_federation(request.model_dump_json().encode(), "application/json")
+                return transport.create_federation(request.as_given().encode(), "application/json")
             vectors = model.described(compiled=compiled)
             weights = model.weights()
             signed = signer.sign(model.terms(name, asked, ranges, model.first_digests(asked, weights)))
-            body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.model_dump_json())
+            body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.as_given())
             progress(f"sending {len(body) / 1e6:.1f} MB")
             return transport.create_federation(body, checkpoint.MEDIA_TYPE)
         except NameTaken:

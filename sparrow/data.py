@@ -17,8 +17,9 @@ from edge_sdk import arguments as read
 from edge_sdk.device.transport import connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationInfo, FederationSettings
+from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.protocol.preparation import Preparation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import OWN, Task, collect_targets, count_examples, load_data_of, load_task
 from edge_sdk.tasks.preparing import Statistics
 from sparrow.command_line.command import Command, Parser

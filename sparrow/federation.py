@@ -18,13 +18,8 @@ from pydantic import ValidationError
 
 from edge_sdk.arguments import add_federation, read_setting
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol.messages import (
-    ChangeFederation,
-    CreateFederation,
-    FederationInfo,
-    FederationSettings,
-    FederationStatus,
-)
+from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.options import add_help_settings, add_yes, sure
@@ -123,7 +118,7 @@ def _create(options: argparse.Namespace, transport: Transport) -> FederationInfo
     except ValidationError as error:
         raise WrongUsage(_faults(error, FederationSettings.model_fields)) from None
     wanted = CreateFederation(name=options.federation, task=options.task, settings=settings)
-    return transport.create_federation(wanted.model_dump_json(exclude_unset=True).encode(), "application/json")
+    return transport.create_federation(wanted.as_given().encode(), "application/json")
 
 
 def _value(text: str) -> Any:

@@ -23,14 +23,7 @@ from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.addresses import in_network, means_caller
-from edge_sdk.protocol.messages import (
-    DeviceInfo,
-    FederationInfo,
-    FederationStatus,
-    MakeJoinLink,
-    OpenWork,
-    RoundRecord,
-)
+from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, MakeJoinLink, OpenWork, RoundRecord
 from edge_sdk.protocol.overview import Overview
 from edge_sdk.protocol.signatures import fingerprint
 from sparrow.command_line.command import Command, Parser, WrongUsage

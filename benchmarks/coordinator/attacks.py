@@ -42,7 +42,8 @@ from edge_sdk.device.transport import Transport, connect
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import GraphName, Tensors
-from edge_sdk.protocol.messages import CreateFederation, Enrol, FederationSettings
+from edge_sdk.protocol.messages import CreateFederation, Enrol
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.contest import Row

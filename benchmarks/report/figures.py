@@ -12,7 +12,7 @@ from edge_sdk.errors import SdkError
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks.experiment import Experiment, Options, Trial, Value, trials
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over
 from sparrow.benchmarks.rows import DeviceResult, Recorded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.api.access import AdminOnly
 from sparrow.coordinator.api.packing import PackedRoute
 from sparrow.coordinator.fleet.federations import completed

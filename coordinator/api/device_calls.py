@@ -24,7 +24,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Digest, UpdateAccepted, UploadCost
+from edge_sdk.protocol.fields import Digest
+from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, UpdateAccepted, UploadCost
 from sparrow.coordinator.api.bodies import InParts, ranged
 from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import Middleware

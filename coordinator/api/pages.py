@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from edge_sdk.protocol.messages import FederationName
+from edge_sdk.protocol.fields import FederationName
 from sparrow.coordinator import dashboard, web
 from sparrow.coordinator.api import sign_in
 from sparrow.coordinator.api.access import TheCoordinator, TheIdentity, may_look, own_federation

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
-from edge_sdk.protocol.messages import FederationName
+from edge_sdk.protocol.fields import FederationName
 from sparrow.coordinator import dashboard
 from sparrow.coordinator.api.bodies import read_body
 from sparrow.coordinator.api.headers import header

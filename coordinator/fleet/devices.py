@@ -14,13 +14,7 @@ from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.messages import (
-    ChangeDevice,
-    Enrol,
-    Enrolled,
-    NewToken,
-    PauseReason,
-)
+from edge_sdk.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
 from sparrow.coordinator.errors import (
     FederationDeleted,
     NameTaken,

@@ -36,11 +36,11 @@ from edge_sdk.protocol.messages import (
     CreateFederation,
     Evaluation,
     FederationInfo,
-    FederationSettings,
     FederationStatus,
     ModelInfo,
 )
 from edge_sdk.protocol.preparation import Targets
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import Publication, Published
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest

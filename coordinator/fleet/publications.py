@@ -12,9 +12,9 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.publication import Terms
 from edge_sdk.protocol.ranges import faults
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import Publication, Published, check_signature, fingerprint
 from sparrow.coordinator.errors import BadContent, NotFound, Unreadable
 from sparrow.coordinator.storage.tables import Federation

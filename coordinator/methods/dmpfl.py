@@ -28,7 +28,8 @@ from pydantic import Field
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 from sparrow.coordinator.errors import BadContent, WrongState
 from sparrow.coordinator.methods import (

@@ -30,8 +30,8 @@ from edge_sdk.protocol.manifest import (
     TensorSpec,
     draw_uniform,
 )
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.mixture import mixture_of, name_in
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     CoordinatorMethod,

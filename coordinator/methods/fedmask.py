@@ -22,8 +22,8 @@ from pydantic import Field
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.parts import Numbers, Signs, all_maskable
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,

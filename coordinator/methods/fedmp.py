@@ -47,8 +47,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.neurons import Scores, first_neurons, norm_scores
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     Aggregation,

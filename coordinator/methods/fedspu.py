@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field
 
 from edge_sdk.protocol.manifest import Data, Manifest
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone, own_settings
 from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings

@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from edge_sdk.protocol.masks import Mask, NeuronMask
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.neurons import is_within, reaches_ratio
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     CoordinatorMethod,

@@ -18,8 +18,8 @@ from typing import Literal
 from pydantic import Field
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.neurons import CLASSES, first_neurons_up, with_classes
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, own_settings
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, unpack
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.neurons import first_neurons_up
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     ActiveNeurons,

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,

@@ -33,7 +33,7 @@ from pydantic import Field
 from edge_sdk.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
 from edge_sdk.protocol.flops import block_flops, budget_groups
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,

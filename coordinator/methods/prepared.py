@@ -8,7 +8,7 @@ from pydantic import Field
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, MethodSettings, Situation, refuse_mask

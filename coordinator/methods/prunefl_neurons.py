@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     CoordinatorMethod,

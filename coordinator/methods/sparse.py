@@ -13,8 +13,8 @@ from pydantic import Field
 from edge_sdk.protocol.elements import ElementMask, Points
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Block
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.parts import Numbers
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import (
     USUAL_INTERVAL,
     LayerSparsity,

@@ -32,8 +32,8 @@ from pydantic import Field
 
 from edge_sdk.protocol.elements import ElementMask, Index
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.parts import Plan, Signs
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (

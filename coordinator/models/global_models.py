@@ -33,9 +33,10 @@ from edge_sdk.protocol import bundle, checkpoint, values
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
 from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.secure.consistency import model_digest
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method

@@ -13,8 +13,9 @@ import numpy as np
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.fields import bounded
 from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.messages import Evaluation, bounded
+from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.protocol.preparation import RAW_TYPES
 from sparrow.coordinator.errors import BadContent, Unavailable
 from sparrow.limited import Crashed, Stopped, TookTooLong, TookTooMuchMemory, run_limited

@@ -24,7 +24,8 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
+from edge_sdk.protocol.messages import PrivacySpent
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import Unavailable, Unreadable, read_stored
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.store import Store

@@ -25,7 +25,8 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod, why_not_buffered
 from sparrow.coordinator.models.global_models import settings_of

@@ -10,7 +10,8 @@ from sqlalchemy import and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import Participation, Situation, load_method
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round, weight_of

@@ -20,7 +20,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.evidence import Pool, pool_of
-from edge_sdk.protocol.messages import FederationSettings, Kind, Receipt
+from edge_sdk.protocol.messages import Kind, Receipt
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import read_stored
 from sparrow.coordinator.methods import load_method, sends_values
 from sparrow.coordinator.models.global_models import settings_of

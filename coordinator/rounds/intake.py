@@ -41,8 +41,9 @@ from numpy.typing import NDArray
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Mask, pack, unpack
-from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import Kind, UpdateReport
 from edge_sdk.protocol.parts import Numbers, expected
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, load_method
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of

@@ -45,7 +45,8 @@ from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.evidence import TOLD, Evidence
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
+from edge_sdk.protocol.messages import Kind, PrivacySpent
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod, why_not_private
 from sparrow.coordinator.rounds.sums import difference

@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only
 from sparrow.coordinator.rounds.sums import Sum, blocks_of

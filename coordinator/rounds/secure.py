@@ -32,13 +32,14 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
 from edge_sdk.protocol.parts import Plan
 from edge_sdk.protocol.secure.consistency import round_digest, with_digest
 from edge_sdk.protocol.secure.fine import read_extras, statistics, words_of_extras
 from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
 from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.models.global_models import Models, settings_of

@@ -13,7 +13,8 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import Kind, UpdateReport
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.skew import ADJUSTS, skew, skew_of
 from sparrow.coordinator.errors import read_stored
 from sparrow.coordinator.models.global_models import settings_of

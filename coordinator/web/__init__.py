@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.methods import CoordinatorMethod
 

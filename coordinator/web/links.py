@@ -14,7 +14,8 @@ from urllib.parse import quote, urlsplit
 import segno
 
 from edge_sdk.protocol.addresses import in_network, in_url, means_caller
-from edge_sdk.protocol.messages import LONGEST_LINK, FederationInfo, JoinLink
+from edge_sdk.protocol.fields import LONGEST_LINK
+from edge_sdk.protocol.messages import FederationInfo, JoinLink
 from edge_sdk.protocol.signatures import fingerprint
 from sparrow.coordinator.errors import BadContent, NotAllowed, NotFound
 from sparrow.coordinator.fleet.access import Tokens

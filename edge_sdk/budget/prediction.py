@@ -17,7 +17,8 @@ from statistics import fmean, median
 from edge_sdk.engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
 from edge_sdk.methods import BudgetTooSmall, load_method
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples
 from sparrow.devices import memory
 from sparrow.devices.simulation import Board

@@ -24,7 +24,8 @@ from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSettings
+from edge_sdk.protocol.messages import BudgetLimit, FederationInfo
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit

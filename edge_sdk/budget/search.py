@@ -22,7 +22,8 @@ from edge_sdk.arguments import MIB
 from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, FederationSettings, Phase
+from edge_sdk.protocol.messages import BudgetLimit, Phase
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from sparrow.devices.simulation import Board
 

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, as_arrays
 from edge_sdk.tasks.intake import random_state_kept
 

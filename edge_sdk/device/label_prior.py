@@ -29,7 +29,7 @@ from edge_sdk.methods import Job, Update
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, unpack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.skew import ADJUSTS, LabelSketch
 from edge_sdk.tasks import Batches, Task, collect_targets
 

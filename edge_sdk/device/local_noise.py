@@ -36,7 +36,8 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.installed import installed
 
 if TYPE_CHECKING:

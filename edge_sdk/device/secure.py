@@ -25,7 +25,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_mask
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
+from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.protocol.neurons import mask_digest
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.consistency import digest_in, model_digest, round_digest
@@ -34,6 +34,7 @@ from edge_sdk.protocol.secure.fine import hide_extras, statistics
 from edge_sdk.protocol.secure.messages import SecureWork, Statement
 from edge_sdk.protocol.secure.numbers import Scale, Words
 from edge_sdk.protocol.secure.pads import BadSecret
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import count_examples
 
 SECRETS, PEERS = "secure.json", "peers.json"

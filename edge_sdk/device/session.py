@@ -79,13 +79,12 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
 from edge_sdk.protocol.evidence import Pool, choice
 from edge_sdk.protocol.failures import Failure
+from edge_sdk.protocol.fields import MOST_COUNT, MOST_FLOPS, bounded
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import (
     JUDGING,
-    MOST_COUNT,
-    MOST_FLOPS,
     Assignment,
     ChangeDevice,
     Conditions,
@@ -93,7 +92,6 @@ from edge_sdk.protocol.messages import (
     Enrol,
     Evaluation,
     FederationInfo,
-    FederationSettings,
     Kind,
     Moved,
     PauseReason,
@@ -103,12 +101,12 @@ from edge_sdk.protocol.messages import (
     Telemetry,
     UpdateReport,
     UploadCost,
-    bounded,
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.parts import expected
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.secure.messages import Statement
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.skew import LabelSketch
 from edge_sdk.tasks import Task, count_examples
 from edge_sdk.tasks.compute import PROCESSOR

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from edge_sdk.device.transport import Traffic
-from edge_sdk.protocol.messages import CELSIUS, MOST_JOULES, MOST_SECONDS, Phase
+from edge_sdk.protocol.fields import CELSIUS, MOST_JOULES, MOST_SECONDS
+from edge_sdk.protocol.messages import Phase
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import Conditions

@@ -69,7 +69,6 @@ from edge_sdk.protocol.messages import (
     Enrol,
     Enrolled,
     FederationInfo,
-    FederationSettings,
     HandBack,
     JoinLink,
     MakeJoinLink,
@@ -85,6 +84,7 @@ from edge_sdk.protocol.messages import (
     UploadCost,
 )
 from edge_sdk.protocol.overview import Overview
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import MAX_STATEMENT, Published
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.table import printable
@@ -363,7 +363,9 @@ class Transport:
         """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
         which names the differences."""
         try:
-            return self._ask(FederationInfo, "POST", f"/v1/federations/{name}/comparison", **_json(wanted))
+            # Without what nobody has given, as in ``CreateFederation.as_given``.
+            body = _json(wanted, exclude_unset=True)
+            return self._ask(FederationInfo, "POST", f"/v1/federations/{name}/comparison", **body)
         except NotFound:
             return None
 
@@ -743,8 +745,9 @@ def _listed(reason: PauseReason | str) -> PauseReason | Failure:
     return reason if isinstance(reason, PauseReason) else Failure(reason)
 
 
-def _json(message: BaseModel) -> dict[str, Any]:
-    return {"content": message.model_dump_json().encode(), "headers": {"Content-Type": "application/json"}}
+def _json(message: BaseModel, *, exclude_unset: bool = False) -> dict[str, Any]:
+    body = message.model_dump_json(exclude_unset=exclude_unset).encode()
+    return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
 def _read(kind: type[Message], answer: httpx.Response) -> Message:

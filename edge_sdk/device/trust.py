@@ -24,9 +24,10 @@ from edge_sdk.errors import StateError
 from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationInfo, FederationSettings
+from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.protocol.publication import Terms, check_terms, check_weights, differs
 from edge_sdk.protocol.ranges import OPERATORS, Ranges, binding, faults, least_cohort, least_steps, shown
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import (
     BadPublication,
     Publication,

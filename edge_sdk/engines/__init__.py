@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
 
 EngineName = Literal["onnx", "torch"]

@@ -24,7 +24,7 @@ from edge_sdk.errors import SdkError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, own_initial_values
 from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit

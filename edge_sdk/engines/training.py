@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.failures import Failure
+from edge_sdk.protocol.fields import bounded
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
 
 Flags = NDArray[np.bool_]

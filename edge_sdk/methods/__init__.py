@@ -25,9 +25,10 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.failures import Failure
 from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
-from edge_sdk.protocol.messages import Assignment, Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.protocol.parts import Numbers, Part
 from edge_sdk.protocol.secure.numbers import Words
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import load_method_record

@@ -11,7 +11,7 @@ from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.auto import FOR_ANY_MODEL, FOR_NEURONS
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import AUTO
+from edge_sdk.protocol.settings import AUTO
 from edge_sdk.publishing import RunningStatistics
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer

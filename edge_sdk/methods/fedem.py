@@ -44,8 +44,8 @@ from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, judge_
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.manifest import GraphName, Manifest
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples
 
 Weights = NDArray[np.float64]

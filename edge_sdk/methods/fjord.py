@@ -61,8 +61,8 @@ from edge_sdk.methods.rounds import conclude, evaluate_both
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.neurons import Narrowing, first_neurons
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
 
 if TYPE_CHECKING:

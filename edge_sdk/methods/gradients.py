@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_sdk.engines import Engine, Progress
 from edge_sdk.engines.training import Batch, Divergence, LocalResult, count_steps
 from edge_sdk.protocol.masks import count_values
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from edge_sdk.engines import Engine, Progress
 from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
 from edge_sdk.engines.training import LOSS, WEIGHTS, LocalResult, TrainingDiverged, count_steps
 from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
 
 

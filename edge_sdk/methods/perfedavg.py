@@ -57,7 +57,8 @@ from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, judge_held_out
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
 
 if TYPE_CHECKING:

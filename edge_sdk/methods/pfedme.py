@@ -45,7 +45,7 @@ from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
 from edge_sdk.methods.whole import pull_of
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
 
 if TYPE_CHECKING:

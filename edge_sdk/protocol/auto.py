@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import AUTO, FederationSettings
+from edge_sdk.protocol.settings import AUTO, FederationSettings
 
 FOR_NEURONS, FOR_ANY_MODEL = "fedspu", "fedavg"
 FINETUNE_EPOCHS = 3
@@ -31,7 +31,7 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     that follow its last bias; then outputs are adjusted with ``LOGIT_ADJUSTMENT`` from a skew of ``LEAST_SKEW`` on,
     but not under differential privacy. Nobody stops early. The end is ``FINETUNE_EPOCHS`` of training; under FedSPU
     of the mean of the last rounds' models, of one in ``AVERAGED_PART``, and one of the candidates of a device, beside
-    a model that it has trained alone. Settings that differ from their defaults stay.
+    a model that it has trained alone. Settings that were given stay, those that are as by default among them.
     """
     if settings.method != AUTO:
         return settings
@@ -39,14 +39,12 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     ours: dict[str, Any] = {"finetune_epochs": FINETUNE_EPOCHS, "early_stopping": "off"}
     if not settings.secure:
         ours["precision"] = "int8"
-    if classes and manifest.output_bias is not None and settings.noise_multiplier is None:
-        ours["logit_adjustment"] = LOGIT_ADJUSTMENT
-        if not settings.logit_adjustment:
-            ours["logit_adjustment_from"] = LEAST_SKEW
+    adjusts = classes and manifest.output_bias is not None and settings.noise_multiplier is None
+    if adjusts and "logit_adjustment" not in settings.model_fields_set:
+        ours |= {"logit_adjustment": LOGIT_ADJUSTMENT, "logit_adjustment_from": LEAST_SKEW}
     if method == FOR_NEURONS:
         ours["personal_model"] = "fleet"
-    defaults = FederationSettings()
-    unset = {name: value for name, value in ours.items() if getattr(settings, name) == getattr(defaults, name)}
+    unset = {name: value for name, value in ours.items() if name not in settings.model_fields_set}
     own = dict(settings.method_settings)
     if method == FOR_NEURONS:
         own.setdefault("averaged_rounds", settings.rounds // AVERAGED_PART)

@@ -1,11 +1,7 @@
-"""Every request and response of the HTTP contract, version 1, and a federation's settings.
+"""Every request and response of the HTTP contract, version 1.
 
 A model here is what crosses the wire; it checks itself when made. What one side sends, the other may not know yet, so
 answers ignore unknown fields and requests refuse them: a misspelt setting must not pass in silence.
-
-Every number of a request has an upper bound that no honest device reaches, such that what the coordinator adds up, over
-a million devices and a million rounds, is finite, and whole numbers over a million devices fit 64 bits. Text of a
-request may hold anything but NUL, which PostgreSQL does not store, and halves of surrogate pairs, which are no UTF-8.
 """
 
 from __future__ import annotations
@@ -13,93 +9,35 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from edge_sdk.protocol.bundle import Precision
 from edge_sdk.protocol.evidence import Evidence
+from edge_sdk.protocol.fields import (
+    CELSIUS,
+    LONGEST_LINK,
+    Answer,
+    Count,
+    DeviceName,
+    Digest,
+    FederationName,
+    Flops,
+    Id,
+    Joules,
+    Request,
+    Score,
+    Seconds,
+    Secret,
+    Share,
+    Total,
+)
 from edge_sdk.protocol.manifest import MOST_METRICS, MetricName
-from edge_sdk.protocol.secure.messages import LARGEST_RANGE, Key32, SecureWork, Statement
+from edge_sdk.protocol.secure.messages import Key32, SecureWork, Statement
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import Publication
 from edge_sdk.protocol.skew import LabelSketch
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
-DeviceName = FederationName
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-MOST_SECONDS = 1e9
-"""Thirty years."""
-MOST_JOULES = 1e12
-"""A kilowatt for as long."""
-CELSIUS = (-273.15, 1000.0)
-MOST_COUNT = 2**43
-"""8.8e12: of bytes, 8 TiB. What one device counts in one round; a million of them fit 64 bits."""
-MOST_FLOPS = 10**21
-"""What the largest computer of today does in a quarter of an hour. No column of the records holds a sum of them."""
-LARGEST_SCORE = 3.4028234663852886e38
-"""The largest float32."""
-Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
-Joules = Annotated[float, Field(ge=0, le=MOST_JOULES)]
-Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
-Total = Annotated[int, Field(ge=0, le=2**53)]
-"""What one device counts in all its life."""
-Score = Annotated[float, Field(ge=-LARGEST_SCORE, le=LARGEST_SCORE)]
-Limit = Annotated[float, Field(gt=0, le=1e12)]
-OwnSetting = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Annotated[str, Field(max_length=200)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
-"""A token, which goes into a header."""
-LONGEST_LINK = 1000
-"""Characters after a link's scheme; a QR code can have twice as many, and a phone could not read it."""
 
-
-class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _storable(self) -> _Request:
-        for name, value in self.__dict__.items():
-            check_text(name, value)
-        return self
-
-
-def bounded(loss: float) -> float:
-    """Return a finite loss as a report may tell it: one beyond float32 is the largest there is."""
-    return max(-LARGEST_SCORE, min(LARGEST_SCORE, loss))
-
-
-def check_text(name: str, value: object) -> None:
-    """Raise ValueError for text that cannot be stored, also in a collection: with NUL, or with half a surrogate pair.
-
-    Models within are left out, as each looks at its own fields.
-    """
-    if isinstance(value, str):
-        if "\0" in value or not (value.isascii() or _is_unicode(value)):
-            raise ValueError(f"{name}: text with a NUL character or half a surrogate pair cannot be stored; remove it")
-    elif isinstance(value, tuple | list):
-        for each in value:
-            check_text(name, each)
-    elif isinstance(value, dict):
-        for each in (*value, *value.values()):
-            check_text(name, each)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class Answer(BaseModel):
-    """Base of the coordinator's answers."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Moved(_Request):
+class Moved(Request):
     """Bytes of HTTP bodies, repetitions included; ``frozen_down`` are those of ``bytes_down`` that were values which
     nobody trains."""
 
@@ -114,325 +52,7 @@ class Moved(_Request):
         )
 
 
-# --- a federation's settings -------------------------------------------------------------------------------------
-
-
-AUTO = "auto"
-"""The method of settings that leave the choice of one to ``edge_sdk.protocol.auto``."""
-
-
-class FederationSettings(_Request):
-    """The settings of a federation. Every field is described in docs/settings.md, which a test holds to this class."""
-
-    method: str = Field(
-        default="fedspu",
-        max_length=64,
-        description="The federated method; auto: chosen with its settings when the federation is created",
-    )
-    rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
-    cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
-    cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(
-        default="uniform",
-        description="Who is drawn: all alike, those first who took part longest ago, or more often by budget",
-    )
-    min_devices: int = Field(
-        default=2, ge=1, le=1_000_000, description="Enrolled devices at which the first round opens"
-    )
-    quorum: Share = Field(
-        default=1.0, description="Share of the cohort whose updates close a round before its deadline; 1 waits for all"
-    )
-    over_selection: float = Field(
-        default=0.0,
-        ge=0,
-        le=10,
-        description="Devices drawn beyond cohort, as a share of it, so that a round need not wait for the slowest",
-    )
-    deadline_seconds: float = Field(default=300.0, gt=0, le=7 * 86400, description="Longest duration of a round, s")
-    silence_seconds: float = Field(
-        default=60.0,
-        ge=1,
-        le=7 * 86400,
-        description="Silence after which a round goes on without a device, s; at work it is heard every third of it",
-    )
-    min_updates: int = Field(
-        default=1, ge=1, le=1_000_000, description="Updates below which a round is extended, and in the end skipped"
-    )
-    extensions: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description="How often a round that lacks updates gets another deadline_seconds, and more devices",
-    )
-    buffer: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="Asynchronous rounds (FedBuff): a round closes at so many updates; late ones count in the next",
-    )
-    staleness_exponent: float = Field(
-        default=0.5,
-        ge=0,
-        le=10,
-        description="With buffer: a: what an update t models old has moved counts (1 + t)^-a",
-    )
-    optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
-    learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate of the first round")
-    learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
-    logit_adjustment: float = Field(
-        default=0.0,
-        ge=0,
-        le=10,
-        description="Strength with which the logarithms of a device's class frequencies are added to its outputs, in "
-        "training and prediction, so that the shared model need not learn them; 0: not at all",
-    )
-    logit_adjustment_from: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="With logit_adjustment: label skew between devices, the intraclass correlation of labels, from "
-        "which outputs are adjusted; in the first round they are not, and devices tell a sketch of their class "
-        "frequencies; 0: outputs are adjusted from the first round on, and nothing is told",
-    )
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
-    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
-    batch_size: int = Field(
-        default=16,
-        ge=1,
-        le=1_000_000,
-        description="Samples per local step of built-in tasks; DataLoaders of your own decide for themselves",
-    )
-    local_epochs: int = Field(default=5, ge=1, le=10_000, description="Passes over the local data per round, E")
-    local_steps: int | None = Field(
-        default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
-    )
-    clip: Limit | None = Field(default=None, description="Largest 2-norm of a step's gradient; none where unset")
-    update_norm_limit: Limit | None = Field(
-        default=None,
-        description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
-    )
-    update_clip: Limit | None = Field(
-        default=None,
-        description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
-    )
-    relative_clip: float = Field(
-        default=10.0,
-        ge=0,
-        le=1e12,
-        description="Times the usual 2-norm of an update less what was sent (median of the last rounds): a longer one "
-        "is scaled down to it as it counts; 0: off. Without effect under secure, noise_multiplier or robust",
-    )
-    outlier_mads: Limit | None = Field(
-        default=None,
-        description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
-    )
-    max_examples: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**40,
-        description="Most samples that one update counts with, even where ten times its cohort's median are more",
-    )
-    robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
-        default=None,
-        description="In place of the weighted mean, a rule that resists a few bad updates: trimmed_mean, median, krum",
-    )
-    robust_share: float = Field(
-        default=0.2,
-        gt=0,
-        lt=0.5,
-        description="Share of a round's devices that may lie (trimmed at each end; Krum's f/n)",
-    )
-    noise_multiplier: float | None = Field(
-        default=None,
-        ge=1e-3,
-        le=1e6,
-        description="Central differential privacy: deviation of the noise on a round's sum, times update_clip",
-    )
-    privacy_delta: float = Field(
-        default=1e-5, gt=0, lt=1, description="Delta at which the models' epsilon is told; below 1 / devices"
-    )
-    privacy_adjacency: Literal["replacement", "zero_out"] = Field(
-        default="replacement",
-        description="What epsilon tells apart: a device's updates or any others; or (half the distance) or zeros",
-    )
-    secure: bool = Field(
-        default=False,
-        description="Secure aggregation: sums of updates come out, never one of them",
-    )
-    secure_bits: Literal[16, 32] = Field(default=16, description="With secure: bits of a masked value on the wire")
-    secure_range: float = Field(
-        default=0.5,
-        gt=0,
-        le=LARGEST_RANGE,
-        description="With secure: largest magnitude by which training may move a value; beyond it is clipped",
-    )
-    secure_colluders: int = Field(
-        default=1, ge=0, le=1000, description="With secure: devices of a round that may collude with the coordinator"
-    )
-    secure_dropouts: float = Field(
-        default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may vanish in a phase"
-    )
-    secure_metrics: bool | None = Field(
-        default=None,
-        description="With secure: losses and accuracies are summed under the masks, too, and reported of no single "
-        "device; unset: yes; false: sent in clear by devices whose owners agree (--plain-metrics)",
-    )
-    secure_phase_seconds: float = Field(
-        default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase that trains nothing, s"
-    )
-    early_stopping: Literal["validation", "paper", "off"] = Field(
-        default="validation",
-        description="When a device leaves training for good: once its smoothed validation loss no longer falls; paper: "
-        "on rises of FedSPU's stop-rule loss; off: never",
-    )
-    patience: int | None = Field(
-        default=None,
-        ge=1,
-        le=10_000,
-        description="Participations in a row without improvement that stop a device; unset: 10, or 1 under paper",
-    )
-    min_participations: int = Field(
-        default=15, ge=1, le=1_000_000, description="Participations before which no device stops, unless under paper"
-    )
-    min_improvement: float = Field(
-        default=0.01,
-        ge=0,
-        lt=1,
-        description="Share by which the smoothed validation loss must fall below its lowest value to be an improvement",
-    )
-    stop_weight: float = Field(
-        default=0.7,
-        ge=0,
-        le=1,
-        description="Under paper: weight λ of the training loss in the stop-rule loss; the rest is validation's",
-    )
-    joules_per_device: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e12,
-        description="Energy of downloads and training, measured or estimated, after which a device leaves training for "
-        "good, as by early stopping; of devices that cannot know theirs none does; unset: no limit",
-    )
-    personal_model: Literal["best", "last", "fleet"] = Field(
-        default="best",
-        description="The personal model that a device judges and exports: the best on its validation data, newer ones "
-        "preferred, or that of its last round; fleet: as best until the end, then by all devices' validation data "
-        "and its own together, of the finished global model, its own, their mean, this trained once more, and one "
-        "trained alone",
-    )
-    evaluation_interval: int = Field(
-        default=5,
-        ge=0,
-        le=1_000_000,
-        description="Rounds between evaluations of personal models, or, for methods without any, of the global model; "
-        "0: only at the end",
-    )
-    global_evaluation_interval: int = Field(
-        default=0,
-        ge=0,
-        le=1_000_000,
-        description="Rounds between evaluations at which devices judge the global model beside their own, for which "
-        "they download it; 0: only at the end",
-    )
-    global_evaluation_devices: int = Field(
-        default=10,
-        ge=0,
-        le=1_000_000,
-        description="Most devices that judge the global model in an evaluation; at the end all do that may mix it in",
-    )
-    precision: Precision = Field(
-        default="fp32",
-        description="Number format of values on the wire; int8: updates alone, as differences, and fp32 downwards",
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**63,
-        description="Decides initial weights (of own models: of `Seeded` ones), batches, and with draws seed the rest",
-    )
-    draws: Literal["secret", "seed"] = Field(
-        default="secret",
-        description="What cohorts and drawn neurons follow from: random bytes that no device can know, or name and "
-        "seed, which make a simulation repeatable and let every device compute the draws of all",
-    )
-    finetune_epochs: int = Field(
-        default=0,
-        ge=0,
-        le=10_000,
-        description="Local epochs of a copy of the finished global model; of copy, model and their mixtures the "
-        "personal model is the best on validation data (personal_model=last: the copy), judged at every evaluation; "
-        "under fedspu: local epochs, within the budget, of one more training at the end, of personal and "
-        "global model mixed in equal parts, which is kept where validation data speak for it",
-    )
-    finetune_learning_rate: float | None = Field(
-        default=None,
-        gt=0,
-        le=100,
-        description="Learning rate with which the finished global model becomes a personal one; unset: its round's",
-    )
-    method_settings: dict[Annotated[str, Field(max_length=64)], OwnSetting] = Field(
-        default_factory=dict, max_length=100, description="What only this method knows, as names with values"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> FederationSettings:
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
-        if 0 < self.relative_clip <= 1:
-            raise ValueError(
-                f"relative_clip: at {self.relative_clip:g} updates become shorter from round to round; give more than "
-                f"1, or 0 for none"
-            )
-        if self.min_updates > self.cohort:
-            raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
-        if self.logit_adjustment_from and self.noise_multiplier is not None:
-            raise ValueError(
-                "logit_adjustment_from: what devices would tell of their labels has no noise, which noise_multiplier "
-                "promises; leave it out"
-            )
-        if self.secure_metrics and not self.secure:
-            raise ValueError("secure_metrics: metrics go through the masks of secure rounds; give secure as well")
-        if self.buffer is not None:
-            if self.buffer > self.cohort:
-                raise ValueError(
-                    f"buffer: a round would wait for {self.buffer} updates while {self.cohort} devices train at a time "
-                    f"(cohort); give a smaller buffer or a larger cohort"
-                )
-            if self.quorum < 1 or self.over_selection or self.min_updates > 1 or self.extensions:
-                raise ValueError(
-                    "buffer: quorum, over_selection, min_updates and extensions are of rounds that wait for a cohort; "
-                    "with a buffer a round closes when it is full, so leave them out"
-                )
-        return self
-
-    @property
-    def stop_patience(self) -> int:
-        """Participations without improvement that stop a device: ``patience``, or its rule's own where it is unset."""
-        return self.patience or (1 if self.early_stopping == "paper" else 10)
-
-    @property
-    def keeps_best(self) -> bool:
-        """True if devices keep the best of their rounds' personal models."""
-        return self.personal_model != "last"
-
-    @property
-    def masks_metrics(self) -> bool:
-        """True if losses and accuracies go under the masks of secure rounds."""
-        return self.secure and self.secure_metrics is not False
-
-    def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:
-        """Return the number format of an assignment's payload, or of its update.
-
-        int8 is for the differences that training makes: what goes down, and what is prepared, would lose too much.
-        """
-        differences = direction == "up" and kind is Kind.train
-        return "fp32" if self.precision == "int8" and not differences else self.precision
-
-    def learning_rate_of(self, round_number: int) -> float:
-        """Learning rate of a round, counted from 1; adapting before the first round has that of the first."""
-        return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
-
-
-class CreateFederation(_Request):
+class CreateFederation(Request):
     """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
 
     Such a checkpoint (``POST /v1/federations/from-model``) holds the initial values by name and, as uint8 vectors
@@ -449,8 +69,12 @@ class CreateFederation(_Request):
         default=None, description="What its author has signed; in a checkpoint the vector sparrow.publication"
     )
 
+    def as_given(self) -> str:
+        """Return it as JSON without what nobody has given: ``method=auto`` decides about these settings alone."""
+        return self.model_dump_json(exclude_unset=True)
 
-class CompareFederation(_Request):
+
+class CompareFederation(Request):
     """``POST /v1/federations/{name}/comparison``: what its publisher would ask for.
 
     ``model_digest`` is the manifest's (``Manifest.model_digest``), left out for a built-in task.
@@ -461,7 +85,7 @@ class CompareFederation(_Request):
     settings: FederationSettings = FederationSettings()
 
 
-class ChangeFederation(_Request):
+class ChangeFederation(Request):
     """``PATCH /v1/federations/{name}``."""
 
     action: Literal["pause", "resume", "stop", "reopen", "rollback"] | None = None
@@ -554,7 +178,7 @@ class FederationInfo(Answer):
     settings: FederationSettings
 
 
-class MakeJoinLink(_Request):
+class MakeJoinLink(Request):
     """``POST /v1/federations/{name}/join-link``. Neither field is kept or logged."""
 
     server: str | None = Field(
@@ -589,7 +213,7 @@ DataWarnings = Annotated[
 ]
 
 
-class DeviceProfile(_Request):
+class DeviceProfile(Request):
     """The profile that a device sends when it enrols."""
 
     board: str = Field(default="", max_length=200)
@@ -601,7 +225,7 @@ class DeviceProfile(_Request):
     data_warnings: DataWarnings = ()
 
 
-class Enrol(_Request):
+class Enrol(Request):
     """``POST /v1/federations/{name}/devices``.
 
     ``enrolment_key`` is a secret that the device makes and stores before it asks: should the answer be lost, asking
@@ -637,7 +261,7 @@ class Enrolled(Answer):
     notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
 
 
-class RenewToken(_Request):
+class RenewToken(Request):
     """``POST /v1/devices/{id}/token``: the key that the device enrolled with. A token alone renews nothing, so that
     whoever has taken it loses it when the device renews."""
 
@@ -680,14 +304,14 @@ class BudgetLimit(str, Enum):
     heat = "heat"
 
 
-class Conditions(_Request):
+class Conditions(Request):
     """The conditions of a device; ``available`` False says that it leaves for now."""
 
     available: bool = True
     reason: Why = ""
 
 
-class ChangeDevice(_Request):
+class ChangeDevice(Request):
     """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
 
     ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
@@ -879,7 +503,7 @@ class OpenWork(Answer):
     assignments: tuple[OpenAssignment, ...]
 
 
-class HandBack(_Request):
+class HandBack(Request):
     """``DELETE /v1/assignments/{id}``: why the device cannot do it, as ``Why``; the SDK sends no sentences."""
 
     reason: Annotated[
@@ -890,7 +514,7 @@ class HandBack(_Request):
 # --- what a device reports ---------------------------------------------------------------------------------------
 
 
-class Phase(_Request):
+class Phase(Request):
     """The costs of one phase of a round. Bytes are those of its HTTP bodies (payload or update), repetitions included.
 
     ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate. Of ``seconds``
@@ -915,14 +539,14 @@ class Phase(_Request):
         return self
 
 
-class Telemetry(_Request):
+class Telemetry(Request):
     """Cost of a round's phases; the upload's is known only afterwards and comes with the next call (UploadCost)."""
 
     download: Phase = Phase()
     train: Phase = Phase()
 
 
-class UploadCost(_Request):
+class UploadCost(Request):
     """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call.
 
     ``everything`` counts the bodies of all calls of this device so far: training, evaluation, and what is around them.
@@ -933,7 +557,7 @@ class UploadCost(_Request):
     everything: Moved = Moved()
 
 
-class UpdateReport(_Request):
+class UpdateReport(Request):
     """Travels inside an update's bundle."""
 
     num_examples: int = Field(ge=1, le=2**40)
@@ -956,7 +580,7 @@ class UpdateReport(_Request):
     telemetry: Telemetry = Telemetry()
 
 
-class Evaluation(_Request):
+class Evaluation(Request):
     """One model on a device's held-out data."""
 
     num_examples: int = Field(ge=1, le=2**40)
@@ -967,7 +591,7 @@ class Evaluation(_Request):
     )
 
 
-class Receipt(_Request):
+class Receipt(Request):
     """The update of every kind but train: nothing of the model goes up.
 
     ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
@@ -1075,19 +699,19 @@ class RoundRecord(Answer):
     accuracy_global: float | None
     loss_personal: float | None
     loss_global: float | None
-    metrics_personal: dict[str, float] = {}
-    metrics_global: dict[str, float] = {}
+    metrics_personal: dict[str, float] = Field(default_factory=dict)
+    metrics_global: dict[str, float] = Field(default_factory=dict)
     evaluated_devices: int
     bytes_down: int
     bytes_up: int
-    parts_down: dict[str, int] = {}
-    parts_up: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    notes: dict[str, int] = {}
+    parts_down: dict[str, int] = Field(default_factory=dict)
+    parts_up: dict[str, int] = Field(default_factory=dict)
+    counts: dict[str, int] = Field(default_factory=dict)
+    notes: dict[str, int] = Field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
-    capped: dict[str, int] = {}
-    clipped: dict[str, float] = {}
+    left_out: dict[str, str] = Field(default_factory=dict)
+    capped: dict[str, int] = Field(default_factory=dict)
+    clipped: dict[str, float] = Field(default_factory=dict)
     privacy: PrivacySpent | None = None
     evaluation_bytes_down: int
     evaluation_bytes_up: int

@@ -11,7 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.messages import Answer, Doing, FederationInfo, FederationStatus, OpenAssignment
+from edge_sdk.protocol.fields import Answer
+from edge_sdk.protocol.messages import Doing, FederationInfo, FederationStatus, OpenAssignment
 
 
 class RoundPoint(Answer):

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from edge_sdk.protocol.fields import FederationName
 from edge_sdk.protocol.manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
-from edge_sdk.protocol.messages import FederationName
 from edge_sdk.protocol.ranges import Range
 from edge_sdk.protocol.signatures import BadPublication, Publication
 

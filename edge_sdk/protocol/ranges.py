@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 
 Value = bool | int | float | str | None
 

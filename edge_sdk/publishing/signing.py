@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import MissingPart, ProtocolError
 from edge_sdk.protocol.manifest import GraphName, Manifest
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.publication import Terms
 from edge_sdk.protocol.ranges import Range, default_ranges, faults
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import MAX_STATEMENT, Publication, fingerprint, signed_text
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process

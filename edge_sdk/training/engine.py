@@ -19,7 +19,8 @@ from edge_sdk.engines import Progress
 from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating, frozen_norms
 from edge_sdk.tasks import Batches, Task, passes
 from edge_sdk.training.elements import tensors_of

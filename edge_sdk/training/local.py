@@ -28,7 +28,8 @@ from edge_sdk.engines.training import (
 )
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating
 from edge_sdk.publishing.targets import ignored_label
 from edge_sdk.tasks import Batches, Task, count_examples, passes

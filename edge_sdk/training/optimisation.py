@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from edge_sdk.engines.training import Change
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.training.elements import tensors_of
 from edge_sdk.training.freezing import Freezing
 

@@ -31,7 +31,7 @@ from edge_sdk.engines.training import Batch
 from edge_sdk.protocol.blocks import Costs
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute

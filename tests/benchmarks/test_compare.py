@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.compare import compared

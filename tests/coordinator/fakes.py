@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import (
-    ChangeFederation,
-    CreateFederation,
-    Enrol,
-    Evaluation,
-    FederationSettings,
-    Receipt,
-)
+from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, Enrol, Evaluation, Receipt
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import Finished
 from sparrow.coordinator.settings import Settings

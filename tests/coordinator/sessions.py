@@ -10,7 +10,8 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
-from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationSettings
+from edge_sdk.protocol.messages import ChangeFederation, CreateFederation
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import load_task
 from sparrow.coordinator import errors as coordinator_errors
 from sparrow.coordinator.errors import BadContent

@@ -10,7 +10,7 @@ import pytest
 
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.rounds.sums import MaskedSums
 

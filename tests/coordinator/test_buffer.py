@@ -7,7 +7,8 @@ import pytest
 
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.masks import pack, unpack
-from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, UploadCost
+from edge_sdk.protocol.messages import CreateFederation, Phase, UploadCost
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.backup import blobs_named
 from sparrow.coordinator.errors import BadContent, RoundClosed
 from sparrow.coordinator.methods import load_method, why_not_buffered

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, inspect, select
 
-from edge_sdk.protocol.messages import ChangeFederation, CompareFederation, FederationSettings
+from edge_sdk.protocol.messages import ChangeFederation, CompareFederation
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.tokens import create as create_token
 from sparrow.coordinator.errors import DifferentFederation, FederationDeleted, NotFound, WrongState
 from sparrow.coordinator.fleet.access import digest_of

@@ -18,7 +18,8 @@ from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, layer_densities
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Situation, load_method

@@ -13,8 +13,8 @@ from torch import nn
 from edge_sdk.methods.fedem import FEDEM as DEVICE
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.mixture import WEIGHTS, mixture_of
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
 from sparrow.coordinator.errors import BadContent

@@ -18,8 +18,9 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
 from edge_sdk.protocol.parts import Expected
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine

@@ -14,7 +14,8 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values, own_initial_values
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task, load_task

@@ -19,7 +19,8 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import count_values, pack
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import device_interval, interval, layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find

@@ -13,8 +13,9 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import ChangeDevice, FederationSettings, UpdateReport
+from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
 from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import load_method

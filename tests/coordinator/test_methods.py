@@ -16,16 +16,9 @@ from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import merge_in_place
-from edge_sdk.protocol.messages import (
-    ChangeDevice,
-    ChangeFederation,
-    CreateFederation,
-    Enrol,
-    FederationSettings,
-    Kind,
-    UpdateReport,
-)
+from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, CreateFederation, Enrol, Kind, UpdateReport
 from edge_sdk.protocol.quantization import row_lengths
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.digits import load_images
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE

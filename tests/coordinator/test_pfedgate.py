@@ -22,7 +22,8 @@ from edge_sdk.protocol.elements import everything
 from edge_sdk.protocol.flops import budget_groups
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import Kind, UpdateReport
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.fleet.federations import completed

@@ -10,8 +10,9 @@ from edge_sdk.protocol.bundle import encode
 from edge_sdk.protocol.elements import everything
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.messages import Kind, UpdateReport
 from edge_sdk.protocol.parts import expected
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import random_mask, weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method

@@ -18,7 +18,8 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, TOLD, Evidence
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, FederationSettings, Kind
+from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, Kind
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.fleet.federations import completed, find
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method

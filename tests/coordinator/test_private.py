@@ -14,7 +14,7 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.methods import Situation, load_method, why_mean_only, why_not_buffered, why_not_private
 from sparrow.export.source import Source

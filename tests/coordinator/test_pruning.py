@@ -15,8 +15,9 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronMask, count_values, pack, same_mask, unpack
-from edge_sdk.protocol.messages import ChangeDevice, FederationSettings, UpdateReport
+from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
 from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, norm_scores
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Participation, Situation

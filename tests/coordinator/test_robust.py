@@ -11,7 +11,7 @@ import pytest
 from edge_sdk.protocol.blocks import BlockMask, BlockTable
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed

@@ -19,7 +19,6 @@ from edge_sdk.protocol.messages import (
     BudgetLimit,
     ChangeDevice,
     Conditions,
-    FederationSettings,
     FederationStatus,
     HandBack,
     PauseReason,
@@ -29,6 +28,7 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import (

@@ -10,8 +10,9 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+from edge_sdk.protocol.messages import UpdateReport
 from edge_sdk.protocol.parts import Expected, expected
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import Election, ballot, draw_candidates, elect, elections, over_pruning
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method, why_mean_only

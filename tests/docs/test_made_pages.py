@@ -3,7 +3,7 @@ import inspect
 from pathlib import Path
 
 import sparrow
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -24,8 +24,9 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import BudgetLimit, FederationSettings, Phase
+from edge_sdk.protocol.messages import BudgetLimit, Phase
 from edge_sdk.protocol.neurons import first_neurons, narrowed
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.fleet import run_fleet

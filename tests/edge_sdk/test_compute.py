@@ -13,7 +13,7 @@ from torch import nn
 from edge_sdk import join, profile
 from edge_sdk.budget.preparation import fastest_compute
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.simulation import fleet, simulate
 from edge_sdk.tasks import Task

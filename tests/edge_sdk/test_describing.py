@@ -19,7 +19,7 @@ from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer

@@ -17,7 +17,8 @@ from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.local import LOCAL
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine

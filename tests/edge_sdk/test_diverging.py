@@ -17,7 +17,7 @@ from edge_sdk.engines.training import LOSS, Divergence, TrainingDiverged, Unsoun
 from edge_sdk.errors import NothingTrained
 from edge_sdk.join import join, report
 from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task

@@ -23,7 +23,8 @@ from edge_sdk.protocol.elements import ElementMask, check_elements
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task

@@ -22,7 +22,8 @@ from edge_sdk.protocol.errors import BundleError, ProtocolError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.protocol.messages import Assignment, Work
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded

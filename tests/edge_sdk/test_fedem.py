@@ -28,8 +28,9 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import pack, unpack_whole
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
 from edge_sdk.protocol.mixture import WEIGHTS, mixture_of, name_in
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task

@@ -23,8 +23,9 @@ from edge_sdk.protocol.elements import ElementMask, check_elements
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, merge_in_place, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
 from edge_sdk.protocol.parts import expected as expected_parts
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, over_pruning, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task

@@ -20,7 +20,8 @@ from edge_sdk.protocol.bundle import Bundle, decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.protocol.messages import Assignment, Work
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification

@@ -12,7 +12,7 @@ from torch import nn
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from edge_sdk.protocol.blocks import BlockTable
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.gates.gated import (

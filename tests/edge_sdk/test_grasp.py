@@ -21,7 +21,8 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.training.engine import TorchEngine

@@ -13,8 +13,8 @@ from torch import nn
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.preparation import Targets
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.targets import ignored_label

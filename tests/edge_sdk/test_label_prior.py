@@ -14,7 +14,8 @@ from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.methods import DeviceState, Job, Update, load_method
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.engines.training import TrainingDiverged
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, passes
 from edge_sdk.tasks.loading import ArrayBatches, Arrays

@@ -29,7 +29,8 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import MissingPart, ProtocolError
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind, PauseReason
+from edge_sdk.protocol.messages import Assignment, Kind, PauseReason
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.digits import load

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from edge_sdk.engines.training import TrainingDiverged, derive_seed
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples, passes
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, classification
 from edge_sdk.training.freezing import Freezing
@@ -132,7 +132,8 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.digits import load
 from edge_sdk.training.engine import TorchEngine
 torch.set_num_threads(1)

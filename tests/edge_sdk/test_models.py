@@ -12,7 +12,7 @@ from torch import nn
 
 from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import har_small

@@ -13,7 +13,7 @@ from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part, Teacher
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 from sparrow.export.steps import judge_outputs

@@ -20,7 +20,8 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, UpdateReport
+from edge_sdk.protocol.messages import Assignment, UpdateReport
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import Arrays, classification

@@ -18,7 +18,8 @@ from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task

@@ -19,7 +19,7 @@ from edge_sdk.engines.onnx import Network, Sessions, Step
 from edge_sdk.engines.plausibility import DIRECTIONS, SAMPLES, ImplausibleStep
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.models import DigitsNet

@@ -25,7 +25,8 @@ from edge_sdk.budget.preparation import DoesNotFit, Preparation
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
+from edge_sdk.protocol.messages import BudgetLimit
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.loading import EVALUATION_BATCH

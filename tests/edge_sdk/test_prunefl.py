@@ -19,8 +19,9 @@ from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
 from edge_sdk.protocol.parts import Expected
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import readjust, weight_budget
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded

@@ -18,8 +18,9 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, same_mask
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.protocol.messages import Assignment, Work
 from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, narrowed, norm_scores
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification

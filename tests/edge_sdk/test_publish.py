@@ -11,7 +11,7 @@ from torch import nn
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.checking import check_graphs
-from edge_sdk.errors import BadArgument, Refused
+from edge_sdk.errors import BadArgument, DifferentFederation, Refused
 from edge_sdk.join import join
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.manifest import Manifest
@@ -153,6 +153,19 @@ def test_auto_keeps_what_was_asked_for(client):
         0.5,
         1,
     )
+
+
+def test_auto_keeps_what_was_asked_for_where_it_is_as_by_default(client):
+    given = {"precision": "fp32", "early_stopping": "validation", "logit_adjustment": 0.0, "finetune_epochs": 0}
+    settings = published_for(client, with_neurons(), **AUTO, **given).settings
+    assert {name: getattr(settings, name) for name in given} == given
+    assert settings.logit_adjustment_from == 0.0
+    info = publish(inprocess.ADDRESS, "known", "digits", client=client, method="auto", precision="fp32")
+    assert (info.settings.precision, info.settings.early_stopping) == ("fp32", "off")
+    again = {"client": client, "method": "auto", "exist_ok": True}
+    assert publish(inprocess.ADDRESS, "known", "digits", precision="fp32", **again).uid == info.uid
+    with pytest.raises(DifferentFederation, match="precision"):
+        publish(inprocess.ADDRESS, "known", "digits", **again)
 
 
 def test_auto_adjusts_no_outputs_that_are_not_of_classes(client):

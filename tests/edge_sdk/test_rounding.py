@@ -13,8 +13,9 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, unpack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
 from edge_sdk.protocol.quantization import row_lengths
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 

@@ -10,7 +10,7 @@ import pytest
 
 from edge_sdk.device.telemetry import SAMPLE_SECONDS, Telemetry
 from edge_sdk.device.transport import Traffic
-from edge_sdk.protocol.messages import MOST_SECONDS
+from edge_sdk.protocol.fields import MOST_SECONDS
 from sparrow.devices import EnergyMeter
 from sparrow.devices.energy import Energy
 from sparrow.devices.readings import Quality, Reason

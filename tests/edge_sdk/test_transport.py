@@ -51,12 +51,12 @@ from edge_sdk.protocol.messages import (
     ChangeDevice,
     Conditions,
     Enrol,
-    FederationSettings,
     PauseReason,
     Payload,
     Phase,
     UploadCost,
 )
+from edge_sdk.protocol.settings import FederationSettings
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())

@@ -18,7 +18,8 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task

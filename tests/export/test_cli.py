@@ -19,7 +19,8 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationInfo, FederationSettings
+from edge_sdk.protocol.messages import Assignment, FederationInfo
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine

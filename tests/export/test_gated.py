@@ -17,7 +17,8 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import pack, unpack
-from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.protocol.messages import Assignment
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks import Task

@@ -20,7 +20,7 @@ from edge_sdk.join import join
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.training.freezing import Freezing

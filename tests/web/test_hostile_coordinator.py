@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, FederationSettings
+from edge_sdk.protocol.messages import ASSIGNMENT_TYPE
 from edge_sdk.protocol.publication import Terms
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.signatures import Published
 from edge_sdk.publish import publish
 from edge_sdk.publishing.signing import Publisher

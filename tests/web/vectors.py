@@ -25,11 +25,12 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops, training_flops
 from edge_sdk.protocol.manifest import Array, Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.protocol.neurons import first_neurons, neuron_bits
 from edge_sdk.protocol.publication import Terms, digests_of
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.protocol.ranges import faults, read_ranges
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.partition import split
 

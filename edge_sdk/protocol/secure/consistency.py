@@ -20,8 +20,8 @@ import numpy as np
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.ranges import OPERATORS, binding
+from edge_sdk.protocol.settings import FederationSettings
 
 SEPARATOR = "|"
 

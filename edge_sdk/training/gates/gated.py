@@ -21,7 +21,7 @@ from torch import nn
 
 from edge_sdk.protocol.blocks import BlockTable, Costs, Groups, Importance, Rule, Selection
 from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.training.gates.gating import GatingLayer, over_window
 from edge_sdk.training.gates.network import GatedModel

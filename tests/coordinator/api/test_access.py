@@ -11,7 +11,8 @@ from contextlib import closing
 
 import pytest
 
-from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
+from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, Turns, address_key
 from sparrow.coordinator.commands import tokens

@@ -30,8 +30,9 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Assignment, FederationSettings, Phase, UpdateReport, UploadCost
+from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Assignment, Phase, UpdateReport, UploadCost
 from edge_sdk.protocol.parts import expected
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator import errors
 from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow

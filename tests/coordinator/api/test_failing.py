@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator import app
 from sparrow.coordinator.api import connections, uploads
 from sparrow.coordinator.api.bodies import Downloads

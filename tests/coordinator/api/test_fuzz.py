@@ -28,9 +28,10 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, FederationSettings, UpdateReport
+from edge_sdk.protocol.messages import Assignment, UpdateReport
 from edge_sdk.protocol.parts import Expected, all_maskable
 from edge_sdk.protocol.quantization import quantise, row_lengths
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.simulation import in_process
 from sparrow.coordinator.main import create_app

@@ -9,7 +9,8 @@ import pytest
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UploadCost
+from edge_sdk.protocol.messages import Assignment, Phase, UploadCost
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.simulation import in_process as inprocess
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings

@@ -9,7 +9,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import segno
 
-from edge_sdk.protocol.messages import LONGEST_LINK, FederationSettings, JoinLink, MakeJoinLink
+from edge_sdk.protocol.fields import LONGEST_LINK
+from edge_sdk.protocol.messages import JoinLink, MakeJoinLink
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.publishing.signing import Publisher
 from sparrow.coordinator.dashboard import OWN

@@ -18,7 +18,8 @@ from sqlalchemy import event, text
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment as Work
-from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, Telemetry
+from edge_sdk.protocol.messages import CreateFederation, Phase, Telemetry
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.table import table
 from sparrow.coordinator.fleet.federations import Federations, find
 from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about

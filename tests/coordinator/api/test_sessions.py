@@ -9,7 +9,7 @@ import httpx
 import pytest
 from sqlalchemy import func, select
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands import tokens as commands
 from sparrow.coordinator.errors import NotAuthenticated
 from sparrow.coordinator.fleet.access import REMEMBER_SECONDS, Tokens

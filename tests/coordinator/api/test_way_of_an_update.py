@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.api import threads, uploads
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds import acceptance

@@ -6,7 +6,6 @@ import pytest
 
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.ranges import (
     Range,
     binding,
@@ -16,6 +15,7 @@ from edge_sdk.protocol.ranges import (
     least_steps,
     read_ranges,
 )
+from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.signing import terms_of
 
 DIGITS = load_builtin("digits").manifest

@@ -19,7 +19,7 @@ from edge_sdk.device.demands import Demands
 from edge_sdk.device.secure import SecureRound as OneDevice
 from edge_sdk.device.trust import Trust
 from edge_sdk.methods import Update
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import Kind
 from edge_sdk.protocol.secure import device, pads
 from edge_sdk.protocol.secure.device import RoundSecrets
 from edge_sdk.protocol.secure.fine import METRICS, hide_extras, read_extras
@@ -37,6 +37,7 @@ from edge_sdk.protocol.secure.numbers import WORDS, Scale
 from edge_sdk.protocol.secure.opening import CannotOpen, open_sum, secret_of
 from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.protocol.secure.shamir import PRIME, SHARE_BYTES, at, join, split
+from edge_sdk.protocol.settings import FederationSettings
 
 from ...kinds import ALL
 from ...secure_rounds import PHASES, SecureRound, identity_of, names_of, public_identity_of, signed_by, total_of

@@ -1,0 +1,91 @@
+"""Types of fields that messages and settings share, with their bounds, and the bases of both.
+
+Every number of a request has an upper bound that no honest device reaches, such that what the coordinator adds up, over
+a million devices and a million rounds, is finite, and whole numbers over a million devices fit 64 bits. Text of a
+request may hold anything but NUL, which PostgreSQL does not store, and halves of surrogate pairs, which are no UTF-8.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
+DeviceName = FederationName
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+MOST_SECONDS = 1e9
+"""Thirty years."""
+MOST_JOULES = 1e12
+"""A kilowatt for as long."""
+CELSIUS = (-273.15, 1000.0)
+MOST_COUNT = 2**43
+"""8.8e12: of bytes, 8 TiB. What one device counts in one round; a million of them fit 64 bits."""
+MOST_FLOPS = 10**21
+"""What the largest computer of today does in a quarter of an hour. No column of the records holds a sum of them."""
+LARGEST_SCORE = 3.4028234663852886e38
+"""The largest float32."""
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Joules = Annotated[float, Field(ge=0, le=MOST_JOULES)]
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
+Total = Annotated[int, Field(ge=0, le=2**53)]
+"""What one device counts in all its life."""
+Score = Annotated[float, Field(ge=-LARGEST_SCORE, le=LARGEST_SCORE)]
+Limit = Annotated[float, Field(gt=0, le=1e12)]
+OwnSetting = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Annotated[str, Field(max_length=200)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
+"""A token, which goes into a header."""
+LONGEST_LINK = 1000
+"""Characters after a link's scheme; a QR code can have twice as many, and a phone could not read it."""
+
+
+class Request(BaseModel):
+    """Base of what is sent to the coordinator, and of settings: unknown fields are refused, and text that cannot be
+    stored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _storable(self) -> Request:
+        for name, value in self.__dict__.items():
+            check_text(name, value)
+        return self
+
+
+def bounded(loss: float) -> float:
+    """Return a finite loss as a report may tell it: one beyond float32 is the largest there is."""
+    return max(-LARGEST_SCORE, min(LARGEST_SCORE, loss))
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError for text that cannot be stored, also in a collection: with NUL, or with half a surrogate pair.
+
+    Models within are left out, as each looks at its own fields.
+    """
+    if isinstance(value, str):
+        if "\0" in value or not (value.isascii() or _is_unicode(value)):
+            raise ValueError(f"{name}: text with a NUL character or half a surrogate pair cannot be stored; remove it")
+    elif isinstance(value, tuple | list):
+        for each in value:
+            check_text(name, each)
+    elif isinstance(value, dict):
+        for each in (*value, *value.values()):
+            check_text(name, each)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Answer(BaseModel):
+    """Base of the coordinator's answers."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
