@@ -127,7 +127,7 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
         known = rows.latest(rows.read(results / f"{name}.jsonl"))
         of_training = rows.latest(rows.read(folder / name / "results.jsonl")).values()
         for each in of_training:
-            if not _is_done(following.entry, each.trial, known):
+            if not _is_done(following.entry, each.trial.asked, known):
                 rows.append(results / f"{name}.jsonl", each)
 
 

@@ -19,8 +19,9 @@ FINETUNE_EPOCHS = 3
 LOGIT_ADJUSTMENT = 1.0
 LEAST_SKEW = 0.06
 """Label skew from which outputs are adjusted: that of a Dirichlet partition of ten classes with concentration 1.6."""
-AVERAGED_PART = 3
-"""FedSPU finishes with the mean of the last rounds' models: one in so many."""
+AVERAGED_PART, AVERAGED_FROM = 3, 60
+"""FedSPU finishes with the mean of the last rounds' models, one in so many, where there are so many rounds: models of
+shorter runs still improve, and a mean is behind them."""
 
 
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
@@ -30,8 +31,8 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     for secure rounds, which have a format of their own. classes: whether the model's outputs are scores of classes
     that follow its last bias; then outputs are adjusted with ``LOGIT_ADJUSTMENT`` from a skew of ``LEAST_SKEW`` on,
     but not under differential privacy. Nobody stops early. The end is ``FINETUNE_EPOCHS`` of training; under FedSPU
-    of the mean of the last rounds' models, of one in ``AVERAGED_PART``, and one of the candidates of a device, beside
-    a model that it has trained alone. Settings that were given stay, those that are as by default among them.
+    of the mean of the last rounds' models, of one in ``AVERAGED_PART`` of at least ``AVERAGED_FROM``, and one of the
+    candidates of a device, beside a model that it has trained alone. Settings that were given stay, those that are as by default among them.
     """
     if settings.method != AUTO:
         return settings
@@ -47,6 +48,7 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     unset = {name: value for name, value in ours.items() if name not in settings.model_fields_set}
     own = dict(settings.method_settings)
     if method == FOR_NEURONS:
-        own.setdefault("averaged_rounds", settings.rounds // AVERAGED_PART)
+        long = settings.rounds >= AVERAGED_FROM
+        own.setdefault("averaged_rounds", settings.rounds // AVERAGED_PART if long else 0)
         own.setdefault("alone", True)
     return settings.model_copy(update={"method": method, "method_settings": own, **unset})

@@ -92,6 +92,18 @@ def test_a_small_set_is_made_where_an_entry_runs_on_one(places):
 
 
 @pytest.mark.integration
+def test_rows_of_auto_are_kept_once(places):
+    path, results, folder = places
+    small = path.with_name("small.toml")
+    auto = SMALL.replace('method = "local"', 'method = "auto"')
+    small.write_text(f'{auto}[[methods]]\nlabel = "a"\nmethod = "local"\n')
+    path.write_text(f'[[entry]]\nexperiment = "{small}"\nsmall = "digits"\n')
+    queue.work("", path, results, folder)
+    kept = [(each.trial.label, each.trial.method) for each in rows.read(results / "small.jsonl")]
+    assert kept == [("alone", "fedspu"), ("a", "local")]
+
+
+@pytest.mark.integration
 def test_settings_are_chosen_first_from_the_points_that_are_missing(places, capsys):
     path, results, folder = places
     path.write_text(path.read_text() + "tune = true\n")

@@ -124,7 +124,7 @@ def test_auto_leaves_out_what_a_model_does_not_allow(client, model, expected):
     ("model", "asked", "averaged"),
     [
         (with_neurons, {"rounds": 60}, 20),
-        (with_neurons, {"rounds": 2}, 0),
+        (with_neurons, {"rounds": 59}, 0),
         (with_neurons, {"rounds": 60, "method_settings": {"averaged_rounds": 1}}, 1),
         (Sorting, {"rounds": 60}, 0),
     ],
