@@ -17,8 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
-RESULTS = "docs/results"
-"""Where rows are kept: a file that grows there does not change what is computed."""
+OTHERS = ("docs/results", "benchmarks/queue.toml")
+"""Where rows are kept, and the order of trials: a change there does not change what is computed."""
 VECTORS = {
     *("amx_bf16", "amx_int8", "amx_tile", "avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512bw", "avx512f"),
     *("asimd", "asimddp", "avx_vnni", "bf16", "fma", "i8mm", "sse4_2", "sve"),
@@ -62,7 +62,12 @@ def state_of(root: Path) -> tuple[str, int]:
     Once in a process: it runs what it has imported, whatever is changed or committed afterwards.
     """
     commit = _git(root, "rev-parse", "HEAD")
-    return commit, len(_git(root, "status", "--porcelain", "--", ".", f":!{RESULTS}").splitlines()) if commit else 0
+    return commit, len(_changes(root)) if commit else 0
+
+
+def _changes(root: Path) -> list[str]:
+    others = (f":!{path}" for path in OTHERS)
+    return _git(root, "status", "--porcelain", "--", ".", *others).splitlines()
 
 
 def _git(root: Path, *arguments: str) -> str:

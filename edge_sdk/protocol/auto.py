@@ -32,7 +32,8 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     that follow its last bias; then outputs are adjusted with ``LOGIT_ADJUSTMENT`` from a skew of ``LEAST_SKEW`` on,
     but not under differential privacy. Nobody stops early. The end is ``FINETUNE_EPOCHS`` of training; under FedSPU
     of the mean of the last rounds' models, of one in ``AVERAGED_PART`` of at least ``AVERAGED_FROM``, and one of the
-    candidates of a device, beside a model that it has trained alone. Settings that were given stay, those that are as by default among them.
+    candidates of a device, beside a model that it has trained alone. Settings that were given stay, those that are as
+    by default among them.
     """
     if settings.method != AUTO:
         return settings
