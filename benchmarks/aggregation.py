@@ -34,8 +34,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.masks import (
+from edge_sdk.publishing.coupling import describe
+from sparrow.benchmarks.peers.install import PYTHON, ROOT
+from sparrow.benchmarks.server import machine
+from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums, Sums
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.masks import (
     CHUNK_VALUES,
     Mask,
     NeuronDraw,
@@ -45,11 +49,7 @@ from edge_sdk.protocol.masks import (
     count_values,
     draw_neurons,
 )
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.publishing.coupling import describe
-from sparrow.benchmarks.peers.install import PYTHON, ROOT
-from sparrow.benchmarks.server import machine
-from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums, Sums
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 DENSITY = 0.2
 UPDATES = 8

@@ -30,14 +30,14 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import coordinator
 from sparrow.benchmarks.training import FOLDER
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronDraw, draw_neurons
+from sparrow.protocol.settings import FederationSettings
 
 TASKS = ("mnist", "mnist:leaf")
 BATCH, STEPS, TURNS, SAMPLES = 32, 120, 3, 640

@@ -37,8 +37,6 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.device.watchdog import Watchdog
 from edge_sdk.engines.rehearsal import Rehearse
 from edge_sdk.profile import Subject
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationInfo, UpdateReport
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
@@ -47,6 +45,8 @@ from sparrow.benchmarks.server import coordinator, machine
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.system import System
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import FederationInfo, UpdateReport
 
 RESULTS = Path("docs/results")
 TASK = "mnist:leaf"

@@ -26,10 +26,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.simulation.result import Result
 from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task, load_task
@@ -38,6 +34,10 @@ from sparrow.benchmarks.server import machine
 from sparrow.coordinator.rounds.intake import Intake, Update
 from sparrow.coordinator.rounds.lengths import LENGTHS, WINDOW, usual
 from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.settings import FederationSettings
 
 ROWS = Path("docs/results/clipping.jsonl")
 DEVICES = 10

@@ -15,8 +15,6 @@ from pydantic import ValidationError
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
-from edge_sdk.protocol.auto import FOR_NEURONS
-from edge_sdk.protocol.settings import AUTO, FederationSettings
 from edge_sdk.publish import read_settings
 from edge_sdk.reading import read_options
 from edge_sdk.tasks import OWN
@@ -28,6 +26,8 @@ from sparrow.command_line.faults import faults
 from sparrow.command_line.installed import installed
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.methods import load_method
+from sparrow.protocol.auto import FOR_NEURONS
+from sparrow.protocol.settings import AUTO, FederationSettings
 
 METHODS = "auto,fedavg+ft,local"
 FINE_TUNED = "+ft"

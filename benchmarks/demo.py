@@ -34,14 +34,14 @@ from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.predict import Predictor
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
-from edge_sdk.protocol.manifest import Tensors, initial_values
-from edge_sdk.protocol.messages import CreateFederation, FederationInfo, RoundRecord
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, load_task
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import BuiltinTask, load_builtin
+from sparrow.protocol.manifest import Tensors, initial_values
+from sparrow.protocol.messages import CreateFederation, FederationInfo, RoundRecord
+from sparrow.protocol.settings import FederationSettings
 
 TASK = "digits"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.metrics import Point
 from sparrow.benchmarks.rows import Recorded
 from sparrow.devices.simulation import BOARDS, Board
+from sparrow.protocol.settings import FederationSettings
 
 RESULTS = Path("docs/results")
 EXPERIMENTS = ("fedspu-cifar10", "fedspu-early-stopping", "fedsgc-settings")

@@ -75,11 +75,11 @@ from pydantic import (
 
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 from sparrow.devices.simulation import load_boards
+from sparrow.protocol.settings import FederationSettings
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,10 +20,6 @@ import onnx
 import torch
 from torch import nn
 
-from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, neuron_block
-from edge_sdk.protocol.neurons import narrowed
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks.models import cifar10_fedspu, mnist_leaf
@@ -32,6 +28,10 @@ from sparrow.benchmarks.server import machine
 from sparrow.export.alignment import align
 from sparrow.export.compact import compact
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import BuiltinTask, load_builtin
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, neuron_block
+from sparrow.protocol.neurons import narrowed
 
 NETWORKS = {"mnist:leaf": mnist_leaf, "cifar10": cifar10_fedspu}
 BATCHES = (1, 32)

@@ -27,13 +27,13 @@ import onnxruntime
 from onnx import ModelProto, TensorProto
 from tqdm import tqdm
 
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors, initial_values
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.export.packed import pack
 from sparrow.export.precision import Choice, choose, to_half
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Array, Manifest, Tensors, initial_values
 
 TASKS = ("mnist:leaf", "cifar10")
 DENSITIES = (0.5, 0.2, 0.1)

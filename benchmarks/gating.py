@@ -31,12 +31,6 @@ from tqdm import tqdm
 
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.pfedgate import gated_model
-from edge_sdk.protocol.blocks import Selection
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, Kind
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import GatedOptimisation
@@ -48,6 +42,12 @@ from sparrow.benchmarks.steps import Setting
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices import memory
+from sparrow.protocol.blocks import Selection
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment, Kind
+from sparrow.protocol.settings import FederationSettings
 
 FOLDER = Path("docs/results")
 NETWORKS = ("mnist:leaf", "cifar10:pfedgate")

@@ -23,11 +23,11 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.onnx import Network, Sessions, give_back
 from edge_sdk.engines.speed import measured_speed
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.manifest import Array, Manifest
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.devices import memory
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.manifest import Array, Manifest
 
 TRIES = 3
 BAR = 5.0

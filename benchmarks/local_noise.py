@@ -31,8 +31,6 @@ from tqdm import tqdm
 from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.fleet import MEMORY, run_fleet
@@ -44,6 +42,8 @@ from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Tensors
 
 FOLDER = Path("docs/results")
 DEVICES, ROUNDS = 20, 10

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edge_sdk.methods import Evaluated
-from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
 from sparrow.coordinator.reports.records import bottom_decile
+from sparrow.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
 
 
 @dataclass(frozen=True)

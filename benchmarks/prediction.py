@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from edge_sdk.arguments import MIB
 from edge_sdk.profile import BUDGETS, Subject, profile
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.public import MODELS, full_name
 from sparrow.benchmarks.server import machine
+from sparrow.protocol.settings import FederationSettings
 
 RESULTS = Path("docs/results")
 TASKS = ("digits", *(full_name(task, model) for task, models in MODELS.items() for model in models))

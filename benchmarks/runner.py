@@ -24,18 +24,6 @@ from tqdm import tqdm
 
 from edge_sdk.engines import EngineName
 from edge_sdk.methods import Evaluated, load_method
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import (
-    DeviceInfo,
-    DeviceReport,
-    FederationInfo,
-    Kind,
-    Receipt,
-    RoundRecord,
-    UpdateReport,
-)
-from edge_sdk.protocol.settings import AUTO
 from edge_sdk.publish import load_to_publish, publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation.fleet import run_fleet
@@ -54,6 +42,18 @@ from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.shift import Finished, check_test_sets, judge, read_finished
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices.simulation import load_boards
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import (
+    DeviceInfo,
+    DeviceReport,
+    FederationInfo,
+    Kind,
+    Receipt,
+    RoundRecord,
+    UpdateReport,
+)
+from sparrow.protocol.settings import AUTO
 
 FEDERATION = "trial"
 

@@ -37,18 +37,18 @@ from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.onnx import Sessions
 from edge_sdk.engines.training import LocalResult, TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.methods import load_method as load_coordinator_method
 from sparrow.coordinator.methods import sends_values
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import Mask, pack
+from sparrow.protocol.messages import Assignment, FederationInfo, Kind
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from edge_sdk.protocol.blocks import BlockTable, Selection
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gates.network import GatedModel
 from edge_sdk.training.layout import gains
+from sparrow.protocol.blocks import BlockTable, Selection
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 
 Step = Callable[[], None]
 LEARNING_RATE = 1e-3

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from edge_sdk.protocol.blocks import BlockTable
-from edge_sdk.protocol.flops import training_flops
 from sparrow.benchmarks import steps
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.plots import Curve, colours, curves
 from sparrow.benchmarks.server import machine
 from sparrow.benchmarks.steps import Setting, Step
 from sparrow.devices import memory
+from sparrow.protocol.blocks import BlockTable
+from sparrow.protocol.flops import training_flops
 
 FOLDER = Path("docs/results")
 BUDGETS = (0.2, 0.4, 0.6, 0.8)

@@ -31,14 +31,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from sparrow.benchmarks.server import machine
 from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums
+from sparrow.protocol import bundle
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 RESULTS = Path("docs/results")
 DENSITIES = (0.2, 0.4, 0.6, 0.8, 1.0)

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from edge_sdk.engines.checking import check_graphs
 from edge_sdk.methods.describing import describe_for
-from edge_sdk.protocol.errors import GraphError
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.translations import CannotCompile
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.loading import cross_entropy
 from sparrow.benchmarks.markdown import markdown_table
+from sparrow.protocol.errors import GraphError
 
 PAGE = Path("docs/own-model.md")
 BEGIN, END = "<!-- made by python -m benchmarks.zoo -->", "<!-- end -->"

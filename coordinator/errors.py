@@ -52,9 +52,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from edge_sdk.protocol.errors import ProtocolError
 from sparrow.command_line.exits import Exit, of_status
 from sparrow.export.errors import SkeletonError
+from sparrow.protocol.errors import ProtocolError
 
 
 class CoordinatorError(Exception):

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from edge_sdk.protocol.addresses import is_loopback
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import (
@@ -44,6 +43,7 @@ from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.commands import starting
 from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 

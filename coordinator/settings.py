@@ -10,11 +10,11 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.fleet.access import KINDS, Kind
+from sparrow.protocol.settings import FederationSettings
 
 PREFIX = "COORDINATOR_"
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol
 
-from edge_sdk.protocol.errors import MissingPart
 from sparrow.command_line.installed import installed, load
 from sparrow.devices.battery import find_batteries
 from sparrow.devices.board import find_board
@@ -29,6 +28,7 @@ from sparrow.devices.rails import worst
 from sparrow.devices.rapl import find_packages, find_psys
 from sparrow.devices.readings import Quality, Reading, Reason
 from sparrow.devices.system import System
+from sparrow.protocol.errors import MissingPart
 
 __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 

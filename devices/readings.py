@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from edge_sdk.protocol.errors import SdkError
+from sparrow.protocol.errors import SdkError
 
 
 class Quality(str, Enum):

@@ -6,7 +6,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from edge_sdk import methods as device_halves
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import (
     ALL_ALIKE,
@@ -17,6 +16,7 @@ from sparrow.coordinator.methods import (
     why_not_buffered,
     why_not_private,
 )
+from sparrow.protocol.settings import FederationSettings
 
 PAGE = Path(__file__).with_suffix(".md")
 

@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from edge_sdk.device.policy import Policy
-from edge_sdk.protocol.settings import GROUPS
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.settings import GROUPS
 
 PAGE = Path(__file__).with_suffix(".md")
 

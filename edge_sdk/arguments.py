@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.fields import NAME_PATTERN
-from edge_sdk.protocol.ranges import Ranges, read_ranges
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.fields import NAME_PATTERN
+from sparrow.protocol.ranges import Ranges, read_ranges
 
 MIB = 2**20
 

@@ -79,9 +79,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edge_sdk.protocol.errors import SdkError as SdkError
-from edge_sdk.protocol.failures import Failure, program_error
 from sparrow.command_line.exits import Exit, of_status
+from sparrow.protocol.errors import SdkError as SdkError
+from sparrow.protocol.failures import Failure, program_error
 
 __all__ = [
     "BadArgument",

@@ -46,12 +46,6 @@ from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
-from edge_sdk.protocol import personal, tls
-from edge_sdk.protocol.failures import Failure, nothing_trained
-from edge_sdk.protocol.fields import NAME_PATTERN
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import Assignment, Evaluation, FederationInfo, Moved
-from edge_sdk.protocol.signatures import is_fingerprint
 from edge_sdk.tasks import Task, is_module, load_data_of
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line import allocator
@@ -69,6 +63,12 @@ from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
+from sparrow.protocol import personal, tls
+from sparrow.protocol.failures import Failure, nothing_trained
+from sparrow.protocol.fields import NAME_PATTERN
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import Assignment, Evaluation, FederationInfo, Moved
+from sparrow.protocol.signatures import is_fingerprint
 
 if TYPE_CHECKING:
     from edge_sdk.device.exporting import Export

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.errors import MissingPart, SdkError
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.options import add_json, add_skip_unreadable, with_skipped
+from sparrow.protocol.errors import MissingPart, SdkError
 
 __all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_classes"]
 
@@ -379,8 +379,8 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
 
     data: the path, and perhaps options as ``--data`` of ``sparrow join`` has them. Raises PredictError, DataError.
     """
-    from edge_sdk.protocol.preparation import Preparation, Targets
     from edge_sdk.reading import Decoded, read_file, read_options
+    from sparrow.protocol.preparation import Preparation, Targets
 
     path, options, rest = read_options(data)
     if rest:

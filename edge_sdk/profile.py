@@ -42,9 +42,6 @@ from edge_sdk.engines.rehearsal import OnnxRehearsal, Rehearse
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownWork, load_method
 from edge_sdk.methods.describing import describe_for
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import add_method_set, read_settings
 from edge_sdk.publishing.preparation import prepare_to_publish
 from edge_sdk.tasks import Seeded, Task, is_module, load_task
@@ -55,6 +52,9 @@ from edge_sdk.training.local import as_tensor
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_help_settings, add_json
 from sparrow.devices import memory
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.settings import FederationSettings
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 20

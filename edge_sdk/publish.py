@@ -34,17 +34,6 @@ from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.methods import load_method
-from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.auto import chosen
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import MissingPart, ProtocolError
-from edge_sdk.protocol.manifest import Digest, GraphName, Manifest, Name, Tensors, initial_values
-from edge_sdk.protocol.messages import CompareFederation, CreateFederation, FederationInfo
-from edge_sdk.protocol.preparation import Targets
-from edge_sdk.protocol.publication import Terms, digests_of
-from edge_sdk.protocol.ranges import Ranges
-from edge_sdk.protocol.settings import AUTO, FederationSettings
-from edge_sdk.protocol.signatures import Publication, fingerprint
 from edge_sdk.publishing import FrozenPrecision, RunningStatistics
 from edge_sdk.publishing.signing import Publisher, terms_of
 from edge_sdk.tasks import OWN, Task, load_task, own
@@ -60,6 +49,17 @@ from sparrow.command_line.options import (
     with_skipped,
 )
 from sparrow.command_line.table import printable
+from sparrow.protocol import checkpoint, tls
+from sparrow.protocol.auto import chosen
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.errors import MissingPart, ProtocolError
+from sparrow.protocol.manifest import Digest, GraphName, Manifest, Name, Tensors, initial_values
+from sparrow.protocol.messages import CompareFederation, CreateFederation, FederationInfo
+from sparrow.protocol.preparation import Targets
+from sparrow.protocol.publication import Terms, digests_of
+from sparrow.protocol.ranges import Ranges
+from sparrow.protocol.settings import AUTO, FederationSettings
+from sparrow.protocol.signatures import Publication, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor

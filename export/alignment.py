@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export import graph as plumbing
+from sparrow.protocol.manifest import Array
 
 BLOCK = 8
 

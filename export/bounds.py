@@ -21,9 +21,9 @@ from onnx.checker import ValidationError
 from onnx.defs import SchemaError, get_schema
 from onnx.shape_inference import InferenceError
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export.costs import REFERENCE, Work, work_of
 from sparrow.export.errors import SkeletonError
+from sparrow.protocol.manifest import Array
 
 MIB = 1024 * 1024
 MOST_FIELDS = 500_000

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export import graph as plumbing
 from sparrow.export.graph import Shape, attribute
+from sparrow.protocol.manifest import Array
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -25,10 +25,10 @@ import onnx.checker
 import onnx.helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export import graph as plumbing
 from sparrow.export.channels import Bools, Contraction, Floats, Flow, padding
 from sparrow.export.errors import ExportError
+from sparrow.protocol.manifest import Array
 
 _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 

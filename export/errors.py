@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.errors import SdkError
 
 __all__ = ["ExportError", "NotTheSame", "NotThere", "SkeletonError"]
 

@@ -13,8 +13,8 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
+from sparrow.protocol.manifest import Array
 
 
 def fuse(model: ModelProto) -> ModelProto:

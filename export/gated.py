@@ -28,11 +28,6 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from edge_sdk.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.flops import block_flops, budget_groups
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import unpack_whole
 from sparrow.export.building import Building
 from sparrow.export.errors import ExportError
 from sparrow.export.gating import Gate
@@ -40,6 +35,11 @@ from sparrow.export.rows import Rows, by_sample
 from sparrow.export.selection import LARGEST_TABLE, decisions, exact, greedy
 from sparrow.export.skeleton import fill
 from sparrow.export.source import Source
+from sparrow.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.flops import block_flops, budget_groups
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import unpack_whole
 
 GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.building import Building
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import INPUT
+from sparrow.protocol.manifest import Manifest, Tensors
 
 _EPSILON = 1e-5
 _POOLED = (2, 3, 4)

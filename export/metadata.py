@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Manifest, Tensors
 
 SAID = {
     "reader",

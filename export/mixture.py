@@ -1,4 +1,4 @@
-"""A model's graphs made into those of a mixture of such models (``edge_sdk.protocol.mixture``).
+"""A model's graphs made into those of a mixture of such models (``sparrow.protocol.mixture``).
 
 The nodes of the forward pass, and of a training step's backward pass, stand once for each component. Between them
 
@@ -19,13 +19,13 @@ from typing import TypeVar
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from edge_sdk.protocol.manifest import GraphName, Manifest
-from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
 from sparrow.export.bounds import check_fields
 from sparrow.export.building import Building
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import OUTPUT, check_structure, parse
 from sparrow.export.steps import loss_part, name_outputs
+from sparrow.protocol.manifest import GraphName, Manifest
+from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
 
 RESPONSIBILITIES = "responsibilities"
 LOSS, ERROR, TARGET = "loss", "error", "target"

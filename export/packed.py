@@ -27,8 +27,8 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export.errors import ExportError
+from sparrow.protocol.manifest import Array
 
 MIN_VALUES = 256
 """Smaller weights stay plain: the nodes that unpack one take 380 to 450 bytes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
 
 
 def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:

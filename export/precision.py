@@ -23,10 +23,10 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from edge_sdk.protocol.manifest import Array
 from sparrow.export.errors import ExportError
 from sparrow.export.fusing import fuse
 from sparrow.export.graph import fresh_name
+from sparrow.protocol.manifest import Array
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""

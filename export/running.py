@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.errors import MissingPart
 from sparrow.export.errors import ExportError
+from sparrow.protocol.errors import MissingPart
 
 Array = NDArray[Any]
 

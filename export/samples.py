@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.reading import read_file, read_options
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.running import Raws, first_of
 from sparrow.export.skeleton import INPUT
+from sparrow.protocol.manifest import Manifest
 
 __all__ = ["Samples", "read_samples"]
 

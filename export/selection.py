@@ -14,7 +14,7 @@ first to the last. Blocks of a tensor share one cost and small ones nearly alway
 to 10,000 pairs of a state and a count for the networks of the built-in tasks, most in the middle. Where there are more
 than LARGEST_TABLE, ``greedy`` does instead: the guard rule of the card.
 
-Values are float64, as in ``edge_sdk.protocol.blocks``, which both choices follow in what they do with ties.
+Values are float64, as in ``sparrow.protocol.blocks``, which both choices follow in what they do with ties.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import onnx.helper
 from numpy.typing import NDArray
 from onnx import GraphProto, TensorProto
 
-from edge_sdk.protocol.blocks import Costs
 from sparrow.export.building import Building
+from sparrow.protocol.blocks import Costs
 
 LARGEST_TABLE = 100_000
 """Pairs of a state and a count beyond which the exact solution is none for a file: 2 bytes each."""

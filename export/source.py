@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_sdk.protocol import checkpoint, personal, values
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.errors import ExportError, NotThere
 from sparrow.export.metadata import properties
 from sparrow.export.preparation import check_preparation, complete
+from sparrow.protocol import checkpoint, personal, values
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.manifest import Manifest, Tensors
 
 __all__ = ["Source", "read_source"]
 

@@ -23,8 +23,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.masks import Block, NeuronMask, neuron_block
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.masks import Block, NeuronMask, neuron_block
 
 TURNED = [1, 0]
 LARGEST_TILE = 9

@@ -5,7 +5,7 @@
             print(record.round, record.accuracy_personal)
         client.model("default", "global.onnx")
 
-Answers are the messages of the HTTP contract (``edge_sdk.protocol.messages``).
+Answers are the messages of the HTTP contract (``sparrow.protocol.messages``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from edge_sdk.arguments import check_federation_name
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NotFound, translated
-from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import (
+from sparrow.command_line.faults import faults
+from sparrow.protocol import tls
+from sparrow.protocol.messages import (
     ChangeDevice,
     ChangeFederation,
     DeviceHistory,
@@ -32,8 +33,7 @@ from edge_sdk.protocol.messages import (
     ModelInfo,
     RoundRecord,
 )
-from edge_sdk.protocol.overview import Overview
-from sparrow.command_line.faults import faults
+from sparrow.protocol.overview import Overview
 
 FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
 """The endings of a model's file, and what the coordinator calls the model in this format."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import shtab
 
 from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.protocol.errors import MissingPart
 from sparrow.command_line.command import Command, Parser
 from sparrow.main import COMMANDS, build
+from sparrow.protocol.errors import MissingPart
 
 SHELLS = ("bash", "zsh", "fish")
 

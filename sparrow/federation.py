@@ -18,13 +18,13 @@ from pydantic import ValidationError
 
 from edge_sdk.arguments import add_federation, read_setting
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.options import add_help_settings, add_yes, sure
 from sparrow.command_line.table import printable, table
 from sparrow.operating import add_coordinator, connected
+from sparrow.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
+from sparrow.protocol.settings import FederationSettings
 
 STEERING = {
     "pause": "open no further round",

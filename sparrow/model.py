@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from edge_sdk.arguments import add_federation
-from edge_sdk.protocol.messages import ModelInfo
 from sparrow.client import FORMATS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.table import table
 from sparrow.operating import add_coordinator, connected
+from sparrow.protocol.messages import ModelInfo
 
 
 def _options(parser: Parser) -> None:

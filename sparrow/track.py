@@ -16,10 +16,10 @@ from contextlib import ExitStack
 
 from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import FederationStatus, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json, add_server, add_wait
+from sparrow.protocol import tls
+from sparrow.protocol.messages import FederationStatus, RoundRecord
 from sparrow.trackers import MLflow, TensorBoard, Tracker
 
 __all__ = ["curves", "follow"]

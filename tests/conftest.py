@@ -29,10 +29,10 @@ import hypothesis
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, unpack
-from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
+from sparrow.protocol import bundle
+from sparrow.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, unpack
+from sparrow.protocol.messages import Assignment, Telemetry, UpdateReport
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 

@@ -18,9 +18,9 @@ from onnx.defs import get_schema
 
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.checking import OPSET, Needs, check_graphs
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.manifest import Manifest
 from sparrow.export.bounds import names
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.manifest import Manifest
 
 MOST_NODES = 8
 BATCHES = (2, 3)

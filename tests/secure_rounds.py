@@ -18,15 +18,15 @@ from unittest import mock
 
 import numpy as np
 
-from edge_sdk.protocol.secure import device, pads
-from edge_sdk.protocol.secure.device import RoundSecrets
-from edge_sdk.protocol.secure.groups import Cell, Sharing, choose_sharing, least_cell, make_cells, neighbourhoods
-from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
-from edge_sdk.protocol.secure.numbers import Scale, Words
-from edge_sdk.protocol.secure.opening import CannotOpen, open_sum
-from edge_sdk.protocol.secure.pads import BadSecret
-from edge_sdk.protocol.secure.shamir import split
 from sparrow.coordinator.rounds.secure import cell_size
+from sparrow.protocol.secure import device, pads
+from sparrow.protocol.secure.device import RoundSecrets
+from sparrow.protocol.secure.groups import Cell, Sharing, choose_sharing, least_cell, make_cells, neighbourhoods
+from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+from sparrow.protocol.secure.numbers import Scale, Words
+from sparrow.protocol.secure.opening import CannotOpen, open_sum
+from sparrow.protocol.secure.pads import BadSecret
+from sparrow.protocol.secure.shamir import split
 
 PHASES = ("keys", "shares", "train", "agree", "unmask")
 Bend = Callable[[str, str, SecureWork], SecureWork]

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-LIGHT = ["edge_sdk", "edge_sdk.protocol.bundle", "edge_sdk.protocol.messages", "edge_sdk.protocol.checkpoint"]
+LIGHT = ["edge_sdk", "sparrow.protocol.bundle", "sparrow.protocol.messages", "sparrow.protocol.checkpoint"]
 LIGHT += [
-    "edge_sdk.protocol.builtin",
+    "sparrow.protocol.builtin",
     "edge_sdk.device.transport",
     "edge_sdk.device.state",
     "edge_sdk.predict",
@@ -50,7 +50,7 @@ def test_nothing_light_loads_torch(tmp_path):
 
 
 def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
-    protocol = [name for name in LIGHT if name.startswith(("edge_sdk.protocol", "sparrow.devices"))]
+    protocol = [name for name in LIGHT if name.startswith(("sparrow.protocol", "sparrow.devices"))]
     found = loaded(protocol, ["fastapi", "sqlalchemy", "onnx", "onnxruntime", "uvicorn"], tmp_path)
     assert found == {name: [] for name in protocol}
 

@@ -24,15 +24,15 @@ from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import load_method
 from edge_sdk.methods.dual import Dual
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons
-from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.protocol.neurons import norm_scores
 from sparrow.benchmarks.analysis.measures import Layers
 from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.storage.store import RECORDS_FILE
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons
+from sparrow.protocol.messages import FederationInfo
+from sparrow.protocol.neurons import norm_scores
 
 Unit = Literal["neurons", "weights", "blocks"]
 PARAMETERS = (".weight", ".bias", "logits")

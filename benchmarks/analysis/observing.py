@@ -20,9 +20,6 @@ from edge_sdk.device.state import Reference
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
 from edge_sdk.methods import load_method
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import Kind
 from edge_sdk.simulation.host import Plan, Stepped
 from edge_sdk.tasks import as_arrays
 from edge_sdk.training.engine import TorchEngine
@@ -30,6 +27,9 @@ from sparrow.benchmarks.analysis.looking import Look, StoredState, look, read_fo
 from sparrow.benchmarks.analysis.summaries import Summaries
 from sparrow.benchmarks.analysis.theorem import Terms, measure_terms, summarise
 from sparrow.benchmarks.rows import Analysis
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.messages import Kind
 
 
 @contextmanager

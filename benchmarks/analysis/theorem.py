@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
 from edge_sdk.tasks import Batches
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
 
 DRAWS = 2
 """Masks over which a device's terms are averaged."""

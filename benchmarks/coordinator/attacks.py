@@ -39,11 +39,6 @@ from onnx import helper, numpy_helper
 from tqdm import tqdm
 
 from edge_sdk.device.transport import Transport, connect
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import GraphName, Tensors
-from edge_sdk.protocol.messages import CreateFederation, Enrol
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.contest import Row
@@ -51,6 +46,11 @@ from sparrow.benchmarks.coordinator.models import LARGE, task_of
 from sparrow.benchmarks.coordinator.processes import Side
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import free_port, machine
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import GraphName, Tensors
+from sparrow.protocol.messages import CreateFederation, Enrol
+from sparrow.protocol.settings import FederationSettings
 
 MEMORY_BAR = 64e6
 """Bytes."""

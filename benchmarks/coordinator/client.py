@@ -17,11 +17,11 @@ import numpy as np
 
 from edge_sdk.device.transport import Transport, connect
 from edge_sdk.errors import FederationOver
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import Assignment, Enrol, Kind, UpdateReport
-from edge_sdk.protocol.neurons import mask_digest
+from sparrow.protocol import bundle
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import Assignment, Enrol, Kind, UpdateReport
+from sparrow.protocol.neurons import mask_digest
 
 WAIT_SECONDS = 30.0
 EXAMPLES = 100

@@ -7,11 +7,11 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from sparrow.benchmarks.aggregation import network
 from sparrow.benchmarks.coordinator.contest import Model
+from sparrow.protocol.builtin import load_builtin
 
 SMALL, LARGE = "small", "large"
 

@@ -57,7 +57,6 @@ def _run(
     import numpy as np
 
     from edge_sdk.device.transport import Transport
-    from edge_sdk.protocol.messages import FederationInfo, Kind
     from edge_sdk.publish import publish
     from edge_sdk.simulation import in_process
     from edge_sdk.simulation.fleet import connect_to, run_fleet
@@ -65,6 +64,7 @@ def _run(
     from edge_sdk.tasks import Seeded, Task
     from edge_sdk.tasks.loading import Chosen, Scale, classification
     from edge_sdk.tasks.public import MODELS
+    from sparrow.protocol.messages import FederationInfo, Kind
 
     (images, targets), (test_images, test_targets) = ((part[:, None], classes) for part, classes in (train, test))
     shares = peers.deal(len(images), options.seed)

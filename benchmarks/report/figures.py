@@ -10,13 +10,13 @@ from typing import Any
 
 from edge_sdk.errors import SdkError
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks.experiment import Experiment, Options, Trial, Value, trials
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over
 from sparrow.benchmarks.rows import DeviceResult, Recorded
 from sparrow.coordinator.methods import load_method as load_coordinator_method
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.settings import FederationSettings
 
 MIB = 2**20
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.api.access import AdminOnly
 from sparrow.coordinator.api.packing import PackedRoute
 from sparrow.coordinator.fleet.federations import completed
+from sparrow.protocol.settings import FederationSettings
 
 router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)
 

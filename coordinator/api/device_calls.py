@@ -23,9 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.fields import Digest
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, UpdateAccepted, UploadCost
 from sparrow.coordinator.api.bodies import InParts, ranged
 from sparrow.coordinator.api.headers import header
 from sparrow.coordinator.api.middleware.base import Middleware
@@ -36,6 +33,9 @@ from sparrow.coordinator.fleet.devices import Caller
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.reports.metrics import counted_refusals
 from sparrow.coordinator.rounds.dispatch import Ask
+from sparrow.protocol import bundle
+from sparrow.protocol.fields import Digest
+from sparrow.protocol.messages import ASSIGNMENT_TYPE, UpdateAccepted, UploadCost
 
 log = logging.getLogger(__name__)
 

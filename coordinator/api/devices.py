@@ -6,8 +6,22 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.messages import (
+from sparrow.coordinator.api.access import (
+    EnrollerOnly,
+    KnownDevice,
+    ObserverOnly,
+    TheCoordinator,
+    TheIdentity,
+    check_admin,
+)
+from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
+from sparrow.coordinator.api.packing import PackedRoute
+from sparrow.coordinator.errors import NotAllowed
+from sparrow.coordinator.fleet.access import Holder
+from sparrow.coordinator.fleet.devices import Caller
+from sparrow.coordinator.reports.device_list import DeviceQuery, Order
+from sparrow.protocol import bundle
+from sparrow.protocol.messages import (
     ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
@@ -23,20 +37,6 @@ from edge_sdk.protocol.messages import (
     UpdateAccepted,
     UpdateReceived,
 )
-from sparrow.coordinator.api.access import (
-    EnrollerOnly,
-    KnownDevice,
-    ObserverOnly,
-    TheCoordinator,
-    TheIdentity,
-    check_admin,
-)
-from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
-from sparrow.coordinator.api.packing import PackedRoute
-from sparrow.coordinator.errors import NotAllowed
-from sparrow.coordinator.fleet.access import Holder
-from sparrow.coordinator.fleet.devices import Caller
-from sparrow.coordinator.reports.device_list import DeviceQuery, Order
 
 router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
-from edge_sdk.protocol.messages import CreateFederation, Problem
 from sparrow.coordinator.api.problems import MEDIA_TYPE, STATUS
+from sparrow.protocol.messages import CreateFederation, Problem
 
 FILES = ("get_payload", "get_model", "get_model_onnx", "get_frozen", "get_first", "get_fast_step", "get_graph")
 """Calls that are answered with a file."""
 TEXTS = {"get_events": "text/event-stream", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
 """Calls that are answered with text that is no JSON."""
-MANIFEST = "The manifest of the model; edge_sdk/protocol/manifest.py has its fields"
+MANIFEST = "The manifest of the model; sparrow/protocol/manifest.py has its fields"
 OPEN = ("healthz",)
 """Calls that need no token whatever the coordinator's settings."""
 

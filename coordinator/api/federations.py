@@ -14,23 +14,6 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import GraphName, Values
-from edge_sdk.protocol.messages import (
-    ChangeFederation,
-    CompareFederation,
-    CreateFederation,
-    DeviceReport,
-    Evaluation,
-    FederationInfo,
-    JoinLink,
-    MakeJoinLink,
-    ModelInfo,
-    OpenWork,
-    RoundRecord,
-)
-from edge_sdk.protocol.overview import Overview
-from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.api.access import (
     AdminOnly,
     MemberOnly,
@@ -48,6 +31,23 @@ from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
 from sparrow.coordinator.web import links
 from sparrow.coordinator.web.steps import check_ratio
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import GraphName, Values
+from sparrow.protocol.messages import (
+    ChangeFederation,
+    CompareFederation,
+    CreateFederation,
+    DeviceReport,
+    Evaluation,
+    FederationInfo,
+    JoinLink,
+    MakeJoinLink,
+    ModelInfo,
+    OpenWork,
+    RoundRecord,
+)
+from sparrow.protocol.overview import Overview
+from sparrow.protocol.signatures import Published
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 

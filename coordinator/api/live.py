@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from edge_sdk.protocol.overview import Overview, RoundPoint
 from sparrow.coordinator.api.access import is_admin, own_federation
 from sparrow.coordinator.api.live_views import LiveView
 from sparrow.coordinator.api.middleware.authentication import Identity
 from sparrow.coordinator.errors import NotAuthenticated, NotFound, Unavailable
 from sparrow.coordinator.fleet.access import Holder
+from sparrow.protocol.overview import Overview, RoundPoint
 
 STILL_HERE_SECONDS = 15.0
 

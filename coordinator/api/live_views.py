@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from edge_sdk.protocol.overview import Overview
 from sparrow.coordinator.api.signals import Signal
 from sparrow.coordinator.reports.overview import Overviews
+from sparrow.protocol.overview import Overview
 
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5

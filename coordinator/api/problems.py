@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
+from sparrow.protocol.messages import Problem
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.manifest import Manifest
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_json
 from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
@@ -43,6 +42,7 @@ from sparrow.coordinator.storage.database import check_sqlite, connect
 from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
 from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Round
+from sparrow.protocol.manifest import Manifest
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50

@@ -18,12 +18,12 @@ from zipfile import BadZipFile
 import httpx
 import numpy as np
 
-from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.messages import Evaluation, Problem
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.options import add_json, add_server
 from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
+from sparrow.protocol import checkpoint, tls
+from sparrow.protocol.messages import Evaluation, Problem
 
 SECONDS = 600.0
 

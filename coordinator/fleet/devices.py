@@ -13,8 +13,6 @@ from typing import Any
 from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
 from sparrow.coordinator.errors import (
     FederationDeleted,
     NameTaken,
@@ -37,6 +35,8 @@ from sparrow.coordinator.rounds.assignments import note_failure, rests, touch
 from sparrow.coordinator.rounds.candidates import reaches, smallest_budget
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
+from sparrow.protocol.failures import in_words
+from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
 
 log = logging.getLogger(__name__)
 

@@ -17,31 +17,6 @@ from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import checkpoint, values
-from edge_sdk.protocol.auto import chosen
-from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import (
-    MAX_GRAPH,
-    MAX_MANIFEST,
-    FileName,
-    GraphName,
-    Manifest,
-    Tensors,
-    Values,
-    initial_values,
-)
-from edge_sdk.protocol.messages import (
-    ChangeFederation,
-    CompareFederation,
-    CreateFederation,
-    Evaluation,
-    FederationInfo,
-    FederationStatus,
-    ModelInfo,
-)
-from edge_sdk.protocol.preparation import Targets
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import Publication, Published
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.errors import (
@@ -87,6 +62,31 @@ from sparrow.coordinator.storage.tables import (
 )
 from sparrow.coordinator.web import why_no_pages
 from sparrow.export.metadata import properties
+from sparrow.protocol import checkpoint, values
+from sparrow.protocol.auto import chosen
+from sparrow.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
+from sparrow.protocol.manifest import (
+    MAX_GRAPH,
+    MAX_MANIFEST,
+    FileName,
+    GraphName,
+    Manifest,
+    Tensors,
+    Values,
+    initial_values,
+)
+from sparrow.protocol.messages import (
+    ChangeFederation,
+    CompareFederation,
+    CreateFederation,
+    Evaluation,
+    FederationInfo,
+    FederationStatus,
+    ModelInfo,
+)
+from sparrow.protocol.preparation import Targets
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import Publication, Published
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from sqlalchemy import func, select
 
-from edge_sdk.protocol.messages import FederationStatus
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Device, Federation
+from sparrow.protocol.messages import FederationStatus
 
 COUNT_SECONDS = 10.0
 """The time for which a count of the fleet is used."""

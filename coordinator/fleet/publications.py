@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.publication import Terms
-from edge_sdk.protocol.ranges import faults
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import Publication, Published, check_signature, fingerprint
 from sparrow.coordinator.errors import BadContent, NotFound, Unreadable
 from sparrow.coordinator.storage.tables import Federation
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.publication import Terms
+from sparrow.protocol.ranges import faults
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import Publication, Published, check_signature, fingerprint
 
 
 def checked(

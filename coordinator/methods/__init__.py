@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import FileName, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.neurons import Scores, fits_ratio
-from edge_sdk.protocol.parts import Numbers, Part, Plan
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import FileName, Manifest, Tensors
+from sparrow.protocol.masks import Mask, NeuronMask, same_mask
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.neurons import Scores, fits_ratio
+from sparrow.protocol.parts import Numbers, Part, Plan
+from sparrow.protocol.settings import FederationSettings
 
 
 class MethodSettings(BaseModel):

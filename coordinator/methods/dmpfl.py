@@ -25,12 +25,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 from sparrow.coordinator.errors import BadContent, WrongState
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -46,6 +40,12 @@ from sparrow.coordinator.methods import (
 )
 from sparrow.coordinator.methods.sparse import Interval, check_counts, weights_per_layer
 from sparrow.coordinator.rounds.sums import ElementSums, Sum, quotient
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 
 USUAL_INTERVAL = 10
 """Rounds of the stage masks between those that replace weights: the paper's, of 300."""

@@ -2,7 +2,7 @@
 
 Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
 arXiv:2108.10252, Algorithm 1. The federation's model is ``components`` of the published one
-(``edge_sdk.protocol.mixture``), so that what goes down and up is so many times FedAvg's, and the mean of the updates is
+(``sparrow.protocol.mixture``), so that what goes down and up is so many times FedAvg's, and the mean of the updates is
 the mean of each component, weighted with n_i. The weights π of the mixture are each device's own: no message has them.
 
 Components that began alike would stay alike. Values with a recipe are drawn by their names, and so for each component
@@ -19,7 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import (
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import (
+    CoordinatorMethod,
+    MethodSettings,
+    PublishedModel,
+    needs_sums_alone,
+    own_settings,
+    whole_model,
+)
+from sparrow.protocol.manifest import (
     MAX_GRAPH,
     MOST_NODES,
     Array,
@@ -30,17 +39,8 @@ from edge_sdk.protocol.manifest import (
     TensorSpec,
     draw_uniform,
 )
-from edge_sdk.protocol.mixture import mixture_of, name_in
-from edge_sdk.protocol.settings import FederationSettings
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
-    CoordinatorMethod,
-    MethodSettings,
-    PublishedModel,
-    needs_sums_alone,
-    own_settings,
-    whole_model,
-)
+from sparrow.protocol.mixture import mixture_of, name_in
+from sparrow.protocol.settings import FederationSettings
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,6 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.parts import Numbers, Signs, all_maskable
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -36,6 +31,11 @@ from sparrow.coordinator.methods import (
     own_settings,
     whole_model,
 )
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask
+from sparrow.protocol.parts import Numbers, Signs, all_maskable
+from sparrow.protocol.settings import FederationSettings
 
 FEWEST = 2
 """Devices that must have a weight in common for its bit to be averaged."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -21,6 +19,8 @@ from sparrow.coordinator.methods import (
     own_settings,
     whole_model,
 )
+from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
+from sparrow.protocol.settings import FederationSettings
 
 SCORES = "public.scores"
 """The name of the table of scores."""

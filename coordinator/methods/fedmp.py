@@ -46,9 +46,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.neurons import Scores, first_neurons, norm_scores
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     Aggregation,
@@ -64,6 +61,9 @@ from sparrow.coordinator.methods import (
     own_settings,
 )
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.neurons import Scores, first_neurons, norm_scores
+from sparrow.protocol.settings import FederationSettings
 
 LEAST_DEVIATION = 0.1
 """Added to a time's deviation from the mean, as a share of it: no reward is infinite."""

@@ -30,10 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_sdk.protocol.elements import Points
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import Block
-from edge_sdk.protocol.parts import Numbers
 from sparrow.coordinator.methods import GlobalModel, Situation
 from sparrow.coordinator.methods.sparse import (
     SparseTrainingSettings,
@@ -42,6 +38,10 @@ from sparrow.coordinator.methods.sparse import (
     rounds_between,
 )
 from sparrow.coordinator.rounds.sums import ElementSums
+from sparrow.protocol.elements import Points
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import Block
+from sparrow.protocol.parts import Numbers
 
 PAPER = {
     "rest": "all",

@@ -17,11 +17,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Data, Manifest
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone, own_settings
 from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
+from sparrow.protocol.manifest import Data, Manifest
+from sparrow.protocol.settings import FederationSettings
 
 
 class FedSPUSettings(LastRoundsSettings):

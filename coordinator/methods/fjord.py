@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.neurons import first_neurons
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
+from sparrow.protocol.neurons import first_neurons
 
 
 class FjordSettings(MethodSettings):

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.sparsity import weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, DeviceMasks, GlobalModel, Situation
 from sparrow.coordinator.methods.prepared import (
@@ -28,6 +26,8 @@ from sparrow.coordinator.methods.prepared import (
     start_whole,
     sums_of_prepared,
 )
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.sparsity import weight_budget
 
 
 class GraSPSettings(PreparedSettings):

@@ -14,9 +14,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.masks import Mask, NeuronMask
-from edge_sdk.protocol.neurons import is_within, reaches_ratio
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     CoordinatorMethod,
@@ -26,6 +23,9 @@ from sparrow.coordinator.methods import (
     any_budget,
     own_settings,
 )
+from sparrow.protocol.masks import Mask, NeuronMask
+from sparrow.protocol.neurons import is_within, reaches_ratio
+from sparrow.protocol.settings import FederationSettings
 
 
 class HermesSettings(MethodSettings):

@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.neurons import CLASSES, first_neurons_up, with_classes
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, own_settings
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.neurons import CLASSES, first_neurons_up, with_classes
+from sparrow.protocol.settings import FederationSettings
 
 
 class HeteroFLSettings(MethodSettings):

@@ -18,10 +18,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, unpack
-from edge_sdk.protocol.neurons import first_neurons_up
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     ActiveNeurons,
@@ -32,6 +28,10 @@ from sparrow.coordinator.methods import (
     any_budget,
 )
 from sparrow.coordinator.rounds.sums import MaskedSums, Sum, quotient
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask, unpack
+from sparrow.protocol.neurons import first_neurons_up
+from sparrow.protocol.settings import FederationSettings
 
 
 def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:

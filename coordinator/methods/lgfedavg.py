@@ -14,9 +14,6 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -33,6 +30,9 @@ from sparrow.coordinator.methods import (
 )
 from sparrow.coordinator.methods.parts import check_apart, linear_layers
 from sparrow.coordinator.rounds.sums import BlockSums, MaskedSums, Sums
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.settings import FederationSettings
 
 
 class LGFedAvgSettings(MethodSettings):

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Layer, Manifest
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import MethodSettings, own_settings
+from sparrow.protocol.manifest import Layer, Manifest
+from sparrow.protocol.settings import FederationSettings
 
 
 class PrivateSettings(MethodSettings):

@@ -30,10 +30,6 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
-from edge_sdk.protocol.flops import block_flops, budget_groups
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -47,6 +43,10 @@ from sparrow.coordinator.methods import (
     own_settings,
 )
 from sparrow.coordinator.rounds.sums import BlockSums
+from sparrow.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
+from sparrow.protocol.flops import block_flops, budget_groups
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.settings import FederationSettings
 
 MOST_BLOCKS = 30
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.manifest import Tensors
 from sparrow.coordinator.methods import (
     Aggregation,
     CoordinatorMethod,
@@ -24,6 +23,7 @@ from sparrow.coordinator.methods import (
     needs_sums_alone,
     whole_model,
 )
+from sparrow.protocol.manifest import Tensors
 
 
 class PFedMeSettings(MethodSettings):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import merge_in_place
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, MethodSettings, Situation, refuse_mask
 from sparrow.coordinator.methods.sparse import check_maskable
 from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import merge_in_place
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import weight_budget
 
 BELIEVED = "one device alone prepares the model, with nobody to compare it with"
 """The reason why no robust rule can take the mean's place."""

@@ -29,10 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.parts import Plan, all_maskable
-from edge_sdk.protocol.sparsity import prunefl_interval, readjust
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -55,6 +51,10 @@ from sparrow.coordinator.methods.prepared import (
 )
 from sparrow.coordinator.methods.sparse import Interval
 from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.parts import Plan, all_maskable
+from sparrow.protocol.sparsity import prunefl_interval, readjust
 
 
 class PruneFLSettings(PreparedSettings):

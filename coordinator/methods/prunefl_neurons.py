@@ -14,8 +14,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     CoordinatorMethod,
@@ -26,6 +24,8 @@ from sparrow.coordinator.methods import (
     fits_choice,
     own_settings,
 )
+from sparrow.protocol.masks import FULL_RATIO, NeuronMask
+from sparrow.protocol.settings import FederationSettings
 
 
 class PruneFLNeuronsSettings(MethodSettings):

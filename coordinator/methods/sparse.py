@@ -10,22 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask, Points
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import Block
-from edge_sdk.protocol.parts import Numbers
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import (
-    USUAL_INTERVAL,
-    LayerSparsity,
-    device_interval,
-    interval,
-    layer_counts,
-    magnitude_mask,
-    random_mask,
-    shortening,
-    trim,
-)
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -40,6 +24,22 @@ from sparrow.coordinator.methods import (
     refuse_mask,
 )
 from sparrow.coordinator.rounds.sums import ElementSums
+from sparrow.protocol.elements import ElementMask, Points
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import Block
+from sparrow.protocol.parts import Numbers
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import (
+    USUAL_INTERVAL,
+    LayerSparsity,
+    device_interval,
+    interval,
+    layer_counts,
+    magnitude_mask,
+    random_mask,
+    shortening,
+    trim,
+)
 
 Interval = Annotated[int, Field(ge=0)] | Literal["auto"]
 """Rounds between those that replace weights; 0: none does."""

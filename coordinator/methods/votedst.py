@@ -30,11 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask, Index
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.parts import Plan, Signs
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -54,6 +49,11 @@ from sparrow.coordinator.methods.sparse import (
     sparse_model,
 )
 from sparrow.coordinator.rounds.sums import ElementSums
+from sparrow.protocol.elements import ElementMask, Index
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.parts import Plan, Signs
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 
 VOTED = "votes decide which weights exist, and no rule bounds what one device's votes change"
 

@@ -29,21 +29,21 @@ from pydantic import ValidationError
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import bundle, checkpoint, values
-from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
-from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
-from edge_sdk.protocol.secure.consistency import model_digest
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import Published
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.rounds.draws import neurons_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
+from sparrow.protocol import bundle, checkpoint, values
+from sparrow.protocol.elements import ElementMask, from_bits
+from sparrow.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
+from sparrow.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
+from sparrow.protocol.secure.consistency import model_digest
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import Published
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import threading
 
 import numpy as np
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.fields import bounded
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.preparation import RAW_TYPES
 from sparrow.coordinator.errors import BadContent, Unavailable
 from sparrow.limited import Crashed, Stopped, TookTooLong, TookTooMuchMemory, run_limited
+from sparrow.protocol import checkpoint
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.fields import bounded
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.preparation import RAW_TYPES
 
 CHUNK = 256
 """Most samples run at a time."""

@@ -10,8 +10,17 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
 
-from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.messages import (
+from sparrow.coordinator.errors import NotFound, read_stored
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.models.global_models import settings_of
+from sparrow.coordinator.reports.records import iso
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS
+from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
+from sparrow.coordinator.rounds.secure import PHASES
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+from sparrow.protocol.failures import in_words
+from sparrow.protocol.messages import (
     BudgetLimit,
     DeviceFailure,
     DeviceHistory,
@@ -28,15 +37,6 @@ from edge_sdk.protocol.messages import (
     Receipt,
     UpdateReport,
 )
-from sparrow.coordinator.errors import NotFound, read_stored
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.reports.records import iso
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS
-from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
-from sparrow.coordinator.rounds.secure import PHASES
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 # fmt: off
 Order = Literal[

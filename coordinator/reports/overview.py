@@ -1,4 +1,4 @@
-"""The overview of a federation for the page (``edge_sdk.protocol.overview``), from a bounded number of queries.
+"""The overview of a federation for the page (``sparrow.protocol.overview``), from a bounded number of queries.
 
 Rounds are thinned here: beyond ``MOST_POINTS`` of them, two, four, eight and so on become one point. Their records stay
 in the database, which hands out only the few values that charts show.
@@ -14,9 +14,6 @@ from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.failures import explain
-from edge_sdk.protocol.messages import Doing, FederationInfo, Kind
-from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.reports.device_list import DeviceLists
@@ -26,6 +23,9 @@ from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS, 
 from sparrow.coordinator.rounds.candidates import smallest_budget
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.protocol.failures import explain
+from sparrow.protocol.messages import Doing, FederationInfo, Kind
+from sparrow.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 
 MOST_POINTS = 240
 MOST_NAMES = 100

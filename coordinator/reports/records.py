@@ -17,8 +17,17 @@ from statistics import fmean, median
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.manifest import MOST_METRICS
-from edge_sdk.protocol.messages import (
+from sparrow.coordinator.errors import NotFound, Unavailable, read_stored
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.fleet.last_seen import LastSeen
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, UNCOUNTED, weight_of
+from sparrow.coordinator.rounds.secure import PHASES
+from sparrow.coordinator.storage.failing import RECORDS
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Round
+from sparrow.protocol.manifest import MOST_METRICS
+from sparrow.protocol.messages import (
     DeviceReport,
     Evaluation,
     FederationStatus,
@@ -33,15 +42,6 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
-from sparrow.coordinator.errors import NotFound, Unavailable, read_stored
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.fleet.last_seen import LastSeen
-from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, UNCOUNTED, weight_of
-from sparrow.coordinator.rounds.secure import PHASES
-from sparrow.coordinator.storage.failing import RECORDS
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
 MOST_NAMES = 50
 """Different names of counts in a record, as devices choose these names."""

@@ -22,11 +22,6 @@ from pydantic import BaseModel
 from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import Mask, NeuronMask, count_values, same_mask
-from edge_sdk.protocol.parts import expected
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -56,6 +51,11 @@ from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_state
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+from sparrow.protocol import bundle
+from sparrow.protocol import messages as wire
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.masks import Mask, NeuronMask, count_values, same_mask
+from sparrow.protocol.parts import expected
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 from sqlalchemy import bindparam, literal_column, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod, why_not_buffered
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import UNCOUNTED
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Federation
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask, pack
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
 
 
 @dataclass(frozen=True)

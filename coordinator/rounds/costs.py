@@ -9,11 +9,11 @@ from typing import cast
 
 from sqlalchemy import Table, bindparam, update
 
-from edge_sdk.protocol.messages import UploadCost
 from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.rounds.assignments import touch
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device
+from sparrow.protocol.messages import UploadCost
 
 MOST_OF_ONE = 16
 """Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""

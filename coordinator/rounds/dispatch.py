@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.secure.messages import SecureWork
 from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
 from sparrow.coordinator.methods import Situation, load_method, sends_values
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -23,6 +20,9 @@ from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
 from sparrow.coordinator.rounds.skew import adjustment
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+from sparrow.protocol import messages as wire
+from sparrow.protocol.failures import in_words
+from sparrow.protocol.secure.messages import SecureWork
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.storage.tables import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 CohortPolicy = Literal["uniform", "least_recently", "budget"]
 

@@ -47,7 +47,6 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, literal_column, or_, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import messages as wire
 from sparrow.coordinator.errors import Damaged, Unavailable
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
@@ -83,6 +82,7 @@ from sparrow.coordinator.rounds.secure import PHASES, SecureRounds
 from sparrow.coordinator.rounds.skew import adjustment, note_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.protocol import messages as wire
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,6 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.evidence import Pool, pool_of
-from edge_sdk.protocol.messages import Kind, Receipt
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import read_stored
 from sparrow.coordinator.methods import load_method, sends_values
 from sparrow.coordinator.models.global_models import settings_of
@@ -31,6 +28,9 @@ from sparrow.coordinator.rounds.draws import Candidate, choose
 from sparrow.coordinator.rounds.privacy import noisy_means
 from sparrow.coordinator.rounds.skew import adjustment
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.protocol.evidence import Pool, pool_of
+from sparrow.protocol.messages import Kind, Receipt
+from sparrow.protocol.settings import FederationSettings
 
 
 def ask_for_evaluation(

@@ -38,12 +38,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import Mask, pack, unpack
-from edge_sdk.protocol.messages import Kind, UpdateReport
-from edge_sdk.protocol.parts import Numbers, expected
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, load_method
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of
@@ -55,6 +49,12 @@ from sparrow.coordinator.rounds.secure import Ended
 from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Federation
+from sparrow.protocol import bundle
+from sparrow.protocol.manifest import Array, Manifest, Tensors, TensorSpec
+from sparrow.protocol.masks import Mask, pack, unpack
+from sparrow.protocol.messages import Kind, UpdateReport
+from sparrow.protocol.parts import Numbers, expected
+from sparrow.protocol.settings import FederationSettings
 
 log = logging.getLogger(__name__)
 

@@ -40,17 +40,17 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.accounting import SENSITIVITY, gaussian_epsilon
-from edge_sdk.protocol.errors import MissingPart
-from edge_sdk.protocol.evidence import TOLD, Evidence
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import Kind, PrivacySpent
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod, why_not_private
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.tables import Assignment, Device
+from sparrow.protocol.accounting import SENSITIVITY, gaussian_epsilon
+from sparrow.protocol.errors import MissingPart
+from sparrow.protocol.evidence import TOLD, Evidence
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask, pack, unpack, unpack_whole
+from sparrow.protocol.messages import Kind, PrivacySpent
+from sparrow.protocol.settings import FederationSettings
 
 USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
 """Scale of each kind of number in ``TOLD``: they are divided by it before their 2-norm is limited to 1."""

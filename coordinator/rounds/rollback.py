@@ -17,12 +17,12 @@ import logging
 from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol.messages import ModelInfo
 from sparrow.coordinator.errors import NotFound, WrongState
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import open_round
 from sparrow.coordinator.storage.tables import Federation, Model, Round
+from sparrow.protocol.messages import ModelInfo
 
 log = logging.getLogger(__name__)
 

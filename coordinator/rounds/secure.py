@@ -29,23 +29,23 @@ from pydantic import BaseModel
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.parts import Plan
-from edge_sdk.protocol.secure.consistency import round_digest, with_digest
-from edge_sdk.protocol.secure.fine import read_extras, statistics, words_of_extras
-from edge_sdk.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
-from edge_sdk.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
-from edge_sdk.protocol.secure.numbers import WORDS, Scale, Words
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import assign, update_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.protocol import bundle
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.masks import Mask, pack
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.parts import Plan
+from sparrow.protocol.secure.consistency import round_digest, with_digest
+from sparrow.protocol.secure.fine import read_extras, statistics, words_of_extras
+from sparrow.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
+from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+from sparrow.protocol.secure.numbers import WORDS, Scale, Words
+from sparrow.protocol.settings import FederationSettings
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class SecureRounds:
 
     def _open(self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]) -> Ended:
         """Return the sums of the cells of which enough are left."""
-        from edge_sdk.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
+        from sparrow.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
 
         settings, ended = settings_of(federation), Ended()
         least = least_cell(settings.secure_colluders)
@@ -583,8 +583,8 @@ def check_answer(
     db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
 ) -> None:
     """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
-    from edge_sdk.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
-    from edge_sdk.protocol.secure.pads import BadSecret
+    from sparrow.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
+    from sparrow.protocol.secure.pads import BadSecret
 
     said = _said(db, federation, assignment)
     if said is None:
@@ -617,8 +617,8 @@ def check_statement_of(
     db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
 ) -> None:
     """Raise BadContent unless an update says, signed, what its device was told."""
-    from edge_sdk.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
-    from edge_sdk.protocol.secure.pads import BadSecret
+    from sparrow.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
+    from sparrow.protocol.secure.pads import BadSecret
 
     said = _said(db, federation, assignment)
     if stated is None or said is None:

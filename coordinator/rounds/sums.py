@@ -19,10 +19,10 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.elements import ElementMask, Index, Points
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import (
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.elements import ElementMask, Index, Points
+from sparrow.protocol.manifest import Array, Manifest, Tensors, TensorSpec
+from sparrow.protocol.masks import (
     CHUNK_VALUES,
     Block,
     Mask,

@@ -12,10 +12,10 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.settings import FederationSettings
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -13,13 +13,13 @@ from urllib.parse import quote, urlsplit
 
 import segno
 
-from edge_sdk.protocol.addresses import in_network, in_url, means_caller
-from edge_sdk.protocol.fields import LONGEST_LINK
-from edge_sdk.protocol.messages import FederationInfo, JoinLink
-from edge_sdk.protocol.signatures import fingerprint
 from sparrow.coordinator.errors import BadContent, NotAllowed, NotFound
 from sparrow.coordinator.fleet.access import Tokens
 from sparrow.coordinator.web import runtime
+from sparrow.protocol.addresses import in_network, in_url, means_caller
+from sparrow.protocol.fields import LONGEST_LINK
+from sparrow.protocol.messages import FederationInfo, JoinLink
+from sparrow.protocol.signatures import fingerprint
 
 
 def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -> JoinLink:

@@ -16,12 +16,12 @@ from statistics import fmean, median
 
 from edge_sdk.engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
 from edge_sdk.methods import BudgetTooSmall, load_method
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples
 from sparrow.devices import memory
 from sparrow.devices.simulation import Board
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
 
 BUDGETS = tuple(tenths / 10 for tenths in range(1, 11))
 """The budgets among which a device chooses."""

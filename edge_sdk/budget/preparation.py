@@ -23,12 +23,12 @@ from edge_sdk.engines.rehearsal import Rehearsal, Rehearse, Unpredictable
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, FederationInfo
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import BudgetLimit, FederationInfo
+from sparrow.protocol.settings import FederationSettings
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from edge_sdk.engines.training import Batch, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job
 from edge_sdk.methods.alone import alone_of
 from edge_sdk.methods.merging import mixed, whole_model
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, LARGEST_GAIN, MOST_PARTS, Evidence
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches, as_arrays, count_examples
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL, LARGEST_GAIN, MOST_PARTS, Evidence
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.messages import Evaluation
 
 SHARE = 0.5
 """Of the global model in a mixture, and in that which is trained once more."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.ranges import Ranges
-from edge_sdk.protocol.secure.messages import SecureWork
+from sparrow.protocol.ranges import Ranges
+from sparrow.protocol.secure.messages import SecureWork
 
 _LINE = re.compile(r"^(\S+)\s+([0-9a-f]{64})$")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Array, Tensors
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Array, Tensors
 
 WHOLE = 31 / 32
 """Share of changed values from which the bitmap (one bit a value) costs more than it saves."""

@@ -11,7 +11,7 @@ from edge_sdk.errors import BadArgument
 
 if TYPE_CHECKING:
     from edge_sdk.device.session import Session
-    from edge_sdk.protocol.messages import Assignment
+    from sparrow.protocol.messages import Assignment
 
 LOOK_SECONDS = 0.2
 """How often a wait looks whether it is to end."""

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.engines import Engine
 from edge_sdk.methods import Job, Update
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.masks import Mask, unpack
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.skew import ADJUSTS, LabelSketch
 from edge_sdk.tasks import Batches, Task, collect_targets
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.masks import Mask, unpack
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.skew import ADJUSTS, LabelSketch
 
 PSEUDO_COUNT = 0.5
 """Added to the samples of every class: a class without any has a prior, too."""

@@ -31,14 +31,14 @@ from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.methods import DeviceMethod, Job, Trained, Update, load_method
 from edge_sdk.methods.merging import sent_values
-from edge_sdk.protocol.accounting import SENSITIVITY, check_accountant, gaussian_epsilon
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Kind
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.installed import installed
+from sparrow.protocol.accounting import SENSITIVITY, check_accountant, gaussian_epsilon
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.device.state import Progress

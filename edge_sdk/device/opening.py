@@ -18,8 +18,12 @@ from edge_sdk.device.trainable import check as check_trainable
 from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.errors import GraphError, ManifestError
-from edge_sdk.protocol.manifest import (
+from edge_sdk.tasks import Task, as_arrays
+from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
+from edge_sdk.tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
+from edge_sdk.tasks.loading import ArrayBatches, Reshaped
+from sparrow.protocol.errors import GraphError, ManifestError
+from sparrow.protocol.manifest import (
     Array,
     Constant,
     GraphName,
@@ -28,11 +32,7 @@ from edge_sdk.protocol.manifest import (
     TensorSpec,
     own_initial_values,
 )
-from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.tasks import Task, as_arrays
-from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
-from edge_sdk.tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
-from edge_sdk.tasks.loading import ArrayBatches, Reshaped
+from sparrow.protocol.messages import FederationInfo
 
 if TYPE_CHECKING:
     from torch import nn

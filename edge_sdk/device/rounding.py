@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, Update
 from edge_sdk.methods.merging import sent_values
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack, unpack
-from edge_sdk.protocol.quantization import LARGEST, Quantised, quantise, row_lengths
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask, merge_in_place, pack, unpack
+from sparrow.protocol.quantization import LARGEST, Quantised, quantise, row_lengths
 
 
 def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised, Tensors]:

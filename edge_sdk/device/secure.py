@@ -20,22 +20,22 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.trust import Trust
 from edge_sdk.methods import Job, Update, load_method
 from edge_sdk.methods.merging import is_whole, sent_values
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_mask
-from edge_sdk.protocol.messages import Assignment, Kind
-from edge_sdk.protocol.neurons import mask_digest
-from edge_sdk.protocol.secure import device, pads
-from edge_sdk.protocol.secure.consistency import digest_in, model_digest, round_digest
-from edge_sdk.protocol.secure.device import RoundSecrets
-from edge_sdk.protocol.secure.fine import hide_extras, statistics
-from edge_sdk.protocol.secure.messages import SecureWork, Statement
-from edge_sdk.protocol.secure.numbers import Scale, Words
-from edge_sdk.protocol.secure.pads import BadSecret
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import count_examples
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, same_mask
+from sparrow.protocol.messages import Assignment, Kind
+from sparrow.protocol.neurons import mask_digest
+from sparrow.protocol.secure import device, pads
+from sparrow.protocol.secure.consistency import digest_in, model_digest, round_digest
+from sparrow.protocol.secure.device import RoundSecrets
+from sparrow.protocol.secure.fine import hide_extras, statistics
+from sparrow.protocol.secure.messages import SecureWork, Statement
+from sparrow.protocol.secure.numbers import Scale, Words
+from sparrow.protocol.secure.pads import BadSecret
+from sparrow.protocol.settings import FederationSettings
 
 SECRETS, PEERS = "secure.json", "peers.json"
 

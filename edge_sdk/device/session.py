@@ -74,16 +74,23 @@ from edge_sdk.errors import (
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
-from edge_sdk.protocol import bundle, personal
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
-from edge_sdk.protocol.evidence import Pool, choice
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.fields import MOST_COUNT, MOST_FLOPS, bounded
-from edge_sdk.protocol.flops import forward_flops, nonzero_flops
-from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
-from edge_sdk.protocol.messages import (
+from edge_sdk.tasks import Task, count_examples
+from edge_sdk.tasks.compute import PROCESSOR
+from edge_sdk.tasks.intake import take_in
+from edge_sdk.tasks.metrics import METRICS
+from sparrow.command_line.table import printable
+from sparrow.devices import EnergyMeter
+from sparrow.devices.memory import available
+from sparrow.protocol import bundle, personal
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import BundleError, ManifestError, ProtocolError
+from sparrow.protocol.evidence import Pool, choice
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.fields import MOST_COUNT, MOST_FLOPS, bounded
+from sparrow.protocol.flops import forward_flops, nonzero_flops
+from sparrow.protocol.manifest import Array, GraphName, Manifest, Tensors
+from sparrow.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
+from sparrow.protocol.messages import (
     JUDGING,
     Assignment,
     ChangeDevice,
@@ -102,19 +109,12 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
-from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
-from edge_sdk.protocol.parts import expected
-from edge_sdk.protocol.quantization import Quantised
-from edge_sdk.protocol.secure.messages import Statement
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.skew import LabelSketch
-from edge_sdk.tasks import Task, count_examples
-from edge_sdk.tasks.compute import PROCESSOR
-from edge_sdk.tasks.intake import take_in
-from edge_sdk.tasks.metrics import METRICS
-from sparrow.command_line.table import printable
-from sparrow.devices import EnergyMeter
-from sparrow.devices.memory import available
+from sparrow.protocol.neurons import mask_digest, mask_from_file, mask_to_file
+from sparrow.protocol.parts import expected
+from sparrow.protocol.quantization import Quantised
+from sparrow.protocol.secure.messages import Statement
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.skew import LabelSketch
 
 if TYPE_CHECKING:
     from edge_sdk.device.secure import SecureRound
@@ -552,7 +552,7 @@ class Session:
             return None
         if find_spec("cryptography") is None:
             raise CannotTrain("a secure federation needs cryptography: pip install 'sparrow-fl[secure]'")
-        from edge_sdk.protocol.secure.pads import public_identity
+        from sparrow.protocol.secure.pads import public_identity
 
         return public_identity(bytes.fromhex(self._identity.identity_key)).hex()
 

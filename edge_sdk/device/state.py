@@ -42,10 +42,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_sdk.device import difference
 from edge_sdk.errors import StateError
-from edge_sdk.protocol import checkpoint, personal
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
+from sparrow.protocol import checkpoint, personal
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
 
 OUTBOX, OWED = "outbox.bundle", "owed.safetensors"
 

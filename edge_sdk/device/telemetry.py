@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from edge_sdk.device.transport import Traffic
-from edge_sdk.protocol.fields import CELSIUS, MOST_JOULES, MOST_SECONDS
-from edge_sdk.protocol.messages import Phase
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.simulation import Board
+from sparrow.protocol.fields import CELSIUS, MOST_JOULES, MOST_SECONDS
+from sparrow.protocol.messages import Phase
 
 COMPUTING = ("train", "evaluate", "adapt")
 """Phases that compute; the others only transfer."""

@@ -10,8 +10,8 @@ import struct
 import sys
 import sysconfig
 
-from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.errors import SdkError
 
 OLDEST_PYTHON = (3, 10)
 INSTALL = {

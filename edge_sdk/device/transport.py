@@ -53,11 +53,13 @@ from edge_sdk.errors import (
     WrongSettings,
     WrongState,
 )
-from edge_sdk.protocol import checkpoint, tls, values
-from edge_sdk.protocol.addresses import is_loopback
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
-from edge_sdk.protocol.messages import (
+from sparrow.command_line.nearest import nearest
+from sparrow.command_line.table import printable
+from sparrow.protocol import checkpoint, tls, values
+from sparrow.protocol.addresses import is_loopback
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
+from sparrow.protocol.messages import (
     ASSIGNMENT_TYPE,
     Assignment,
     ChangeDevice,
@@ -83,11 +85,9 @@ from edge_sdk.protocol.messages import (
     UpdateReceived,
     UploadCost,
 )
-from edge_sdk.protocol.overview import Overview
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import MAX_STATEMENT, Published
-from sparrow.command_line.nearest import nearest
-from sparrow.command_line.table import printable
+from sparrow.protocol.overview import Overview
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import MAX_STATEMENT, Published
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from edge_sdk.device.demands import Demands
 from edge_sdk.device.state import StateFolder
 from edge_sdk.errors import StateError
 from edge_sdk.methods import DeviceMethod, load_method
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.protocol.publication import Terms, check_terms, check_weights, differs
-from edge_sdk.protocol.ranges import OPERATORS, Ranges, binding, faults, least_cohort, least_steps, shown
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import (
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.messages import FederationInfo
+from sparrow.protocol.publication import Terms, check_terms, check_weights, differs
+from sparrow.protocol.ranges import OPERATORS, Ranges, binding, faults, least_cohort, least_steps, shown
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import (
     BadPublication,
     Publication,
     Published,

@@ -26,9 +26,9 @@ import numpy as np
 from edge_sdk.device.state import PARTIAL, make_folder, state_home
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import Damaged, StateError
-from edge_sdk.protocol import personal, values
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, Tensors, Values
+from sparrow.protocol import personal, values
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest, Tensors, Values
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 EngineName = Literal["onnx", "torch"]
 EngineChoice = Literal["auto", "onnx", "torch"]

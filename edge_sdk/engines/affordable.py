@@ -15,13 +15,13 @@ import numpy as np
 from edge_sdk.engines import Graphs
 from edge_sdk.engines.checking import Needs
 from edge_sdk.engines.speed import measured_speed
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from sparrow import trial
 from sparrow.export.bounds import MIB, MOST_SECONDS
 from sparrow.limited import NotAnswered, TookTooLong, TookTooMuchMemory, run_limited
+from sparrow.protocol import checkpoint
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import Array, Manifest, Tensors
 
 SPARE = 64 * MIB
 """Bytes beyond what is free that are left to ``budget.preparation``: it measures, and names a budget that fits."""

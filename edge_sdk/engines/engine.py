@@ -28,13 +28,13 @@ from edge_sdk.engines.training import (
     evaluation_of,
     weight_of,
 )
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
 from edge_sdk.tasks.intake import random_state_kept
 from edge_sdk.tasks.metrics import Metric, measure
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 Chance = np.random.Generator
 

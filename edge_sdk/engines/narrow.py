@@ -9,9 +9,9 @@ import numpy as np
 
 from edge_sdk.engines.cutting import ALWAYS, Label, cut_graph
 from edge_sdk.engines.onnx import Index, Network, Sessions
-from edge_sdk.protocol.manifest import Segment
-from edge_sdk.protocol.masks import NeuronMask, axis_index
-from edge_sdk.protocol.neurons import Narrowing
+from sparrow.protocol.manifest import Segment
+from sparrow.protocol.masks import NeuronMask, axis_index
+from sparrow.protocol.neurons import Narrowing
 
 KEPT = 8
 """Widths whose sessions are kept; those that were not used for longest are forgotten first."""

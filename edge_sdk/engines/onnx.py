@@ -30,9 +30,9 @@ from edge_sdk.engines.training import (
     check_loadable,
 )
 from edge_sdk.engines.variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask
 from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask
 
 Array = NDArray[Any]
 Index = NDArray[np.int64]

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol.settings import FederationSettings
 
 Array = NDArray[np.float32]
 

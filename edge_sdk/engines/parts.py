@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines.training import Flags, Part
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import Block, neuron_block
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import Block, neuron_block
 
 Array = NDArray[np.float32]
 

@@ -41,9 +41,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines.onnx import Array, Network
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import Tensors
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import Tensors
 
 SAMPLES = 8
 """Samples of the batch that are used, at most."""

@@ -21,14 +21,14 @@ import numpy as np
 from edge_sdk.engines import Engine
 from edge_sdk.engines.training import Batch, Part
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest, own_initial_values
-from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, Task, as_arrays
 from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit
 from sparrow.devices import memory
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Manifest, own_initial_values
+from sparrow.protocol.masks import NeuronMask, count_values
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.engines.engine import OnnxEngine

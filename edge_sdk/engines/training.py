@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.fields import bounded
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.fields import bounded
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 Flags = NDArray[np.bool_]
 Batch = tuple[Any, Any]

@@ -12,9 +12,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from edge_sdk.protocol.mixture import WEIGHTS, name_in
 from sparrow.export.mixture import RESPONSIBILITIES
 from sparrow.export.steps import Editor, loss_part
+from sparrow.protocol.mixture import WEIGHTS, name_in
 
 ENDS = ("loss", "error")
 

@@ -20,18 +20,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import Array, GraphName, Manifest, Tensors
-from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
-from edge_sdk.protocol.messages import Assignment, Evaluation
-from edge_sdk.protocol.parts import Numbers, Part
-from edge_sdk.protocol.secure.numbers import Words
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import load_method_record
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import Array, GraphName, Manifest, Tensors
+from sparrow.protocol.masks import FULL_RATIO, Mask, NeuronDraw, NeuronMask
+from sparrow.protocol.messages import Assignment, Evaluation
+from sparrow.protocol.parts import Numbers, Part
+from sparrow.protocol.secure.numbers import Words
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     import torch

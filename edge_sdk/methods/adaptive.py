@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.messages import Evaluation
 
 Similarity = Literal["logits", "probabilities"]
 Scores = NDArray[np.float32]

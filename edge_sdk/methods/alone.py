@@ -14,9 +14,9 @@ import numpy as np
 from edge_sdk.engines.training import Part
 from edge_sdk.methods import DeviceState, Job, MethodSettings, Trained
 from edge_sdk.methods.rounds import train_loaded
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronMask
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import NeuronMask
 
 PREFIX = "alone:"
 

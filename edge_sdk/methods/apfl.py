@@ -19,7 +19,7 @@ from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.mixing import train_mixture
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both
-from edge_sdk.protocol.masks import pack
+from sparrow.protocol.masks import pack
 
 
 class Settings(MethodSettings):

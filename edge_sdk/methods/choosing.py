@@ -13,8 +13,8 @@ from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
 from edge_sdk.methods import Job, Trained
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.narrow import drawn, train_narrow
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.neurons import (
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.neurons import (
     Scores,
     add_scores_in_place,
     best_neurons,

@@ -41,12 +41,13 @@ from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.replacing import Flat, Replacing
 from edge_sdk.methods.rounds import conclude, judge_held_out, train_loaded
 from edge_sdk.methods.whole import part_of, sparse_mask
-from edge_sdk.protocol.elements import ElementMask, Flags
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.sparsity import (
+from edge_sdk.tasks import count_examples
+from sparrow.protocol.elements import ElementMask, Flags
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.sparsity import (
     At,
     Grown,
     LayerSparsity,
@@ -56,7 +57,6 @@ from edge_sdk.protocol.sparsity import (
     layer_counts,
     prune,
 )
-from edge_sdk.tasks import count_examples
 
 
 class Settings(MethodSettings):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.elements import ElementMask, from_bits
+from sparrow.protocol.manifest import Manifest, Tensors
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 SMOOTHING = 0.5
 """Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""

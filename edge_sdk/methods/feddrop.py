@@ -40,9 +40,9 @@ from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, T
 from edge_sdk.methods.narrow import drawn, multiplied, sample_drawn, train_narrow, train_plainly
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
-from edge_sdk.protocol.masks import count_values, draw_neurons
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.manifest import MULTIPLYING, Manifest
+from sparrow.protocol.masks import count_values, draw_neurons
 
 
 class Settings(MethodSettings):

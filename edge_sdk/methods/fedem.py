@@ -41,12 +41,12 @@ from edge_sdk.methods import (
 )
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, judge_held_out
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.manifest import GraphName, Manifest
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.manifest import GraphName, Manifest
+from sparrow.protocol.masks import pack
+from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
+from sparrow.protocol.settings import FederationSettings
 
 Weights = NDArray[np.float64]
 """π, or the responsibilities of samples: [..., M], of sum 1."""

@@ -38,13 +38,13 @@ from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Tra
 from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.parts import own_tensors
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import unpack_whole
-from edge_sdk.protocol.parts import Part, Signs, all_maskable
 from edge_sdk.tasks import count_examples
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import unpack_whole
+from sparrow.protocol.parts import Part, Signs, all_maskable
 
 LEAST = np.float32(1e-12)
 """The least magnitude of a score whose sign comes from the server: 0 counts as positive."""

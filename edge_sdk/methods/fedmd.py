@@ -34,10 +34,10 @@ from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Tra
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.parts import own_tensors
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, as_arrays, count_examples
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.settings import FederationSettings
 
 
 class Settings(MethodSettings):

@@ -24,9 +24,9 @@ from edge_sdk.methods.choosing import STEP, Weights, train_chosen
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import evaluate_both
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.neurons import (
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.neurons import (
     best_neurons,
     count_neurons,
     counts_at,

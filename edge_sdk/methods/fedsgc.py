@@ -28,7 +28,7 @@ from edge_sdk.methods import DeviceMethod, Job, Trained
 from edge_sdk.methods.replacing import Replacing
 from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.protocol.parts import Part, all_maskable
+from sparrow.protocol.parts import Part, all_maskable
 
 
 class Settings(SparseTrainingSettings):

@@ -45,8 +45,8 @@ from edge_sdk.methods.alone import AloneSettings, with_alone
 from edge_sdk.methods.merging import merge, whole_model
 from edge_sdk.methods.narrow import sample_drawn
 from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded, train_once_more
-from edge_sdk.protocol.manifest import Tensors, initial_values
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
+from sparrow.protocol.manifest import Tensors, initial_values
+from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal

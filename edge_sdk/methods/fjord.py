@@ -58,12 +58,12 @@ from edge_sdk.methods import (
 )
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import conclude, evaluate_both
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask, count_values
-from edge_sdk.protocol.neurons import Narrowing, first_neurons
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronMask, count_values
+from sparrow.protocol.neurons import Narrowing, first_neurons
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal

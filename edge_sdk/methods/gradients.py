@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine, Progress
 from edge_sdk.engines.training import Batch, Divergence, LocalResult, count_steps
-from edge_sdk.protocol.masks import count_values
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
+from sparrow.protocol.masks import count_values
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Rehearsal

@@ -37,10 +37,10 @@ from edge_sdk.engines.training import GRADIENTS, Batch, NoCurvature, TrainingDiv
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
 from edge_sdk.tasks import Batches, count_examples
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.sparsity import keep_by_score, weight_budget
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,

@@ -40,10 +40,10 @@ from edge_sdk.methods.choosing import STEP, Weights, train_chosen
 from edge_sdk.methods.merging import merge
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import evaluate_both
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask, pack, same_mask
-from edge_sdk.protocol.neurons import (
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import FULL_RATIO, NeuronMask, pack, same_mask
+from sparrow.protocol.neurons import (
     best_neurons,
     count_neurons,
     counts_at,

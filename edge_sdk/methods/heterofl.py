@@ -36,11 +36,11 @@ from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
 from edge_sdk.methods.narrow import drawn, multiplied, train_narrow
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import MULTIPLYING, TensorSpec
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
-from edge_sdk.protocol.neurons import CLASSES, first_neurons_up
 from edge_sdk.tasks import collect_targets
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.manifest import MULTIPLYING, TensorSpec
+from sparrow.protocol.masks import FULL_RATIO, NeuronMask
+from sparrow.protocol.neurons import CLASSES, first_neurons_up
 
 
 def train(job: Job) -> Trained:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
 from edge_sdk.methods.narrow import drawn, train_narrow
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.protocol.neurons import first_neurons_up
+from sparrow.protocol.neurons import first_neurons_up
 
 
 def train(job: Job) -> Trained:

@@ -16,10 +16,10 @@ from edge_sdk.methods import DeviceMethod, DeviceState, Job, Trained, Update
 from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.parts import adapt_own_part, adapt_part, evaluate_tuned, train_together
 from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import merge_in_place, pack
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import merge_in_place, pack
 
 
 def train(job: Job) -> Trained:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack_whole
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack_whole
 
 __all__ = ["merge", "mixed", "whole_model"]
 

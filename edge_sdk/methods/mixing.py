@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from edge_sdk.engines import Engine, Progress
 from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
 from edge_sdk.engines.training import LOSS, WEIGHTS, LocalResult, TrainingDiverged, count_steps
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches, count_examples
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.settings import FederationSettings
 
 
 @dataclass(frozen=True)

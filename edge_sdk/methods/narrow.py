@@ -18,10 +18,10 @@ from edge_sdk.engines import Engine
 from edge_sdk.methods import DeviceState, Job, Trained, Update
 from edge_sdk.methods.merging import merge
 from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.protocol.neurons import count_neurons
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
+from sparrow.protocol.neurons import count_neurons
 
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:

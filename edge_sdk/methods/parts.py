@@ -11,9 +11,9 @@ from edge_sdk.engines.training import Flags, LocalResult, Part
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_choice_of_copy, train_loaded
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest, Tensors, own_initial_values
-from edge_sdk.protocol.masks import pack
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Manifest, Tensors, own_initial_values
+from sparrow.protocol.masks import pack
 
 
 def only(manifest: Manifest, *, shared: bool) -> dict[str, Flags]:

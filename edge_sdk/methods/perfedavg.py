@@ -55,11 +55,11 @@ from edge_sdk.methods import (
 from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, judge_held_out
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal

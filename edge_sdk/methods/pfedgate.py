@@ -46,11 +46,6 @@ from edge_sdk.methods import (
 )
 from edge_sdk.methods.merging import is_whole, whole_model
 from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
-from edge_sdk.protocol.flops import block_flops, budget_groups
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
-from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Batches
 from edge_sdk.training.engine import TorchEngine
@@ -67,6 +62,11 @@ from edge_sdk.training.gates.gating import GatingLayer, Sees, fitting_pool
 from edge_sdk.training.gates.network import check_gated
 from edge_sdk.training.local import as_tensor, evaluate, take_steps
 from edge_sdk.training.rehearsal import TorchRehearsal, block_nanoseconds
+from sparrow.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
+from sparrow.protocol.flops import block_flops, budget_groups
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import merge_in_place, pack, unpack_whole
+from sparrow.protocol.messages import Assignment, Kind
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""

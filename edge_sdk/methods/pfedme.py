@@ -44,9 +44,9 @@ from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_ste
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
 from edge_sdk.methods.whole import pull_of
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Batches
+from sparrow.protocol.masks import pack
+from sparrow.protocol.settings import FederationSettings
 
 if TYPE_CHECKING:
     from edge_sdk.engines.rehearsal import Effort, Rehearsal

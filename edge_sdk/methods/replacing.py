@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from edge_sdk.engines import Engine
 from edge_sdk.engines.training import GRADIENTS, Batch, Change, TrainingDiverged
-from edge_sdk.protocol.elements import ElementMask, Flags
-from edge_sdk.protocol.flops import growth_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.sparsity import Grown, Pruned
+from sparrow.protocol.elements import ElementMask, Flags
+from sparrow.protocol.flops import growth_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.sparsity import Grown, Pruned
 
 Flat = NDArray[np.float32]
 

@@ -13,10 +13,10 @@ from edge_sdk.engines.training import EVERYTHING, Adjustment, LocalResult, Part,
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
 from edge_sdk.methods.early_stopping import judge_round
 from edge_sdk.methods.merging import GLOBAL_SHARES, mixed, whole_model
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
 
 __all__ = ["adapt_as_in_a_round", "choose_copy", "conclude", "evaluate_both", "fine_tune", "train_loaded"]
 

@@ -14,10 +14,10 @@ from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.replacing import Flat, Replacing
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import part_of, pull_of, pulled, sparse_mask
-from edge_sdk.protocol.elements import ElementMask, Flags
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.sparsity import (
+from sparrow.protocol.elements import ElementMask, Flags
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.masks import pack
+from sparrow.protocol.sparsity import (
     At,
     Grown,
     LayerSparsity,

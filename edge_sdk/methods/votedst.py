@@ -25,9 +25,9 @@ from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
 from edge_sdk.methods import DeviceMethod, Job, Trained
 from edge_sdk.methods.merging import whole_model
 from edge_sdk.methods.whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.flops import growth_flops
-from edge_sdk.protocol.sparsity import ballot, draw_candidates, elections
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.flops import growth_flops
+from sparrow.protocol.sparsity import ballot, draw_candidates, elections
 
 
 class Settings(PullSettings):

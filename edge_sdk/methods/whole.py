@@ -16,11 +16,11 @@ from edge_sdk.methods.rounds import (
     judge_held_out,
     train_loaded,
 )
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import pack
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import pack
 
 __all__ = ["adapt_global", "evaluate_global", "train_whole"]
 

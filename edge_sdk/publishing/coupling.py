@@ -32,7 +32,11 @@ from typing import Any, cast, get_args
 import torch
 from torch import fx, nn
 
-from edge_sdk.protocol.manifest import (
+from edge_sdk.publishing import RunningStatistics
+from edge_sdk.publishing.graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
+from edge_sdk.publishing.modes import frozen_names
+from edge_sdk.publishing.neurons import Axes, Axis, Neurons, Run
+from sparrow.protocol.manifest import (
     Constant,
     Data,
     InputError,
@@ -42,10 +46,6 @@ from edge_sdk.protocol.manifest import (
     TensorSpec,
     Uniform,
 )
-from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
-from edge_sdk.publishing.modes import frozen_names
-from edge_sdk.publishing.neurons import Axes, Axis, Neurons, Run
 
 
 def describe(

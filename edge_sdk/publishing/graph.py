@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from edge_sdk.protocol.errors import SdkError
+from sparrow.protocol.errors import SdkError
 
 
 class UnsupportedLayer(SdkError):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from edge_sdk.protocol.manifest import NeuronGroup, Segment
+from sparrow.protocol.manifest import NeuronGroup, Segment
 
 _COMPLETE = 0
 _MOST_RUNS = 4096

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.preparation import MOST_COLUMNS, RAW_TYPES, Preparation
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.publishing.skeleton import export_forward, remove_notes
@@ -21,6 +19,8 @@ from edge_sdk.tasks.prepared import compute_own, prepared
 from edge_sdk.tasks.preparing import BuiltPreparation, statistics_of
 from sparrow.export.errors import ExportError
 from sparrow.export.preparation import Preparer, complete
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.preparation import MOST_COLUMNS, RAW_TYPES, Preparation
 
 CLOSE = 1e-4
 """Largest difference from PyTorch, per unit of the largest prepared value, that rounding explains."""

@@ -1,4 +1,4 @@
-"""The key with which the author of a model signs publications (``edge_sdk.protocol.publication``).
+"""The key with which the author of a model signs publications (``sparrow.protocol.publication``).
 
 It is made once and kept in ``~/.config/sparrow/publisher.key``, readable by its owner only; SPARROW_PUBLISHER_KEY names
 another file.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.errors import MissingPart, ProtocolError
-from edge_sdk.protocol.manifest import GraphName, Manifest
-from edge_sdk.protocol.publication import Terms
-from edge_sdk.protocol.ranges import Range, default_ranges, faults
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import MAX_STATEMENT, Publication, fingerprint, signed_text
+from sparrow.protocol.errors import MissingPart, ProtocolError
+from sparrow.protocol.manifest import GraphName, Manifest
+from sparrow.protocol.publication import Terms
+from sparrow.protocol.ranges import Range, default_ranges, faults
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import MAX_STATEMENT, Publication, fingerprint, signed_text
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from edge_sdk.protocol.errors import ManifestError, MissingPart
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.publishing.translations import Fourier
+from sparrow.protocol.errors import ManifestError, MissingPart
+from sparrow.protocol.manifest import Manifest
 
 if TYPE_CHECKING:
     import onnx

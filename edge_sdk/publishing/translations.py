@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from edge_sdk.protocol.errors import ManifestError
+from sparrow.protocol.errors import ManifestError
 
 _ATEN = torch.ops.aten
 

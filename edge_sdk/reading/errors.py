@@ -1,8 +1,8 @@
 """The errors of data that a user named. ``edge_sdk/errors.py`` draws the whole tree."""
 
-from edge_sdk.protocol.errors import SdkError
-from edge_sdk.protocol.failures import Failure
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.errors import SdkError
+from sparrow.protocol.failures import Failure
 
 
 class DataError(SdkError):

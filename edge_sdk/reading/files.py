@@ -6,7 +6,6 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading.archives import read_archive
 from edge_sdk.reading.dialect import open_text
 from edge_sdk.reading.errors import DataError, NoData
@@ -20,6 +19,7 @@ from edge_sdk.reading.samples import Raw
 from edge_sdk.reading.tables import Table, read_table
 from edge_sdk.reading.times import is_time
 from edge_sdk.reading.windows import is_recordings
+from sparrow.protocol.preparation import Preparation, Targets
 
 ARCHIVES = (".npz", ".npy")
 

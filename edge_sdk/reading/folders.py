@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.reading.media import Listing, Medium, counted, medium_of, read_listing, take
 from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.samples import Kind, Raw, plural, some
+from sparrow.protocol.preparation import Preparation, Targets
 
 USES = ("train", "val", "test")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading.errors import DataError
 from edge_sdk.reading.labels import Decided, Labels, Question, decide
 from edge_sdk.reading.media import Listing, medium_named, read_listing
@@ -18,6 +17,7 @@ from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.roles import find_label, find_person, folded
 from edge_sdk.reading.samples import Raw, plural, some
 from edge_sdk.reading.tables import Table, blocks_of
+from sparrow.protocol.preparation import Preparation, Targets
 
 FILES = ("file", "path", "filename", "wav", "image")
 """Names of the column of files, in any case."""

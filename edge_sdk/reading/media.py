@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.preparation import Preparation, Reader
 from edge_sdk.reading.decoded import Decoded
 from edge_sdk.reading.errors import DataError
 from edge_sdk.reading.options import ReadOptions
@@ -19,6 +18,7 @@ from edge_sdk.reading.pictures import read_pictures
 from edge_sdk.reading.samples import Kind, Raw
 from edge_sdk.reading.sounds import Span, read_sounds
 from edge_sdk.reading.windows import is_recordings
+from sparrow.protocol.preparation import Preparation, Reader
 
 Medium = Literal["picture", "sound"]
 

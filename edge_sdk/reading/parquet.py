@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.reading.dialect import BLOCK
 from edge_sdk.reading.errors import DataError
 from edge_sdk.reading.options import ReadOptions
+from sparrow.protocol.errors import MissingPart
 
 Column = NDArray[np.float64] | list[str]
 

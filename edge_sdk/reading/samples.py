@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.preparation import Column, Reader
 from edge_sdk.reading.decoded import Decoded
+from sparrow.protocol.preparation import Column, Reader
 
 Kind = Literal["classes", "numbers"]
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.errors import MissingPart
-from edge_sdk.protocol.preparation import Preparation
 from edge_sdk.reading.decoded import Decoded
 from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.reading.fingerprints import fingerprint
@@ -22,6 +20,8 @@ from edge_sdk.reading.looking import look_at_each
 from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.samples import plural, some
 from edge_sdk.reading.windows import cut_of, is_recordings, rate_of, remark, starts
+from sparrow.protocol.errors import MissingPart
+from sparrow.protocol.preparation import Preparation
 
 KINDS = "WAV, FLAC, OGG, AIFF or MP3"
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.preparation import Column, Preparation, Targets
 from edge_sdk.reading.categories import Names
 from edge_sdk.reading.dialect import Block, TextTable, explain
 from edge_sdk.reading.errors import DataError
@@ -25,6 +24,7 @@ from edge_sdk.reading.parquet import ParquetBlock, ParquetTable
 from edge_sdk.reading.roles import Roles, assign
 from edge_sdk.reading.samples import Raw, is_integer, plural, some
 from edge_sdk.reading.tally import Tally
+from sparrow.protocol.preparation import Column, Preparation, Targets
 
 Table = TextTable | ParquetTable
 

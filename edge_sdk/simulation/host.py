@@ -28,12 +28,12 @@ from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.engines import Engine
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.manifest import Tensors, TensorSpec
-from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import USUAL, Compute
 from sparrow.devices import EnergyMeter
 from sparrow.devices.simulation import Board
+from sparrow.protocol.manifest import Tensors, TensorSpec
+from sparrow.protocol.messages import DeviceProfile, FederationInfo, Kind
 
 if TYPE_CHECKING:
     from edge_sdk.engines.onnx import Sessions

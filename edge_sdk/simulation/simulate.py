@@ -34,8 +34,6 @@ from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
-from edge_sdk.protocol import tls
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process
@@ -48,6 +46,8 @@ from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.devices.simulation import BOARDS, Board, load_boards
+from sparrow.protocol import tls
+from sparrow.protocol.settings import FederationSettings
 
 
 @translated()

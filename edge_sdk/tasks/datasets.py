@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading.errors import BadOption, DataError, NoData
 from edge_sdk.tasks.formats import SampleFormat, read
+from sparrow.protocol.manifest import Array
 
 __all__ = ["Dataset"]
 

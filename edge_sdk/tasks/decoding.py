@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading.errors import DataError
+from sparrow.protocol.manifest import Array
 
 IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""

@@ -30,13 +30,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading import Decoded, ReadOptions, read_file
 from edge_sdk.reading.errors import DataError, NoData
 from edge_sdk.reading.roles import PEOPLE
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
 from edge_sdk.tasks.loading import label_names
 from edge_sdk.tasks.text import windows
+from sparrow.protocol.manifest import Array
 
 WATCH = "watch"
 """The entry that says whether a sample is of a watch; those that are not are a phone's."""

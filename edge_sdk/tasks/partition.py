@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading.errors import BadOption, DataError
+from sparrow.protocol.manifest import Array
 
 Index = NDArray[np.intp]
 

@@ -23,9 +23,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.preparation import Preparation
 from edge_sdk.reading import Decoded
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import Batches, Prepared, Task, as_arrays
@@ -35,6 +32,9 @@ from edge_sdk.tasks.preparing import Statistics, own_constants, statistics_of
 from sparrow.devices import memory
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.preparation import Preparer, check_preparation, complete
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.preparation import Preparation
 
 SHARE = 0.25
 """Of the memory that is available, the most that prepared samples may take."""

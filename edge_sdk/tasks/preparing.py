@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.manifest import Array
-from edge_sdk.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Column, Preparation
+from sparrow.protocol.manifest import Array
+from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Column, Preparation
 
 OPSET, IR_VERSION = 21, 10
 """Those of skeletons, so that both make one model."""

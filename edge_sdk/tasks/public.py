@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Seeded, Task, UnknownTask
 from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
 from edge_sdk.tasks.datasets import Dataset, read_dataset
@@ -20,6 +19,7 @@ from edge_sdk.tasks.dealing import Dealing, deal, place, public_samples, read_de
 from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import Chosen, Scale, classification
 from edge_sdk.tasks.partition import Index
+from sparrow.protocol.manifest import Array
 
 if TYPE_CHECKING:
     from torch import nn

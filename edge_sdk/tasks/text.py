@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading.errors import DataError
+from sparrow.protocol.manifest import Array
 
 STEP = 10
 """Characters from one window to the next."""

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from edge_sdk.protocol.manifest import InputError
+from sparrow.protocol.manifest import InputError
 
 FEW_INPUTS = 100
 """A convolution whose filters have fewer weights than this is not worth gathering for (measured on one core: at 54

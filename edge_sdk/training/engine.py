@@ -17,10 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from edge_sdk.engines import Progress
 from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating, frozen_norms
 from edge_sdk.tasks import Batches, Task, passes
 from edge_sdk.training.elements import tensors_of
@@ -39,6 +35,10 @@ from edge_sdk.training.local import (
 )
 from edge_sdk.training.mixture import mixture_in
 from edge_sdk.training.narrow import Narrow
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 
 class TorchEngine:

@@ -26,10 +26,6 @@ from edge_sdk.engines.training import (
     evaluation_of,
     weight_of,
 )
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import begin_training, evaluating
 from edge_sdk.publishing.targets import ignored_label
 from edge_sdk.tasks import Batches, Task, count_examples, passes
@@ -37,6 +33,10 @@ from edge_sdk.tasks.metrics import measure
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.optimisation import Optimisation
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest, Tensors, TensorSpec
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 
 class Steps(Protocol):

@@ -1,4 +1,4 @@
-"""A mixture of models as one ``nn.Module``; ``edge_sdk.protocol.mixture`` names its tensors."""
+"""A mixture of models as one ``nn.Module``; ``sparrow.protocol.mixture`` names its tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from edge_sdk.engines.training import Change
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.training.elements import tensors_of
 from edge_sdk.training.freezing import Freezing
+from sparrow.protocol.settings import FederationSettings
 
 
 class Optimisation:

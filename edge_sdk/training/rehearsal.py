@@ -28,10 +28,6 @@ from torch import nn
 
 from edge_sdk.engines.rehearsal import Rehearsal, Unpredictable
 from edge_sdk.engines.training import Batch
-from edge_sdk.protocol.blocks import Costs
-from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
-from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
@@ -39,6 +35,10 @@ from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.layout import gains
 from edge_sdk.training.local import as_tensors
 from edge_sdk.training.narrow import Narrow
+from sparrow.protocol.blocks import Costs
+from sparrow.protocol.manifest import MULTIPLYING, Manifest
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.settings import FederationSettings
 
 REPEATS = 3
 """Passes through each layer, of which the fastest counts."""

@@ -30,7 +30,7 @@ from edge_sdk.predict import Predictor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORK = REPOSITORY / ".arm64"
-TESTS = ("tests/devices", "tests/edge_sdk/protocol/test_bundle.py")
+TESTS = ("tests/devices", "tests/sparrow/protocol/test_bundle.py")
 ROUNDS = 3
 EMULATED, NATIVE = "arm64", "host"
 LIMIT_SECONDS = 3600

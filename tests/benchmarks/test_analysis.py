@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from edge_sdk.methods.dual import Dual
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.neurons import first_neurons
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.analysis import measures, observing
@@ -20,6 +18,8 @@ from sparrow.benchmarks.analysis.summaries import Summaries
 from sparrow.benchmarks.analysis.theorem import Terms, measure_terms, summarise
 from sparrow.benchmarks.report.analyses import analysis_sections, draw_analyses
 from sparrow.benchmarks.report.figures import Group, mean_analysed
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.neurons import first_neurons
 
 YES, NO = True, False
 

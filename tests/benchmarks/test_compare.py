@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.compare import compared
 from sparrow.benchmarks.experiment import trials
 from sparrow.benchmarks.files import files_of_devices
+from sparrow.protocol.settings import FederationSettings
 
 PEOPLE = ("ann", "bob", "cleo")
 

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from edge_sdk.methods import Evaluated
-from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
 from sparrow.benchmarks.metrics import (
     Accuracy,
     Point,
@@ -19,6 +18,7 @@ from sparrow.benchmarks.metrics import (
     rounds_to,
     shifted,
 )
+from sparrow.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
 
 
 def judged(accuracy, examples=1):

@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 
 from edge_sdk.methods import Evaluated, load_method
-from edge_sdk.protocol.messages import Evaluation
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import Experiment, load_experiment, trials
 from sparrow.benchmarks.markdown import write_html
@@ -23,6 +22,7 @@ from sparrow.benchmarks.report.page import report_text, write_report
 from sparrow.benchmarks.report.pictures import curve, draw, shift_curve
 from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
+from sparrow.protocol.messages import Evaluation
 
 COMMAND = "python -m benchmarks report tiny"
 FEDSPU = {"label": "FedSPU", "method": "fedspu", "budgets": [0.5, 1.0]}

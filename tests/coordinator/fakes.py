@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, Enrol, Evaluation, Receipt
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import Finished
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.messages import ChangeFederation, CreateFederation, Enrol, Evaluation, Receipt
+from sparrow.protocol.settings import FederationSettings
 
 DIGITS = load_builtin("digits").manifest
 STOPS = {"min_participations": 1, "patience": 1}

@@ -10,13 +10,13 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
-from edge_sdk.protocol.messages import ChangeFederation, CreateFederation
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import load_task
 from sparrow.coordinator import errors as coordinator_errors
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.storage.tables import Assignment
+from sparrow.protocol.messages import ChangeFederation, CreateFederation
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import LocalCoordinator
 

@@ -8,11 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
+from sparrow.protocol.settings import FederationSettings
 
 VECTOR = Manifest(
     task="v4",

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.masks import blocks, pack
 from sparrow.coordinator.rounds.sums import BlockSums
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.masks import blocks, pack
 
 V5 = Manifest(
     task="v5",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.masks import pack, unpack
-from edge_sdk.protocol.messages import CreateFederation, Phase, UploadCost
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.backup import blobs_named
 from sparrow.coordinator.errors import BadContent, RoundClosed
 from sparrow.coordinator.methods import load_method, why_not_buffered
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.masks import pack, unpack
+from sparrow.protocol.messages import CreateFederation, Phase, UploadCost
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import DIGITS, STOPS
 

@@ -7,8 +7,8 @@ import pytest
 
 from edge_sdk.methods import DeviceState
 from edge_sdk.methods.alone import alone_of
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, Pool
-from edge_sdk.protocol.messages import Kind
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Pool
+from sparrow.protocol.messages import Kind
 
 from .sessions import CoordinatorWithDevices
 

@@ -16,13 +16,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import GraphName
-from edge_sdk.protocol.messages import UpdateReport
-from edge_sdk.protocol.neurons import mask_digest
 from sparrow.coordinator.errors import Finished, NotFound, OperatorError, Unavailable
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.store import RECORDS_FILE
+from sparrow.protocol import bundle
+from sparrow.protocol.manifest import GraphName
+from sparrow.protocol.messages import UpdateReport
+from sparrow.protocol.neurons import mask_digest
 
 from ..conftest import Clock
 from .fakes import DIGITS, FakeDevice, LocalCoordinator

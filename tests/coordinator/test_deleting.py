@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, inspect, select
 
-from edge_sdk.protocol.messages import ChangeFederation, CompareFederation
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.tokens import create as create_token
 from sparrow.coordinator.errors import DifferentFederation, FederationDeleted, NotFound, WrongState
 from sparrow.coordinator.fleet.access import digest_of
@@ -14,6 +12,8 @@ from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Lease, Token
+from sparrow.protocol.messages import ChangeFederation, CompareFederation
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import CALM, DIGITS
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edge_sdk.protocol.failures import FAILURES
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing
 from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
+from sparrow.protocol.failures import FAILURES
+from sparrow.protocol.messages import ChangeDevice, Conditions, Doing
 
 OOM = "RuntimeError: CUDA out of memory"
 

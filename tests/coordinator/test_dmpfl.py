@@ -12,18 +12,18 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from edge_sdk.device.session import Outcome
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.flops import growth_flops, training_flops
-from edge_sdk.protocol.manifest import MULTIPLYING, Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, layer_densities
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.methods.dmpfl import Stage, stages
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask, from_bits
+from sparrow.protocol.flops import growth_flops, training_flops
+from sparrow.protocol.manifest import MULTIPLYING, Layer, Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, layer_densities
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

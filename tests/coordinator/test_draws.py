@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each, neuron_key, new_secret
+from sparrow.protocol.settings import FederationSettings
 
 NAMES = [f"dev-{number}" for number in range(20)]
 

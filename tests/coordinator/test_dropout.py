@@ -12,18 +12,18 @@ import torch
 
 from edge_sdk.device.session import Session
 from edge_sdk.device.state import StateFolder
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronMask, block_of, count_values, same_mask, unpack
-from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
-from edge_sdk.protocol.neurons import CLASSES, active_count_up, first_neurons, first_neurons_up
 from edge_sdk.tasks import build_seeded
 from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from sparrow.coordinator.errors import BadContent
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronMask, block_of, count_values, same_mask, unpack
+from sparrow.protocol.messages import ChangeDevice, UpdateReport
+from sparrow.protocol.neurons import CLASSES, active_count_up, first_neurons, first_neurons_up
 
 from .sessions import Wire
 

@@ -8,11 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import Points, blocks, pack
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from sparrow.coordinator.rounds.sums import ElementSums
+from sparrow.protocol.elements import ElementMask, everything
+from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import Points, blocks, pack
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 
 @pytest.fixture(scope="module")

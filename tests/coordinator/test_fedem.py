@@ -11,10 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.methods.fedem import FEDEM as DEVICE
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.mixture import WEIGHTS, mixture_of
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
 from sparrow.coordinator.errors import BadContent
@@ -23,6 +19,10 @@ from sparrow.coordinator.methods import PublishedModel
 from sparrow.coordinator.methods.fedem import FEDEM
 from sparrow.export.errors import SkeletonError
 from sparrow.export.mixture import mix
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.mixture import WEIGHTS, mixture_of
+from sparrow.protocol.settings import FederationSettings
 
 DIGITS = load_builtin("digits")
 

@@ -12,21 +12,21 @@ from torch import nn
 
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedmask import FEDMASK, Masks
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.parts import Expected
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Situation, load_method
+from sparrow.protocol import bundle
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.parts import Expected
+from sparrow.protocol.settings import FederationSettings
 
 DIGITS = load_builtin("digits").manifest
 MASKED = ["fc1.weight", "out.weight"]

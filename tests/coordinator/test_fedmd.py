@@ -10,12 +10,6 @@ from torch import nn
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedmd import FEDMD
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values, own_initial_values
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task, load_task
@@ -24,6 +18,12 @@ from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import load_method
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.manifest import Manifest, TensorSpec, initial_values, own_initial_values
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 DIGITS = load_builtin("digits").manifest
 METHOD = load_method("fedmd")

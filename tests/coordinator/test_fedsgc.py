@@ -14,18 +14,18 @@ import onnx
 import pytest
 
 from edge_sdk.device.session import Outcome
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import count_values, pack
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import device_interval, interval, layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.global_models import Models
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import count_values, pack
+from sparrow.protocol.messages import ChangeDevice, Conditions, Kind, UpdateReport
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import device_interval, interval, layer_counts, random_mask
 
 from .sessions import CoordinatorWithDevices
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
-from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds import engine
 from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack, unpack, unpack_whole
+from sparrow.protocol.messages import ChangeDevice, UpdateReport
+from sparrow.protocol.quantization import Quantised, quantise, row_lengths
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import LocalCoordinator
 

@@ -12,18 +12,18 @@ from edge_sdk.device.session import FAILURES, Outcome
 from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import load_method
 from edge_sdk.methods.merging import sent_values
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.masks import merge_in_place
-from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, CreateFederation, Enrol, Kind, UpdateReport
-from edge_sdk.protocol.quantization import row_lengths
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks.digits import load_images
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.storage.tables import Assignment
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.masks import merge_in_place
+from sparrow.protocol.messages import ChangeDevice, ChangeFederation, CreateFederation, Enrol, Kind, UpdateReport
+from sparrow.protocol.quantization import row_lengths
+from sparrow.protocol.settings import FederationSettings
 
 from ..kinds import chosen
 from .sessions import CoordinatorWithDevices

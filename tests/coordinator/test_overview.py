@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from sqlalchemy import event, select, text, update
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
-from edge_sdk.protocol.messages import (
+from sparrow.coordinator.errors import NotFound, Unreadable
+from sparrow.coordinator.reports.device_list import DeviceQuery
+from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
+from sparrow.coordinator.reports.records import bottom_decile
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.protocol import bundle
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons
+from sparrow.protocol.messages import (
     ChangeDevice,
     Conditions,
     DeviceProfile,
@@ -20,11 +25,6 @@ from edge_sdk.protocol.messages import (
     PauseReason,
     UpdateReport,
 )
-from sparrow.coordinator.errors import NotFound, Unreadable
-from sparrow.coordinator.reports.device_list import DeviceQuery
-from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
-from sparrow.coordinator.reports.records import bottom_decile
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 from .fakes import DIGITS, STOPS
 from .grown import grow

@@ -15,21 +15,21 @@ from torch import nn
 from edge_sdk.device.session import Outcome
 from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import pfedgate as device_half
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.blocks import BlockMask, BlockTable
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import everything
-from edge_sdk.protocol.flops import budget_groups
-from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Kind, UpdateReport
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method, sends_values
 from sparrow.coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
 from sparrow.coordinator.storage.tables import Device
+from sparrow.protocol import bundle
+from sparrow.protocol.blocks import BlockMask, BlockTable
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import everything
+from sparrow.protocol.flops import budget_groups
+from sparrow.protocol.manifest import Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Kind, UpdateReport
+from sparrow.protocol.settings import FederationSettings
 
 from .sessions import CoordinatorWithDevices
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from edge_sdk.protocol.messages import ChangeFederation
 from sparrow.coordinator.fleet.polling import Polling
+from sparrow.protocol.messages import ChangeFederation
 
 from .fakes import LocalCoordinator
 

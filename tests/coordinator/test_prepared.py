@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import encode
-from edge_sdk.protocol.elements import everything
-from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Kind, UpdateReport
-from edge_sdk.protocol.parts import expected
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import random_mask, weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.methods.prunefl import SquaredGradientSums
 from sparrow.coordinator.rounds.sums import OneUpdate
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import encode
+from sparrow.protocol.elements import everything
+from sparrow.protocol.manifest import Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
+from sparrow.protocol.messages import Kind, UpdateReport
+from sparrow.protocol.parts import expected
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import random_mask, weight_budget
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

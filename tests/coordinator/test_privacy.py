@@ -12,14 +12,6 @@ import numpy as np
 import pytest
 from sqlalchemy import event
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.accounting import SENSITIVITY
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, TOLD, Evidence
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, Kind
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.fleet.federations import completed, find
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
@@ -29,6 +21,14 @@ from sparrow.coordinator.rounds.assignments import assign
 from sparrow.coordinator.rounds.draws import choose_each, new_secret
 from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, noise_of, noisy_means
 from sparrow.coordinator.storage.tables import Device
+from sparrow.protocol import checkpoint
+from sparrow.protocol.accounting import SENSITIVITY
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL, TOLD, Evidence
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.masks import NeuronDraw, draw_neurons, pack
+from sparrow.protocol.messages import ChangeDevice, ChangeFederation, Kind
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import LocalCoordinator
 from .test_intake import send

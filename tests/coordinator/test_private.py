@@ -10,14 +10,14 @@ import pytest
 
 from edge_sdk.device.exporting import export_personal
 from edge_sdk.device.session import Outcome
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.methods import Situation, load_method, why_mean_only, why_not_buffered, why_not_private
 from sparrow.export.source import Source
+from sparrow.protocol import bundle
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

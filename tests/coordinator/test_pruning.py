@@ -9,20 +9,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronMask, count_values, pack, same_mask, unpack
-from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
-from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, norm_scores
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Participation, Situation
 from sparrow.coordinator.methods.fedmp import FedMPSettings, next_ratio, rewards
 from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronMask, count_values, pack, same_mask, unpack
+from sparrow.protocol.messages import ChangeDevice, UpdateReport
+from sparrow.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, norm_scores
+from sparrow.protocol.settings import FederationSettings
 
 DIGITS = load_builtin("digits").manifest
 WHOLE = 4 * DIGITS.shared_values

@@ -8,17 +8,17 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.blocks import BlockMask, BlockTable
-from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Situation, any_budget, load_method
 from sparrow.coordinator.rounds import robust
 from sparrow.coordinator.rounds.intake import sums_of
 from sparrow.coordinator.rounds.robust import RobustSums, check_robust
+from sparrow.protocol.blocks import BlockMask, BlockTable
+from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from sparrow.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 pytestmark = pytest.mark.integration  # plays many rounds
 

@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import ChangeFederation
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import BadContent, DifferentFederation, NotFound, RoundClosed, WrongState
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import ChangeFederation
 
 from .fakes import DIGITS, LocalCoordinator
 from .sessions import CoordinatorWithDevices

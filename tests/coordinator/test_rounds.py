@@ -11,24 +11,6 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import Block, NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import (
-    BudgetLimit,
-    ChangeDevice,
-    Conditions,
-    FederationStatus,
-    HandBack,
-    PauseReason,
-    Phase,
-    PhaseSum,
-    Telemetry,
-    UpdateReport,
-    UploadCost,
-)
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import (
@@ -53,6 +35,24 @@ from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.store import Store
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import Block, NeuronDraw, NeuronMask, count_values, draw_neurons, pack
+from sparrow.protocol.messages import (
+    BudgetLimit,
+    ChangeDevice,
+    Conditions,
+    FederationStatus,
+    HandBack,
+    PauseReason,
+    Phase,
+    PhaseSum,
+    Telemetry,
+    UpdateReport,
+    UploadCost,
+)
+from sparrow.protocol.settings import FederationSettings
 
 from .fakes import CALM, DIGITS, STOPS, FakeDevice, LocalCoordinator, answering, playing
 

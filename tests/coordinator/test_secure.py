@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, Evidence, Pool, pool_of
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
-from edge_sdk.protocol.secure import device as secure
-from edge_sdk.protocol.secure import pads
-from edge_sdk.protocol.secure.fine import hide_extras, statistics
-from edge_sdk.protocol.secure.numbers import Scale
-from edge_sdk.protocol.skew import ADJUSTS, LabelSketch, skew_of
 from sparrow.coordinator.errors import BadContent, Finished, NameTaken
 from sparrow.coordinator.rounds import privacy
 from sparrow.coordinator.rounds.privacy import epsilon
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Evidence, Pool, pool_of
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
+from sparrow.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
+from sparrow.protocol.secure import device as secure
+from sparrow.protocol.secure import pads
+from sparrow.protocol.secure.fine import hide_extras, statistics
+from sparrow.protocol.secure.numbers import Scale
+from sparrow.protocol.skew import ADJUSTS, LabelSketch, skew_of
 
 from .fakes import DIGITS, LocalCoordinator
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import event
 
-from edge_sdk.protocol.messages import ChangeFederation
 from sparrow.coordinator.errors import Finished, RoundClosed
 from sparrow.coordinator.fleet.last_seen import WRITE_SECONDS
 from sparrow.coordinator.rounds.engine import GAP_SECONDS
+from sparrow.protocol.messages import ChangeFederation
 
 from .fakes import FakeDevice, LocalCoordinator
 

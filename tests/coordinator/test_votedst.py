@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import UpdateReport
-from edge_sdk.protocol.parts import Expected, expected
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import Election, ballot, draw_candidates, elect, elections, over_pruning
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method, why_mean_only
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Layer, Manifest, TensorSpec
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import UpdateReport
+from sparrow.protocol.parts import Expected, expected
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import Election, ballot, draw_candidates, elect, elections, over_pruning
 
 LAYER = Manifest(
     task="votes",

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import Assignment
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.messages import Assignment
 
 from ..system.conftest import Coordinator, wait_until
 

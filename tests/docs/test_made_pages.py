@@ -3,8 +3,8 @@ import inspect
 from pathlib import Path
 
 import sparrow
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.settings import FederationSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training import active
 from edge_sdk.training.freezing import Freezing
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import NeuronDraw, block_of, draw_neurons
 
 
 class Images(nn.Module):

@@ -12,9 +12,6 @@ from torch import nn
 
 from edge_sdk.errors import WrongSettings
 from edge_sdk.join import join
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask, pack
 from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
@@ -27,6 +24,9 @@ from sparrow.coordinator.methods.hetlora import AdapterSums, adapters
 from sparrow.coordinator.settings import Settings
 from sparrow.export.merging import merge
 from sparrow.export.skeleton import fill
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronMask, pack
 
 pytestmark = pytest.mark.integration  # plays whole federations
 

@@ -15,12 +15,12 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 
 BASE = BaseEntropies(personal=0.2, global_model=0.8)
 CARD = [

@@ -10,10 +10,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.engines.affordable import TooCostly, check_affordable, try_step
 from edge_sdk.engines.checking import check_graphs
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import GraphError
 from sparrow.export.bounds import MIB, check_sizes, samples_at_once
 from sparrow.export.errors import SkeletonError
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.errors import GraphError
 
 from ..graphs import step_of
 

@@ -23,10 +23,6 @@ from edge_sdk.budget.search import (
 from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import BudgetLimit, Phase
-from edge_sdk.protocol.neurons import first_neurons, narrowed
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.fleet import run_fleet
@@ -36,6 +32,10 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.estimate import PowerModel
 from sparrow.devices.simulation import Board
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.messages import BudgetLimit, Phase
+from sparrow.protocol.neurons import first_neurons, narrowed
+from sparrow.protocol.settings import FederationSettings
 
 
 def federation(method="fedspu", **settings):

@@ -16,10 +16,6 @@ from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.predict import Predictor
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
@@ -30,6 +26,10 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods import load_method as coordinator_half
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import checkpoint
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.settings import FederationSettings
 
 from ..kinds import chosen
 

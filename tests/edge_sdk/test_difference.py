@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_sdk.device import difference
-from edge_sdk.protocol.errors import BundleError
+from sparrow.protocol.errors import BundleError
 
 
 def stored_bytes(tensors):

@@ -15,16 +15,16 @@ from edge_sdk.methods.apfl import APFL
 from edge_sdk.methods.ditto import DITTO
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.local import LOCAL
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import as_tensors, get_tensors, train_locally
 from edge_sdk.training.optimisation import Optimisation
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 
 def job_of(*, personal=None, memory=None, own=None, number=3, batch_size=8, norm=False, **given):

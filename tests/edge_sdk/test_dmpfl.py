@@ -18,19 +18,19 @@ from edge_sdk.methods.adaptive import entropy
 from edge_sdk.methods.dmpfl import DMPFL, _composed, _replacing
 from edge_sdk.methods.dual import Dual
 from edge_sdk.methods.fedavg import FEDAVG
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.elements import ElementMask, check_elements
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import growth_flops, training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensor, evaluate, get_tensors, set_tensors
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.elements import ElementMask, check_elements
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import growth_flops, training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 from .networks import convolutions, perceptron
 

@@ -15,13 +15,6 @@ from torch import nn
 from edge_sdk.methods import DeviceState, Job, choosing, load_method
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedspu import FEDSPU
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack, same_mask
-from edge_sdk.protocol.messages import Assignment, Work
-from edge_sdk.protocol.neurons import CLASSES, first_neurons, narrowed, with_classes
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
@@ -29,6 +22,13 @@ from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensors, get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack, same_mask
+from sparrow.protocol.messages import Assignment, Work
+from sparrow.protocol.neurons import CLASSES, first_neurons, narrowed, with_classes
+from sparrow.protocol.settings import FederationSettings
 
 from .test_tracing import NETS
 

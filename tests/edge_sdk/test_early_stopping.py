@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from edge_sdk.methods.early_stopping import Rises, Smoothed, gives_way, judge_round, stop_loss
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
 
 
 def play(pairs, patience=1):

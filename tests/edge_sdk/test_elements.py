@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.training.freezing import Freezing
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronDraw, draw_neurons
 
 
 class Images(nn.Module):

@@ -13,13 +13,13 @@ from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.parts import frozen_in_part, leaves_of
 from edge_sdk.engines.training import Part, Pull
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
 from sparrow.export.steps import optimise, products_of
+from sparrow.protocol.masks import NeuronDraw, draw_neurons
+from sparrow.protocol.settings import FederationSettings
 
 from .networks import zoo
 

@@ -16,9 +16,9 @@ import sparrow.export
 from edge_sdk import errors
 from edge_sdk.device.transport import PROBLEMS
 from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
-from edge_sdk.protocol.failures import Failure
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.api import problems
+from sparrow.protocol.failures import Failure
 
 API = Path(problems.__file__).parent
 INTERNAL = {"ReadError", "Paused", "Unpredictable"}
@@ -69,7 +69,7 @@ def test_the_tree_is_drawn_as_it_is(defined):
 def test_each_problem_of_the_coordinator_has_its_class():
     def raised(kind):
         """Its name and those of its subclasses, but for what devices alone define."""
-        own = {kind.__name__} if kind.__module__.startswith(("sparrow.", "edge_sdk.protocol.")) else set()
+        own = {kind.__name__} if kind.__module__.startswith(("sparrow.", "sparrow.protocol.")) else set()
         return own.union(*map(raised, kind.__subclasses__()))
 
     met = set().union(*map(raised, problems.STATUS))

@@ -8,14 +8,14 @@ from torch import nn
 
 from edge_sdk.device import exporting
 from edge_sdk.device.exporting import export_personal
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from sparrow.export import compact as compacting
 from sparrow.export.errors import ExportError, NotTheSame
 from sparrow.export.source import Source
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 
 DIGITS = load_builtin("digits")
 

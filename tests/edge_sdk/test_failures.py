@@ -16,12 +16,12 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NothingTrained
 from edge_sdk.join import join
-from edge_sdk.protocol.failures import FAILURES
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.failures import FAILURES
 
 pytestmark = pytest.mark.integration  # plays federations
 

@@ -17,20 +17,20 @@ from edge_sdk.methods.fedspu import FEDSPU
 from edge_sdk.methods.local import LOCAL
 from edge_sdk.methods.merging import mixed, whole_model
 from edge_sdk.methods.rounds import fine_tune
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError, ProtocolError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, Work
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensor, evaluate, get_tensors, set_tensors
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError, ProtocolError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.masks import NeuronDraw, draw_neurons, pack
+from sparrow.protocol.messages import Assignment, Work
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 
 @pytest.fixture(scope="module")

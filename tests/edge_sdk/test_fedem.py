@@ -21,16 +21,6 @@ from edge_sdk.join import join
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedem import FEDEM, responsibilities
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import pack, unpack_whole
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.mixture import WEIGHTS, mixture_of, name_in
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task
@@ -41,6 +31,16 @@ from edge_sdk.training.mixture import Mixture
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.export.mixture import mix
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import pack, unpack_whole
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.mixture import WEIGHTS, mixture_of, name_in
+from sparrow.protocol.settings import FederationSettings
 
 SAMPLES = 20
 DIGITS = load_builtin("digits")

@@ -15,19 +15,19 @@ from torch import nn
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedspu import FEDSPU
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import Bundle, decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
-from edge_sdk.protocol.messages import Assignment, Work
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensors, get_tensors, set_tensors
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import Bundle, decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
+from sparrow.protocol.messages import Assignment, Work
+from sparrow.protocol.settings import FederationSettings
 
 
 def hidden(name):

@@ -9,15 +9,15 @@ import torch
 from edge_sdk.engines.training import Part
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.rounds import fine_tune
-from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
+from sparrow.protocol.masks import NeuronDraw, block_of, draw_neurons
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 OPTIMISERS = [
     {"optimizer": "sgd"},

@@ -16,7 +16,6 @@ from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.publishing.preparation import prepare_to_publish
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.publishing.step import compile_step
@@ -26,6 +25,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.export.preparation import Preparer, check_preparation
 from sparrow.export.skeleton import fill
+from sparrow.protocol.manifest import Manifest, TensorSpec
 
 
 def draw(*shape):

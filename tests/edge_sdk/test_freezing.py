@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import as_tensor, get_tensors, train_locally
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
+from sparrow.protocol.settings import FederationSettings
 
 
 @pytest.fixture

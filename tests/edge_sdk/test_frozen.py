@@ -16,9 +16,6 @@ from torch import nn
 from edge_sdk.device.values import shared_folder
 from edge_sdk.errors import StateError
 from edge_sdk.join import join
-from edge_sdk.protocol import checkpoint, values
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.modes import begin_training, frozen_names
@@ -29,6 +26,9 @@ from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.export.source import read_source
+from sparrow.protocol import checkpoint, values
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest
 
 pytestmark = pytest.mark.integration  # plays whole federations
 

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_sdk.protocol.blocks import BlockTable
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks.public import BY_DEVICES, MODELS
 from edge_sdk.training.gates.gated import (
@@ -22,6 +20,8 @@ from edge_sdk.training.gates.gated import (
     load_gate,
 )
 from edge_sdk.training.gates.gating import GatingLayer
+from sparrow.protocol.blocks import BlockTable
+from sparrow.protocol.settings import FederationSettings
 
 from .networks import convolutions, perceptron
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.tasks.models import cifar10_fedspu, har_small, mnist_small
 from edge_sdk.training.gates.network import GatedModel
+from sparrow.protocol.blocks import BlockTable
 
 pytestmark = pytest.mark.integration  # traces many models
 

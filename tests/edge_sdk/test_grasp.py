@@ -17,16 +17,16 @@ from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, UnknownWork, load_method
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.grasp import GRASP, score
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import NeuronDraw, draw_neurons, pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 OWN = {"density": 0.3, "temperature": 200.0, "score_batches": 0, "proximal_weight": 0.0}
 

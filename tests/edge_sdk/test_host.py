@@ -15,8 +15,6 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines.onnx import Sessions
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.messages import Kind
 from edge_sdk.publish import publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation import in_process as inprocess
@@ -25,6 +23,8 @@ from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.messages import Kind
 
 # --- a plan ----------------------------------------------------------------------------------------------------------
 

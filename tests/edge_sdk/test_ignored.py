@@ -13,8 +13,6 @@ from torch import nn
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
-from edge_sdk.protocol.preparation import Targets
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.targets import ignored_label
@@ -22,6 +20,8 @@ from edge_sdk.tasks import Task
 from edge_sdk.tasks.metrics import iou, top1
 from edge_sdk.training.engine import TorchEngine
 from sparrow.export.samples import Samples
+from sparrow.protocol.preparation import Targets
+from sparrow.protocol.settings import FederationSettings
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
-from edge_sdk.protocol.failures import in_words
-from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec
-from edge_sdk.protocol.preparation import Targets
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task, as_arrays, count_examples, passes
@@ -23,6 +20,9 @@ from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.training.checking import check_task, suited_to_model
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.failures import in_words
+from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
+from sparrow.protocol.preparation import Targets
 
 INPUTS = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
 LABELS = np.arange(12) % 2

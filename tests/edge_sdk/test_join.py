@@ -21,17 +21,17 @@ from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Graphs
 from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.errors import GraphError
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.errors import GraphError
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import BudgetLimit, Moved
 
 from .hostile import changed
 

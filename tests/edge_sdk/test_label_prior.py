@@ -12,10 +12,6 @@ from torch import nn
 from edge_sdk.device.label_prior import LabelPrior
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.methods import DeviceState, Job, Update, load_method
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
@@ -23,6 +19,10 @@ from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import check_adjustment
 from sparrow.coordinator.methods import load_method as load_server_half
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.masks import NeuronDraw, draw_neurons, pack, unpack_whole
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 LABELS = torch.tensor([0] * 15 + [1] * 5)
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.engines.training import TrainingDiverged
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, passes
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -22,6 +21,7 @@ from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors, train_locally
+from sparrow.protocol.settings import FederationSettings
 
 EXAMPLE = torch.zeros(1, 1, 8, 8)
 LAST = torch.channels_last

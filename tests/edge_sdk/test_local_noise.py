@@ -23,20 +23,20 @@ from edge_sdk.device.watchdog import Paused
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.accounting import gaussian_epsilon
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.errors import MissingPart, ProtocolError
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, Kind, PauseReason
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.digits import load
 from edge_sdk.training.engine import TorchEngine
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import bundle
+from sparrow.protocol.accounting import gaussian_epsilon
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.errors import MissingPart, ProtocolError
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
+from sparrow.protocol.messages import Assignment, Kind, PauseReason
+from sparrow.protocol.settings import FederationSettings
 
 NEURONS = NeuronMask({"conv": np.array([0, 2]), "fc": np.array([1, 2, 5])})
 NOISE = LocalNoise(0.5, 2.0)

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from edge_sdk.engines.training import TrainingDiverged, derive_seed
-from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task, count_examples, passes
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, classification
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors, train_locally
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.settings import FederationSettings
 
 MANIFEST = Manifest(
     task="line",
@@ -128,12 +128,12 @@ PROCESS = """
 import hashlib, sys, torch
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedavg import FEDAVG
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 from edge_sdk.tasks.digits import load
 from edge_sdk.training.engine import TorchEngine
 torch.set_num_threads(1)

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec, Uniform
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import har_small
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
+from sparrow.protocol.manifest import Constant, Manifest, TensorSpec, Uniform
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # traces many models
 

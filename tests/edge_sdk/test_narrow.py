@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
-from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.write_builtin import MODELS as BUILTIN
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow, Narrow
+from sparrow.protocol.flops import forward_flops
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack
+from sparrow.protocol.neurons import first_neurons, narrowed
 
 from .test_tracing import NETS, group_norm
 

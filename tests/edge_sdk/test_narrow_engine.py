@@ -14,9 +14,9 @@ from edge_sdk.engines.cutting import cut_graph
 from edge_sdk.engines.narrow import Narrow
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, neuron_block
-from edge_sdk.protocol.neurons import CannotNarrow
 from edge_sdk.training import narrow as with_pytorch
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, neuron_block
+from sparrow.protocol.neurons import CannotNarrow
 
 from .test_engine import ZOO, compiled
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.engines.training import Change
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.active import ActiveBlock
@@ -20,6 +19,7 @@ from edge_sdk.training.elements import Elements, SparseRows, run_of, tensors_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
 from edge_sdk.training.optimisation import Optimisation, Pull
+from sparrow.protocol.settings import FederationSettings
 
 
 class Net(nn.Module):

@@ -11,12 +11,12 @@ from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part, Teacher
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 from sparrow.export.steps import judge_outputs
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.masks import NeuronDraw, draw_neurons
+from sparrow.protocol.settings import FederationSettings
 
 from .networks import zoo
 from .test_engine import compiled

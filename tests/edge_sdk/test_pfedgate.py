@@ -15,13 +15,6 @@ from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods import pfedgate as module
 from edge_sdk.methods.pfedgate import PFEDGATE, BudgetTooSmall
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import block_flops
-from edge_sdk.protocol.masks import merge_in_place, pack, unpack
-from edge_sdk.protocol.messages import Assignment, UpdateReport
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import Arrays, classification
@@ -32,6 +25,13 @@ from edge_sdk.training.rehearsal import block_nanoseconds
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Situation
 from sparrow.coordinator.methods import load_method as load_server
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import block_flops
+from sparrow.protocol.masks import merge_in_place, pack, unpack
+from sparrow.protocol.messages import Assignment, UpdateReport
+from sparrow.protocol.settings import FederationSettings
 
 from .networks import convolutions, perceptron
 

@@ -15,11 +15,6 @@ from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, load_method
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
@@ -28,6 +23,11 @@ from edge_sdk.training.rehearsal import TorchRehearsal
 from sparrow.coordinator.methods import GlobalModel, Situation
 from sparrow.coordinator.methods import load_method as load_server
 from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 PFEDME, PERFEDAVG, FEDAVG = (load_method(name) for name in ("pfedme", "perfedavg", "fedavg"))
 OWN = {

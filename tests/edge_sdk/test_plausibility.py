@@ -17,12 +17,12 @@ from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions, Step
 from edge_sdk.engines.plausibility import DIRECTIONS, SAMPLES, ImplausibleStep
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.models import DigitsNet
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.settings import FederationSettings
 
 from .networks import Kind, zoo
 

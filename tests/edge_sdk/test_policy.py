@@ -20,8 +20,8 @@ from edge_sdk.device.watchdog import (
     read_spent,
 )
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.messages import PauseReason
 from sparrow.devices.readings import Reason
+from sparrow.protocol.messages import PauseReason
 
 from .conditions import conditions
 

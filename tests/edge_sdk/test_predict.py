@@ -16,10 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk import predict
 from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from sparrow.command_line.exits import Exit
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 
 WEIGHT = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=np.float32)
 SAMPLES = np.array([[3, 1, 0], [0, 0, 2]], dtype=np.float32)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.protocol.errors import GraphError
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen
 from edge_sdk.tasks.prepared import differences, prepared, raw_statistics
 from edge_sdk.tasks.preparing import prepare_array, statistics_of
 from sparrow.devices import memory
 from sparrow.export.preparation import Preparer
+from sparrow.protocol.errors import GraphError
 
 RANDOM = np.random.default_rng(0)
 

@@ -14,17 +14,17 @@ from edge_sdk.methods.fedper import FEDPER
 from edge_sdk.methods.fedrep import FEDREP
 from edge_sdk.methods.lgfedavg import LGFEDAVG
 from edge_sdk.methods.parts import only
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training import local
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 HEAD = ("2.weight", "2.bias")
 

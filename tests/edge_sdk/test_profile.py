@@ -24,9 +24,6 @@ from edge_sdk.budget.prediction import (
 from edge_sdk.budget.preparation import DoesNotFit, Preparation
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import BudgetLimit
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.loading import EVALUATION_BATCH
@@ -34,6 +31,9 @@ from edge_sdk.training.rehearsal import HEAP
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.messages import BudgetLimit
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

@@ -14,20 +14,20 @@ from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.prunefl import PRUNEFL, squared_gradients
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import growth_flops, training_flops
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.parts import Expected
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import readjust, weight_budget
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, set_tensors, train_locally
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.elements import ElementMask, everything
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import growth_flops, training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.parts import Expected
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import readjust, weight_budget
 
 OWN = {
     "density": 0.5,

@@ -14,13 +14,6 @@ import torch
 from edge_sdk.device.rounding import round_update
 from edge_sdk.methods import DeviceState, Job, UnknownWork, load_method
 from edge_sdk.methods.prunefl_neurons import IMPORTANCE
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.flops import forward_flops, training_flops
-from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, same_mask
-from edge_sdk.protocol.messages import Assignment, Work
-from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, narrowed, norm_scores
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded, passes
 from edge_sdk.tasks.loading import Arrays, classification
@@ -28,6 +21,13 @@ from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import as_tensors, get_tensors
 from edge_sdk.training.rehearsal import TorchRehearsal
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.masks import NeuronMask, count_values, merge_in_place, pack, same_mask
+from sparrow.protocol.messages import Assignment, Work
+from sparrow.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, narrowed, norm_scores
+from sparrow.protocol.settings import FederationSettings
 
 MANIFEST = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
 SIZES = MANIFEST.group_sizes

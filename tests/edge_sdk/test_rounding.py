@@ -8,16 +8,16 @@ from torch import nn
 
 from edge_sdk.device.rounding import round_update
 from edge_sdk.methods import DeviceState, Job, Update
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, unpack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.quantization import row_lengths
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronMask, count_values, merge_in_place, pack, unpack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.quantization import row_lengths
+from sparrow.protocol.settings import FederationSettings
 
 NEURONS = NeuronMask({"conv": np.array([0, 2]), "fc": np.array([1, 2, 5])})
 

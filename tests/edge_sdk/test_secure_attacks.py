@@ -17,17 +17,17 @@ from edge_sdk.device.session import Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.methods import Update
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.protocol.secure.pads import BadSecret
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.fleet import federations
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.masks import NeuronDraw, draw_neurons
+from sparrow.protocol.secure.pads import BadSecret
 
 from .hostile import Lying, changed
 
@@ -178,7 +178,7 @@ def test_a_part_of_the_model_is_refused(federate):
     mask = draw_neurons(DIGITS, NeuronDraw("0" * 32, 0.5))
 
     def part(body):
-        from edge_sdk.protocol.masks import pack, unpack_whole
+        from sparrow.protocol.masks import pack, unpack_whole
 
         whole = unpack_whole(DIGITS, bundle.decode(body, DIGITS).values)
         return bundle.encode(DIGITS, pack(DIGITS, whole, mask), mask)

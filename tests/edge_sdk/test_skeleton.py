@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.skeleton import make_skeleton
+from sparrow.protocol.errors import ManifestError
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

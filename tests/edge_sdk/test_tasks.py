@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import UnknownTask, load_task, public
 from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Scale
 from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 from edge_sdk.training.freezing import Freezing
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
 
 EVERY = [(task, model) for task, choices in MODELS.items() for model in choices]
 BUILT_IN = [(task, model) for task, model in EVERY if task not in BY_DEVICES]

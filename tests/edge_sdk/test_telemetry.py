@@ -10,11 +10,11 @@ import pytest
 
 from edge_sdk.device.telemetry import SAMPLE_SECONDS, Telemetry
 from edge_sdk.device.transport import Traffic
-from edge_sdk.protocol.fields import MOST_SECONDS
 from sparrow.devices import EnergyMeter
 from sparrow.devices.energy import Energy
 from sparrow.devices.readings import Quality, Reason
 from sparrow.devices.system import System
+from sparrow.protocol.fields import MOST_SECONDS
 
 from .conditions import conditions
 

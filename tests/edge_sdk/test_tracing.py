@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_sdk.protocol.manifest import Constant, Data, Manifest, Uniform
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, count_values, draw_neurons
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
+from sparrow.protocol.manifest import Constant, Data, Manifest, Uniform
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, count_values, draw_neurons
 
 
 class Boundary(nn.Module):

@@ -44,9 +44,9 @@ from edge_sdk.errors import (
     Unreachable,
     WrongState,
 )
-from edge_sdk.protocol.failures import Failure
-from edge_sdk.protocol.manifest import MAX_GRAPH, MAX_MANIFEST
-from edge_sdk.protocol.messages import (
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import MAX_GRAPH, MAX_MANIFEST
+from sparrow.protocol.messages import (
     ASSIGNMENT_TYPE,
     ChangeDevice,
     Conditions,
@@ -56,7 +56,7 @@ from edge_sdk.protocol.messages import (
     Phase,
     UploadCost,
 )
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol.settings import FederationSettings
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())

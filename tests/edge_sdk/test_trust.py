@@ -19,11 +19,6 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.trust import accept
 from edge_sdk.errors import BadArgument, WrongSettings
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.protocol.publication import Terms
-from edge_sdk.protocol.ranges import read_ranges
-from edge_sdk.protocol.signatures import BadPublication, Publication
 from edge_sdk.publishing import step
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.simulation import in_process
@@ -32,6 +27,11 @@ from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.main import main
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.messages import FederationInfo
+from sparrow.protocol.publication import Terms
+from sparrow.protocol.ranges import read_ranges
+from sparrow.protocol.signatures import BadPublication, Publication
 
 from .hostile import Lying, changed
 
@@ -192,7 +192,7 @@ def test_a_manifest_that_sends_more_than_was_published_is_refused(coordinator, j
     for spec in shown["tensors"]:
         spec["policy"] = "personal" if spec["name"] == "0.weight" else spec["policy"]
     kept = Publication.model_validate(answer["publication"])
-    from edge_sdk.protocol.manifest import Manifest
+    from sparrow.protocol.manifest import Manifest
 
     other = Manifest.model_validate(shown)
     swap(join, signed_by(AUTHOR, coordinator, manifest=other.digest, edition=2))

@@ -13,8 +13,8 @@ import pytest
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.values import UNUSED_SECONDS, load_values, shared_folder
-from edge_sdk.protocol import values
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol import values
+from sparrow.protocol.manifest import Manifest, TensorSpec
 
 ARRAY = np.arange(600, dtype=np.float32)
 

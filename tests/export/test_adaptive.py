@@ -14,13 +14,6 @@ from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
 from edge_sdk.methods.dmpfl import DMPFL
 from edge_sdk.methods.dual import Dual
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.models import DigitsNet
@@ -30,6 +23,13 @@ from edge_sdk.training.local import get_tensors, set_tensors
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.export.adaptive import MARGIN, PERSONAL, adaptive_model
 from sparrow.export.errors import ExportError
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 INPUTS = 1000
 LARGEST = 1e-4

@@ -13,14 +13,6 @@ from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.dual import Dual
 from edge_sdk.predict import Predictor
-from edge_sdk.protocol import checkpoint, personal
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, FederationInfo
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
@@ -33,6 +25,14 @@ from sparrow.export import report
 from sparrow.export.__main__ import main
 from sparrow.export.samples import draw_inputs, read_samples
 from sparrow.export.skeleton import fill
+from sparrow.protocol import checkpoint, personal
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Assignment, FederationInfo
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

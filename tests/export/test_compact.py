@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
-from edge_sdk.protocol.neurons import narrowed
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from sparrow.export.compact import compact
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
+from sparrow.protocol.neurons import narrowed
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

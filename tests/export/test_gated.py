@@ -13,12 +13,6 @@ from torch import nn
 
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.pfedgate import gated_model as gated_in_torch
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import Bundle
-from edge_sdk.protocol.flops import block_flops
-from edge_sdk.protocol.masks import pack, unpack
-from edge_sdk.protocol.messages import Assignment
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks import Task
@@ -31,6 +25,12 @@ from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.export.errors import ExportError
 from sparrow.export.gated import GATES, MARGIN, gated_model
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.flops import block_flops
+from sparrow.protocol.masks import pack, unpack
+from sparrow.protocol.messages import Assignment
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # exports many models
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from sparrow.export import packed
 from sparrow.export.errors import ExportError
 from sparrow.export.packed import pack
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.manifest import initial_values
 
 DENSITIES = (0.5, 0.2, 0.1, 0.02)
 

@@ -10,13 +10,13 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from sparrow.export.errors import ExportError
 from sparrow.export.fusing import fuse
 from sparrow.export.packed import pack
 from sparrow.export.precision import choose, quantise, to_half
 from sparrow.export.skeleton import fill
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 
 
 def builtin(task, density=1.0):
@@ -258,8 +258,8 @@ def test_int8_has_the_same_bytes_in_another_process():
     code = """
 import hashlib
 import numpy as np, onnx
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 from sparrow.export.precision import quantise
 from sparrow.export.skeleton import fill
 found = load_builtin("digits")

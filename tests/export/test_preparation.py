@@ -8,11 +8,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.preparation import Column, Preparation
 from edge_sdk.tasks.preparing import own_constants, prepare_array, prepare_rows, statistics_of
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.preparation import PREFIX, Preparer, check_preparation, complete, compose, draw_raw
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.preparation import Column, Preparation
 
 RANDOM = np.random.default_rng(0)
 COLUMNS = (Column(name="a"), Column(name="room", categories=("bath", "hall", "kitchen")), Column(name="flat"))

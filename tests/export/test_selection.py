@@ -7,9 +7,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from edge_sdk.protocol.blocks import knapsack
 from sparrow.export.building import Building
 from sparrow.export.selection import decisions, exact, greedy
+from sparrow.protocol.blocks import knapsack
 
 
 def choose(costs, values, capacity, rule, opset=17):

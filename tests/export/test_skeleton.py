@@ -9,8 +9,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from sparrow.export import bounds
@@ -18,6 +16,8 @@ from sparrow.export import skeleton as export_skeleton
 from sparrow.export.bounds import samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.skeleton import check_skeleton, fill
+from sparrow.protocol.builtin import builtin_tasks, load_builtin
+from sparrow.protocol.manifest import Manifest
 
 pytestmark = pytest.mark.integration  # exports many models
 
@@ -419,7 +419,7 @@ def test_the_memory_of_a_process_that_is_sent_such_a_file_stays_small(proto, man
 import resource, sys
 from pathlib import Path
 import numpy as np, onnx, onnxruntime
-from edge_sdk.protocol.manifest import Manifest
+from sparrow.protocol.manifest import Manifest
 from sparrow.export.errors import SkeletonError
 from sparrow.export.skeleton import fill
 folder = Path(sys.argv[1])
@@ -476,7 +476,7 @@ def test_another_skeleton_than_the_published_one_is_refused(proto, manifest):
         check_skeleton(proto.SerializeToString(), named)
 
 
-@pytest.mark.parametrize("module", ["edge_sdk.predict", "sparrow.export.skeleton", "edge_sdk.protocol.builtin"])
+@pytest.mark.parametrize("module", ["edge_sdk.predict", "sparrow.export.skeleton", "sparrow.protocol.builtin"])
 def test_importing_loads_no_torch(module):
     heavy = {"torch", "onnx", "pydantic", "onnxruntime"} if module == "edge_sdk.predict" else {"torch", "onnxscript"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.preparation import Preparation
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.preparation import Preparer, check_preparation
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.preparation import Preparation
 
 RANDOM = np.random.default_rng(0)
 KINDS = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8}

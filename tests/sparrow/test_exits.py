@@ -20,13 +20,13 @@ import pytest
 
 from edge_sdk.device import embedding, transport
 from edge_sdk.errors import SdkError
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
 from sparrow.command_line.command import Command, WrongUsage, explain
 from sparrow.command_line.exits import MEANINGS, Exit, of_status
 from sparrow.coordinator.settings import Settings
 from sparrow.export.skeleton import fill as fill_skeleton
 from sparrow.main import COMMANDS
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import initial_values
 
 from ..coordinator.api.test_contract import serving
 from ..disks import fill, small_disk

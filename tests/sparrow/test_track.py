@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Evaluation, Phase, Receipt, RoundRecord, UploadCost
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.errors import Finished
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.messages import ChangeDevice, Conditions, Evaluation, Phase, Receipt, RoundRecord, UploadCost
 from sparrow.track import curves, follow
 
 from ..coordinator.api.test_contract import ADMIN, DIGITS, OBSERVER, TOKENS, ask, bearer, enrol, put, serving

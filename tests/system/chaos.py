@@ -39,10 +39,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import Receipt, UpdateReport
-from edge_sdk.protocol.settings import FederationSettings
+from sparrow.protocol import checkpoint
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.messages import Receipt, UpdateReport
+from sparrow.protocol.settings import FederationSettings
 
 from ..coordinator.postgresql import Server, serving
 from ..disks import mounted

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from edge_sdk.protocol import bundle
 from sparrow.coordinator.storage.blobs import digest_of
+from sparrow.protocol import bundle
 
 from ..disks import fill
 from .conftest import Forked, wait_until

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import BinaryIO
 
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE
+from sparrow.protocol.messages import ASSIGNMENT_TYPE
 
 PIECE = 16 * 1024
 SMALL = 64 * 1024

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.elements import ElementMask, from_bits
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import unpack
-from edge_sdk.protocol.messages import UpdateReport
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.elements import ElementMask, from_bits
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import unpack
+from sparrow.protocol.messages import UpdateReport
 
 Arrays = dict[str, Any]
 

@@ -9,9 +9,9 @@ from threading import Event, Timer
 import httpx
 import pytest
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import Assignment
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.messages import Assignment
 
 CROWD = 15
 KILLS = 2

@@ -12,9 +12,9 @@ import pytest
 import safetensors.numpy
 
 from edge_sdk.errors import BadArgument, NotAuthenticated, NotFound, Unreachable, WrongState
-from edge_sdk.protocol.failures import in_words
 from edge_sdk.tasks import load_task
 from sparrow import Client, DeviceProgress, SdkError, join
+from sparrow.protocol.failures import in_words
 
 from .conftest import Coordinator, wait_until
 

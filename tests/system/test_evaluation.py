@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import load_builtin
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import load_builtin
 
 from .conftest import Coordinator, wait_until
 

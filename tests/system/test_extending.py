@@ -22,13 +22,13 @@ import torch.nn.functional as F
 
 from edge_sdk.device import watchdog
 from edge_sdk.device.policy import Policy
-from edge_sdk.protocol import checkpoint
 from sparrow.devices import power
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.readings import Files
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.passes import installed_passes
+from sparrow.protocol import checkpoint
 
 from .conftest import Coordinator, environment
 

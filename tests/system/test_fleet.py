@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from edge_sdk.errors import BadArgument, Refused, StateError
-from edge_sdk.protocol.messages import FederationStatus, Kind
 from edge_sdk.publish import publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.simulation import fleet
@@ -28,6 +27,7 @@ from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
+from sparrow.protocol.messages import FederationStatus, Kind
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
 from .proxy import Exchange, Fault, Proxy, Trouble

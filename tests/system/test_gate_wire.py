@@ -17,14 +17,14 @@ from safetensors.numpy import load_file
 
 from edge_sdk.device.state import StateFolder
 from edge_sdk.join import join
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import unpack
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.public import MODELS
+from sparrow.protocol import bundle
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import unpack
 
 from .conftest import Coordinator, Machine
 from .proxy import Exchange, Proxy

@@ -14,9 +14,9 @@ from urllib.parse import unquote
 import pytest
 import segno
 
-from edge_sdk.protocol.addresses import in_network
-from edge_sdk.protocol.messages import RoundRecord
 from sparrow.coordinator.fleet.federations import find
+from sparrow.protocol.addresses import in_network
+from sparrow.protocol.messages import RoundRecord
 
 from ..coordinator.fakes import LocalCoordinator
 from ..coordinator.grown import grow

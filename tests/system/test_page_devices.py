@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL
 from edge_sdk.tasks.dealing import deal, read_dealing
 from edge_sdk.tasks.digits import load_images
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL
 
 from ..kinds import chosen
 from . import browsers

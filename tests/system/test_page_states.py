@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from edge_sdk.protocol.messages import ChangeDevice, Conditions
 from sparrow.coordinator.fleet.federations import find
+from sparrow.protocol.messages import ChangeDevice, Conditions
 
 from ..coordinator.fakes import LocalCoordinator
 from ..coordinator.grown import grow

@@ -13,8 +13,8 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Watchdog
-from edge_sdk.protocol.messages import PauseReason
 from edge_sdk.tasks.digits import load
+from sparrow.protocol.messages import PauseReason
 
 from ..edge_sdk.conditions import conditions
 from .conftest import wait_until

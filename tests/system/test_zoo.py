@@ -18,15 +18,15 @@ import torch
 
 from edge_sdk.join import join
 from edge_sdk.methods.describing import describe_for
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
 from sparrow.benchmarks.server import coordinator
 from sparrow.benchmarks.zoo import ZOO, torchvision
+from sparrow.protocol import bundle
+from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
+from sparrow.protocol.settings import FederationSettings
 
 from ..kinds import chosen
 from .conftest import environment

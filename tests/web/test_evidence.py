@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.evidence import CANDIDATES, GLOBAL, Evidence, choice, pool_of
-from edge_sdk.protocol.skew import LabelSketch
+from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Evidence, choice, pool_of
+from sparrow.protocol.skew import LabelSketch
 
 pytestmark = pytest.mark.integration
 

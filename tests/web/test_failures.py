@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edge_sdk.protocol.failures import FAILURES, explain
-from edge_sdk.protocol.messages import PauseReason
+from sparrow.protocol.failures import FAILURES, explain
+from sparrow.protocol.messages import PauseReason
 
 pytestmark = pytest.mark.integration
 

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE
-from edge_sdk.protocol.publication import Terms
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import Published
 from edge_sdk.publish import publish
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.digits import load_images
 from sparrow.coordinator.web import runtime
+from sparrow.protocol.messages import ASSIGNMENT_TYPE
+from sparrow.protocol.publication import Terms
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import Published
 
 from ..system import browsers
 from ..system.browsers import PageDevice

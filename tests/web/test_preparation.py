@@ -14,11 +14,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
-from edge_sdk.protocol.preparation import Column, Preparation, Targets
 from edge_sdk.tasks.preparing import BuiltPreparation, prepare_array, prepare_rows, statistics_of
 from sparrow.coordinator.web import runtime
 from sparrow.export.preparation import Preparer, compose_bytes, draw_raw
+from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.protocol.preparation import Column, Preparation, Targets
 
 pytestmark = pytest.mark.integration
 

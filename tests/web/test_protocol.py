@@ -15,15 +15,15 @@ import pytest
 
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.methods.early_stopping import gives_way
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode, largest_payload
-from edge_sdk.protocol.elements import from_bits
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask, active_count, count_values, merge_in_place, same_mask
-from edge_sdk.protocol.messages import Evaluation
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode, largest_payload
+from sparrow.protocol.elements import from_bits
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronMask, active_count, count_values, merge_in_place, same_mask
+from sparrow.protocol.messages import Evaluation
 
-from ..edge_sdk.protocol import test_bundle as hostile
+from ..sparrow.protocol import test_bundle as hostile
 from . import vectors
 
 pytestmark = pytest.mark.integration

@@ -7,15 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.publication import Terms, differs, digests_of
-from edge_sdk.protocol.ranges import BINDING, OPERATORS, binding, read_ranges
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.signatures import BadPublication, Publication, check_signature
 from edge_sdk.publishing.signing import Publisher, terms_of
 from sparrow.coordinator.web import runtime
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.manifest import Manifest, initial_values
+from sparrow.protocol.masks import pack
+from sparrow.protocol.publication import Terms, differs, digests_of
+from sparrow.protocol.ranges import BINDING, OPERATORS, binding, read_ranges
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.signatures import BadPublication, Publication, check_signature
 
 from . import vectors
 

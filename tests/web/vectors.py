@@ -20,19 +20,19 @@ from edge_sdk.device.rounding import round_update
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods.early_stopping import judge_round
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.bundle import decode, encode
-from edge_sdk.protocol.flops import forward_flops, nonzero_flops, training_flops
-from edge_sdk.protocol.manifest import Array, Manifest, NeuronGroup, Segment, TensorSpec, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack, unpack_whole
-from edge_sdk.protocol.messages import Evaluation
-from edge_sdk.protocol.neurons import first_neurons, neuron_bits
-from edge_sdk.protocol.publication import Terms, digests_of
-from edge_sdk.protocol.quantization import Quantised
-from edge_sdk.protocol.ranges import faults, read_ranges
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.partition import split
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.bundle import decode, encode
+from sparrow.protocol.flops import forward_flops, nonzero_flops, training_flops
+from sparrow.protocol.manifest import Array, Manifest, NeuronGroup, Segment, TensorSpec, initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack, unpack_whole
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.neurons import first_neurons, neuron_bits
+from sparrow.protocol.publication import Terms, digests_of
+from sparrow.protocol.quantization import Quantised
+from sparrow.protocol.ranges import faults, read_ranges
+from sparrow.protocol.settings import FederationSettings
 
 PATH = Path(__file__).with_suffix(".json")
 

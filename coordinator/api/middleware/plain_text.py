@@ -1,6 +1,6 @@
 """Calls whose address or headers hold a NUL are refused: PostgreSQL stores no such text, and no honest call has any.
 
-Bodies are looked at where they are read: the messages of ``edge_sdk.protocol`` refuse it in each of their texts.
+Bodies are looked at where they are read: the messages of ``sparrow.protocol`` refuse it in each of their texts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 /**
- * Packed values on the wire: `edge_sdk/protocol/bundle.py`, for whole models and masks of neurons. Decoding is as strict:
+ * Packed values on the wire: `sparrow/protocol/bundle.py`, for whole models and masks of neurons. Decoding is as strict:
  * every length is checked against the manifest before anything is read.
  */
 import { BundleError, ProtocolError, TrainingDiverged } from "./errors.js";

@@ -1,4 +1,4 @@
-/** The choice of a model by the evidence of all devices: `edge_sdk/protocol/evidence.py`, where the paper is named. */
+/** The choice of a model by the evidence of all devices: `sparrow/protocol/evidence.py`, where the paper is named. */
 import { TrainingDiverged } from "./errors.js";
 import { mixed, wholeModel } from "./methods.js";
 import { sum } from "./manifest.js";

@@ -1,6 +1,6 @@
 /**
  * The failures that a device reports: all that a coordinator learns of an error here, `TYPE` or `TYPE/CODE`. The text of an
- * error may hold a file's name or a value of the data, so it stays in this browser. `edge_sdk/protocol/failures.py` has the
+ * error may hold a file's name or a value of the data, so it stays in this browser. `sparrow/protocol/failures.py` has the
  * same list, with a sentence for each.
  */
 export const FAILURES = [

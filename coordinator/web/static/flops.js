@@ -1,4 +1,4 @@
-/** FLOPs of a model, counted from its manifest: `edge_sdk/protocol/flops.py`. */
+/** FLOPs of a model, counted from its manifest: `sparrow/protocol/flops.py`. */
 import { COUNTED, sum } from "./manifest.js";
 import { sizeOf } from "./masks.js";
 

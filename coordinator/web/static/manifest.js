@@ -1,4 +1,4 @@
-/** The federation's model as data: `edge_sdk/protocol/manifest.py`, which says what each field means. */
+/** The federation's model as data: `sparrow/protocol/manifest.py`, which says what each field means. */
 import { ProtocolError } from "./errors.js";
 import { Generator } from "./pcg64.js";
 import { hex, sha256, utf8 } from "./sha256.js";
@@ -220,7 +220,7 @@ function isRecipe(init, dtype) {
 const READERS = ["rows", "arrays", "images", "audio", "recordings"];
 const DTYPES = ["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"];
 
-/** Return the page's part of a preparation's description (`edge_sdk/protocol/preparation.py`). Throws ProtocolError. */
+/** Return the page's part of a preparation's description (`sparrow/protocol/preparation.py`). Throws ProtocolError. */
 function described({
   reader = "arrays", free = [], rate = null, step = null, dtype = "float32", shape, axes = "", columns = [], own = false,
 }) {

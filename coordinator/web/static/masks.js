@@ -1,4 +1,4 @@
-/** Which values of a model are active, and how they are packed: `edge_sdk/protocol/masks.py`, for masks of neurons. */
+/** Which values of a model are active, and how they are packed: `sparrow/protocol/masks.py`, for masks of neurons. */
 import { ProtocolError } from "./errors.js";
 import { product, sum } from "./manifest.js";
 import { Sha256, utf8 } from "./sha256.js";

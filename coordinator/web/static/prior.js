@@ -66,7 +66,7 @@ export const adjusts = ({ settings, plan }) => !settings.logit_adjustment_from |
 export const asksForLabels = ({ settings, plan }) =>
   Boolean(settings.logit_adjustment && settings.logit_adjustment_from) && plan?.[ADJUSTS] === undefined;
 
-/** Return what is told of class frequencies: `edge_sdk/protocol/skew.py`. */
+/** Return what is told of class frequencies: `sparrow/protocol/skew.py`. */
 export function sketchOf(counts) {
   const samples = sum(counts);
   if (samples < 2) return null;

@@ -1,4 +1,4 @@
-/** What an author signs of a model, and how a federation is held to it: `edge_sdk/protocol/publication.py`. */
+/** What an author signs of a model, and how a federation is held to it: `sparrow/protocol/publication.py`. */
 import { BadPublication } from "./errors.js";
 import { digestHex } from "./sha256.js";
 

@@ -1,4 +1,4 @@
-/** Ranges of settings that an author has signed: `edge_sdk/protocol/ranges.py`. A range is { least, most } or { only }. */
+/** Ranges of settings that an author has signed: `sparrow/protocol/ranges.py`. A range is { least, most } or { only }. */
 
 /** Settings that change what an update holds, or among how many it is hidden. */
 export const BINDING = [

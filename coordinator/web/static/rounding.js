@@ -1,5 +1,5 @@
 /**
- * Updates in int8 (`edge_sdk/protocol/quantization.py`, `edge_sdk/device/rounding.py`): whole numbers of a scale for each
+ * Updates in int8 (`sparrow/protocol/quantization.py`, `edge_sdk/device/rounding.py`): whole numbers of a scale for each
  * row, rounded at random; what rounding takes is added to the next update.
  */
 import { product } from "./manifest.js";

@@ -1,4 +1,4 @@
-/** Signatures of publications, and fingerprints of publishers: `edge_sdk/protocol/signatures.py`. */
+/** Signatures of publications, and fingerprints of publishers: `sparrow/protocol/signatures.py`. */
 import { BadPublication } from "./errors.js";
 import { hex, sha256, utf8 } from "./sha256.js";
 import { sha512 } from "./sha512.js";

@@ -22,7 +22,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.reading import Raw, class_order, read_file, read_options, take
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task
@@ -31,6 +30,7 @@ from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_
 from edge_sdk.tasks.own.making import build_preparation, describe, make_task
 from edge_sdk.tasks.own.whole import load_part
 from edge_sdk.tasks.partition import Split, split
+from sparrow.protocol.manifest import Manifest
 
 SETS = 3
 """Training, validation and test."""

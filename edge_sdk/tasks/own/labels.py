@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading import Raw, class_order
 from edge_sdk.reading.errors import BadOption, DataError
 from sparrow.command_line.nearest import nearest
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.preparation import Preparation, Targets
 
 NAMED = 12
 """Classes, columns and people that a message names."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.protocol.manifest import Array
 from edge_sdk.reading import Decoded, Raw, class_order
 from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import OWN, Seeded, Task
@@ -24,6 +23,7 @@ from edge_sdk.tasks.preparing import (
     prepare_sounds,
     statistics_of,
 )
+from sparrow.protocol.manifest import Array
 
 if TYPE_CHECKING:
     from torch import nn

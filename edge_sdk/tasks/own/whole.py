@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.protocol.manifest import Array
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading import Decoded, Raw, ReadOptions, class_order, join, read_file
 from edge_sdk.reading.errors import BadOption, DataError, NoData
 from edge_sdk.tasks import OWN, Task
@@ -30,6 +28,8 @@ from edge_sdk.tasks.own.making import build_preparation, describe, make_task
 from edge_sdk.tasks.partition import people_of
 from edge_sdk.tasks.preparing import BuiltPreparation
 from sparrow.command_line.nearest import nearest
+from sparrow.protocol.manifest import Array
+from sparrow.protocol.preparation import Preparation, Targets
 
 LABEL_SKEWS = ("dirichlet", "grouped", "shards", "classes")
 """Partitions by class, which a regression has not."""

@@ -19,9 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from edge_sdk.protocol.blocks import BlockTable, Costs, Groups, Importance, Rule, Selection
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publishing.modes import evaluating
 from edge_sdk.training.gates.gating import GatingLayer, over_window
 from edge_sdk.training.gates.network import GatedModel
@@ -29,6 +26,9 @@ from edge_sdk.training.gates.per_sample import ScaledRows
 from edge_sdk.training.layout import gains
 from edge_sdk.training.local import device_of
 from edge_sdk.training.optimisation import optimizer_of
+from sparrow.protocol.blocks import BlockTable, Costs, Groups, Importance, Rule, Selection
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.settings import FederationSettings
 
 PROBE = 0.125
 """Share of a batch that gates of off blocks learn from where their gradients are estimated."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.protocol.blocks import BlockTable
+from sparrow.protocol.blocks import BlockTable
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

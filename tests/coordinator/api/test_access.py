@@ -11,8 +11,6 @@ from contextlib import closing
 
 import pytest
 
-from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, Turns, address_key
 from sparrow.coordinator.commands import tokens
@@ -24,6 +22,8 @@ from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
+from sparrow.protocol.messages import ChangeDevice, CreateFederation, Enrol
+from sparrow.protocol.settings import FederationSettings
 
 from .test_contract import serving
 

@@ -25,14 +25,6 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_sdk.methods import fedsgc
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.manifest import MAX_GRAPH, Manifest, initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
-from edge_sdk.protocol.messages import ASSIGNMENT_TYPE, Assignment, Phase, UpdateReport, UploadCost
-from edge_sdk.protocol.parts import expected
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator import errors
 from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
@@ -42,6 +34,14 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.rounds import dispatch
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.elements import ElementMask, everything
+from sparrow.protocol.manifest import MAX_GRAPH, Manifest, initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
+from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, Phase, UpdateReport, UploadCost
+from sparrow.protocol.parts import expected
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

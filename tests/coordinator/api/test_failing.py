@@ -24,9 +24,6 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator import app
 from sparrow.coordinator.api import connections, uploads
 from sparrow.coordinator.api.bodies import Downloads
@@ -36,6 +33,9 @@ from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage import database, store
+from sparrow.protocol import bundle
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.settings import FederationSettings
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
@@ -84,7 +84,7 @@ def unreadable_settings(*_, **__):
 @pytest.mark.parametrize(
     ("place", "fault"),
     [
-        ("edge_sdk.protocol.bundle.encode", BundleError("a value is not finite: training diverged")),
+        ("sparrow.protocol.bundle.encode", BundleError("a value is not finite: training diverged")),
         ("sparrow.coordinator.rounds.dispatch.settings_of", unreadable_settings),
         ("sparrow.coordinator.models.global_models.load_method", UnknownMethod("fedspu is not installed")),
     ],

@@ -22,20 +22,20 @@ import numpy as np
 import psutil
 import pytest
 
-from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.blocks import BlockMask, BlockTable
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
-from edge_sdk.protocol.messages import Assignment, UpdateReport
-from edge_sdk.protocol.parts import Expected, all_maskable
-from edge_sdk.protocol.quantization import quantise, row_lengths
-from edge_sdk.protocol.settings import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.simulation import in_process
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import bundle, checkpoint
+from sparrow.protocol.blocks import BlockMask, BlockTable
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.errors import ProtocolError
+from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
+from sparrow.protocol.messages import Assignment, UpdateReport
+from sparrow.protocol.parts import Expected, all_maskable
+from sparrow.protocol.quantization import quantise, row_lengths
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import layer_counts, random_mask
 
 from .test_contract import ask, enrol, open_app, published, put, settings_of  # noqa: F401 (two are fixtures)
 

@@ -10,14 +10,14 @@ import onnxruntime
 import psutil
 import pytest
 
-from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load_images
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol import checkpoint
+from sparrow.protocol.builtin import load_builtin
 
 SHAPE = load_builtin("digits").manifest.input_shape
 PATH = "/v1/federations/default/model/evaluation"

@@ -9,13 +9,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import segno
 
-from edge_sdk.protocol.fields import LONGEST_LINK
-from edge_sdk.protocol.messages import JoinLink, MakeJoinLink
-from edge_sdk.protocol.settings import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.publishing.signing import Publisher
 from sparrow.coordinator.dashboard import OWN
 from sparrow.coordinator.web import links, runtime
+from sparrow.protocol.fields import LONGEST_LINK
+from sparrow.protocol.messages import JoinLink, MakeJoinLink
+from sparrow.protocol.settings import FederationSettings
 
 pytestmark = pytest.mark.integration  # serves from a real port
 

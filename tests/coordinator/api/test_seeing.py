@@ -15,11 +15,6 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event, text
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.messages import Assignment as Work
-from edge_sdk.protocol.messages import CreateFederation, Phase, Telemetry
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.command_line.table import table
 from sparrow.coordinator.fleet.federations import Federations, find
 from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about
@@ -27,6 +22,11 @@ from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
+from sparrow.protocol import bundle
+from sparrow.protocol.builtin import load_builtin
+from sparrow.protocol.messages import Assignment as Work
+from sparrow.protocol.messages import CreateFederation, Phase, Telemetry
+from sparrow.protocol.settings import FederationSettings
 
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from sqlalchemy import func, select
 
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.commands import tokens as commands
 from sparrow.coordinator.errors import NotAuthenticated
 from sparrow.coordinator.fleet.access import REMEMBER_SECONDS, Tokens
@@ -17,6 +16,7 @@ from sparrow.coordinator.fleet.sessions import MOST_SESSIONS, SESSION_SECONDS, S
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import BrowserSession
+from sparrow.protocol.settings import FederationSettings
 
 from .test_contract import serving
 

@@ -13,7 +13,7 @@ import pytest
 
 from edge_sdk.device import transport
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol import bundle
+from sparrow.protocol import bundle
 
 from ...system.proxy import Proxy
 from .test_contract import DIGITS, assert_problem, open_app, pair, put, settings_of

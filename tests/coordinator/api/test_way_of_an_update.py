@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_sdk.protocol import bundle
-from edge_sdk.protocol.settings import FederationSettings
 from sparrow.coordinator.api import threads, uploads
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds import acceptance
 from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.rounds.intake import DecodedUpdates
+from sparrow.protocol import bundle
+from sparrow.protocol.settings import FederationSettings
 
 from .test_contract import DIGITS, ask, enrol, put
 

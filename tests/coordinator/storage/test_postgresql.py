@@ -13,13 +13,13 @@ from prometheus_client import generate_latest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from edge_sdk.protocol.messages import Enrol
 from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import BadDatabase, NotAuthenticated, Unavailable
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage import database, processes
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Base
+from sparrow.protocol.messages import Enrol
 
 from ..sessions import CoordinatorWithDevices
 

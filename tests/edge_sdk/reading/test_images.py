@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_sdk.protocol.preparation import Preparation, Targets
 from edge_sdk.reading import Decoded, join
 from edge_sdk.reading.errors import BadOption, DataError, NoData
+from sparrow.protocol.preparation import Preparation, Targets
 
 CHANCE = np.random.default_rng(0)
 

@@ -10,9 +10,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edge_sdk.protocol.preparation import Column, Preparation, Targets
 from edge_sdk.reading import ReadOptions, read_file
 from edge_sdk.reading.errors import DataError, NoData
+from sparrow.protocol.preparation import Column, Preparation, Targets
 
 PLAIN = "temp,hum,label\n20.5,1,0\n17.25,2,1\n-3e1,3,0\n"
 VALUES = [[20.5, 1.0], [17.25, 2.0], [-30.0, 3.0]]

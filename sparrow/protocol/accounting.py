@@ -1,0 +1,42 @@
+"""Rényi accounting of Gaussian mechanisms (Mironov, "Rényi Differential Privacy", CSF 2017, arXiv:1702.07476).
+
+The coordinator accounts for the noise on its sums, a device for the noise on its own updates (docs/privacy.md).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sparrow.protocol.errors import MissingPart
+
+SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
+"""The largest difference between neighbours, in clips: one clipped update vanishes, or becomes another."""
+
+
+@lru_cache(maxsize=1024)
+def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
+    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each a pair of its noise and how often it ran.
+
+    The noise is the deviation over the sensitivity. Without any run epsilon is 0. Raises MissingPart without the
+    accountant.
+    """
+    check_accountant()
+    from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    ran = [SelfComposedDpEvent(GaussianDpEvent(noise), times) for noise, times in mechanisms if times]
+    if not ran:
+        return 0.0
+    accountant = RdpAccountant()
+    accountant.compose(ComposedDpEvent(ran))
+    return float(accountant.get_epsilon(delta))
+
+
+def check_accountant() -> None:
+    """Raise MissingPart unless the accountant is installed."""
+    try:
+        import dp_accounting.rdp  # noqa: F401  # takes a second, and most devices need none of it
+    except ImportError:
+        raise MissingPart(
+            "the accountant of differential privacy is not installed: pip install 'sparrow-fl[privacy]'"
+        ) from None

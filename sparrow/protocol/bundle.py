@@ -1,0 +1,615 @@
+"""Packed values on the wire: a bundle is a safetensors file that holds only what its mask names.
+
+    8 bytes   length of the header, little endian
+    header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}, ...}
+    data      values:    one vector, every active value of the shared tensors, packed as in ``masks``
+              scales:    only beside int8 values, float32, one for each row (``quantization``)
+              mask:      only in the forms that say so
+              others:    what a method sends beside its values, one vector each, in the order of their names (``parts``)
+
+Metadata, all strings as safetensors wants them:
+
+    sparrow   version of this format, "1"
+    manifest  digest of what gives the values their names and shapes (``Manifest.values_digest``)
+    mask      {"form": "full"} | of neurons: {"form": "draw", key, ratio}, {"form": "bits"},
+              {"form": "index"}, {"form": "first", counts} | of elements: {"form": "known", digest},
+              {"form": "elements"}, {"form": "changed", digest} | of blocks: {"form": "blocks"}
+    report    JSON that travels with the values (an update's ``UpdateReport``), or ""
+    sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
+
+A mask takes its smallest form. ``draw`` names a seed from which both sides derive it, about 100 bytes whatever the
+model; ``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group,
+the active neurons as uint16 or uint32; ``first`` is for the first neurons of every group, and says how many. So the
+conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc neurons 0 and 2 active packs as bits
+0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
+
+Masks of blocks are a bit for each, most significant bit first. pFedGate's card would list few of many: with the blocks
+that a model has, some dozens, that saves a byte or two.
+
+Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
+say where they differ from the one of that digest (``changed``).
+
+Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even). Naming each tensor would cost about
+90 bytes apiece, more than the values of a small layer at a small budget: the manifest already knows names and counts.
+int8 values (I8) are not a model's but differences from what their sender was given.
+
+Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
+is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
+uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of shorter values, and the check for finiteness)
+plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask. A mask of elements takes a byte for every maskable weight
+(four more while a difference is read) and, where rows are counted, eight for those that exist; signs of a method's
+part take five bytes each, and are at most as many as the reader expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.elements import ElementMask, apply_difference, difference, from_bits
+from sparrow.protocol.errors import BundleError, ManifestError
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+from sparrow.protocol.neurons import neuron_bits, neurons_from_bits
+from sparrow.protocol.parts import RESERVED, WIRE_TYPES, Expected, Numbers, pack_signs, type_of, unpack_signs
+from sparrow.protocol.quantization import LARGEST, Quantised, row_lengths
+from sparrow.protocol.secure.numbers import Words
+
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+
+FORMAT = "1"
+MEDIA_TYPE = "application/octet-stream"
+MAX_HEADER = 64 * 1024
+MAX_MEMORY_FACTOR = 4
+MAX_MEMORY_FIXED = 4 * 1024 * 1024
+
+_DTYPES: dict[Precision, tuple[str, int]] = {
+    "fp32": ("F32", 4),
+    "fp16": ("F16", 2),
+    "bf16": ("BF16", 2),
+    "int8": ("I8", 1),
+}
+LARGEST_VALUE: dict[Precision, float] = {
+    "fp32": float(np.finfo(np.float32).max),
+    "fp16": float(np.finfo(np.float16).max),
+    "bf16": float(np.array(0x7F7F0000, dtype=np.uint32).view(np.float32)),
+    "int8": float(np.finfo(np.float32).max),
+}
+"""The largest magnitude of a value that each precision carries; int8 is for differences of float32 models."""
+_PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
+_MASKED = {"U16": 2, "U32": 4}
+"""Types of values that secure aggregation has masked -> their bytes."""
+NO_PARTS: Mapping[str, Expected] = {}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A decoded bundle: checked, so that nobody behind it needs to check again.
+
+    values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
+    everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
+    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values; then
+    extras of the same type, however many (``secure.fine``).
+    parts: a method's, by name. sizes: the bytes of header, values, mask and so on, by name.
+    """
+
+    values: NDArray[np.float32]
+    mask: Mask | None
+    draw: NeuronDraw | None
+    precision: Precision
+    report: str
+    parts: Mapping[str, Numbers] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    masked: Words | None = None
+    extras: Words | None = None
+
+
+def encode(
+    manifest: Manifest,
+    values: Array | Quantised | Words,
+    mask: Mask | None,
+    *,
+    draw: NeuronDraw | None = None,
+    precision: Precision = "fp32",
+    report: str = "",
+    known: ElementMask | None = None,
+    parts: Mapping[str, Numbers] | None = None,
+    extras: Words | None = None,
+) -> bytes:
+    """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
+
+    Values of type uint16 or uint32 are those of secure aggregation, and travel as they are, with extras of the same
+    type. ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. known:
+    the mask of elements that the reader holds. parts: a method's, by name: float32 [n], or signs, int8 [n] in -1..1.
+    Quantised values have precision int8, whatever is given. Raises BundleError when a value is not finite, or becomes
+    infinite in the chosen precision.
+    """
+    wanted = count_values(manifest, mask)
+    quantised = isinstance(values, Quantised)
+    vector: Array = values.numbers if isinstance(values, Quantised) else values
+    hidden = vector.dtype.kind == "u"
+    if vector.shape != (wanted,):
+        raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
+    if hidden and parts:
+        raise BundleError(f"masked values go up alone: {', '.join(parts)} beside them would be sent in clear")
+    if extras is not None and not hidden:
+        raise BundleError("extras belong to masked values; leave them out")
+    if precision == "int8" and not quantised and not hidden:
+        raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
+    dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]
+    description, mask_bytes = _encode_mask(manifest, mask, draw, known)
+    data: dict[str, tuple[str, int, bytes | memoryview]] = {}
+    if isinstance(values, Quantised):
+        data["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
+        data["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
+    elif hidden:
+        data["values"] = (dtype, wanted, vector.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
+        if extras is not None and len(extras):
+            data["extras"] = (dtype, len(extras), extras.astype(vector.dtype.newbyteorder("<")).view(np.uint8).data)
+    else:
+        data["values"] = (dtype, wanted, _to_bytes(values, precision))
+    if mask_bytes:
+        data["mask"] = ("U8", len(mask_bytes), mask_bytes)
+    for name, numbers in sorted((parts or {}).items()):
+        if type_of(name, numbers) == "sign":
+            packed = pack_signs(numbers)
+            data[name] = (WIRE_TYPES["sign"], len(packed), packed)
+        else:
+            data[name] = (WIRE_TYPES["float32"], len(numbers), _to_bytes(numbers, "fp32"))
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "sparrow": FORMAT,
+            "manifest": manifest.values_digest,
+            "mask": _canonical(description),
+            "report": report,
+        },
+    }
+    end = 0
+    for name, (kind, count, part) in data.items():
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [end, end + len(part)]}
+        end += len(part)
+    body = [part for _, _, part in data.values()]
+    header["__metadata__"]["sha256"] = _digest(header, body)
+    text = _canonical(header).encode()
+    text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
+    return b"".join((struct.pack("<Q", len(text)), text, *body))
+
+
+def decode(
+    body: bytes | memoryview,
+    manifest: Manifest,
+    known: ElementMask | None = None,
+    *,
+    parts: Mapping[str, Expected] = NO_PARTS,
+    intact: bool = False,
+) -> Bundle:
+    """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
+
+    known: the mask of elements that this side holds, which a bundle may name, or differ from. parts: those of a method
+    that a bundle may bring, with at most so many numbers. intact: that this side has found these bytes to have their
+    digest already, which takes longer than all else. Raises BundleError, saying what was met and what to do. Memory:
+    see the module's first page.
+    """
+    buffer = memoryview(body).cast("B")
+    header, start = _read_header(buffer)
+    _check_names(header, parts)
+    metadata = _metadata(header)
+    if metadata["manifest"] != manifest.values_digest:
+        raise BundleError("the bundle was made for another model; fetch the federation's manifest again and restart")
+    entries = {name: _entry(header, name, parts) for name in (*RESERVED, *parts) if name in header}
+    _check_layout(entries, len(buffer) - start)
+    data = {name: buffer[start + low : start + high] for name, (_, _, low, high) in entries.items()}
+    if not intact and _digest(header, list(data.values())) != metadata["sha256"]:
+        raise BundleError("the bundle's digest does not match its content: it was damaged on the way; send it again")
+    mask, draw = _decode_mask(manifest, metadata["mask"], data.get("mask", memoryview(b"")), known)
+    dtype, count, _, _ = entries["values"]
+    wanted = count_values(manifest, mask)
+    if count != wanted:
+        raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
+    sizes = {"header": start, **{name: len(part) for name, part in data.items()}}
+    if dtype in _MASKED:
+        if entries.get("extras", entries["values"])[0] != dtype:
+            raise BundleError("extras have another type than masked values; encode with protocol.bundle")
+        return _masked(data, dtype, mask, draw, metadata["report"], sizes)
+    if "extras" in data:
+        raise BundleError("extras belong to masked values; encode with protocol.bundle")
+    precision = _PRECISIONS[dtype]
+    if precision == "int8":
+        values = _decode_quantised(manifest, mask, data)
+    else:
+        if "scales" in data:
+            raise BundleError("scales belong to int8 values; encode with protocol.bundle")
+        values = _from_bytes(data["values"], precision)
+    if not _all_finite(values):
+        raise BundleError(
+            f"{_first_not_finite(manifest, mask, values)}: a value is not finite; do not send this update"
+        )
+    return Bundle(
+        values,
+        mask,
+        draw,
+        precision,
+        metadata["report"],
+        parts={name: _numbers(name, data[name], part) for name, part in parts.items() if name in data},
+        sizes=sizes,
+    )
+
+
+def _masked(
+    data: Mapping[str, memoryview],
+    dtype: str,
+    mask: Mask | None,
+    draw: NeuronDraw | None,
+    report: str,
+    sizes: Mapping[str, int],
+) -> Bundle:
+    """Return a bundle of masked values, which brings nothing else but its mask."""
+    if not data.keys() <= {"values", "extras", "mask"}:
+        raise BundleError("masked values come without scales and a method's parts; encode with protocol.bundle")
+    words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
+    return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, sizes=sizes, masked=words, extras=extras)
+
+
+def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, memoryview]) -> NDArray[np.float32]:
+    lengths = row_lengths(manifest, mask)
+    scales = np.frombuffer(data.get("scales", b""), dtype="<f4")
+    if len(scales) != len(lengths):
+        raise BundleError(f"the bundle holds {len(scales)} scales for {len(lengths)} rows; quantise it again")
+    numbers = np.frombuffer(data["values"], dtype=np.int8)
+    # -128 is no number that quantise gives, and its absolute value none that int8 holds.
+    if (len(numbers) and numbers.min() < -LARGEST) or not _all_finite(scales) or (len(scales) and scales.min() < 0):
+        raise BundleError("whole numbers must lie in -127..127, scales be finite and not negative; quantise it again")
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
+        return Quantised(numbers, scales).values(lengths)
+
+
+def _numbers(name: str, data: memoryview, wanted: Expected) -> Numbers:
+    """Return the numbers of a method's part."""
+    if wanted.dtype == "sign":
+        return unpack_signs(name, data, wanted.most)
+    numbers = _from_bytes(data, "fp32")
+    if not _all_finite(numbers):
+        raise BundleError(f"{name}: a number is not finite; do not send this update")
+    return numbers
+
+
+def largest_bundle(
+    values: int,
+    precision: Precision,
+    manifest: Manifest,
+    *,
+    elements: bool = False,
+    parts: Mapping[str, Expected] = NO_PARTS,
+) -> int:
+    """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread.
+
+    elements: whether it may bring a mask of elements. parts: those of its method that it may bring.
+    """
+    rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
+    scales = 4 * rows if precision == "int8" else 0
+    weights = sum(spec.size for spec in manifest.maskable)
+    mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
+    mask += len(manifest.block_table.sizes)
+    others = sum(part.most_bytes for part in parts.values())
+    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + others
+
+
+def largest_payload(manifest: Manifest, parts: Mapping[str, Expected] = NO_PARTS) -> int:
+    """Upper bound on the bytes of what a coordinator sends of this model: a longer payload can be refused unread.
+
+    parts: those of the method that it may bring."""
+    values = manifest.shared_values
+    return max(largest_bundle(values, "fp32", manifest, elements=elements, parts=parts) for elements in (False, True))
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memoryview]) -> str:
+    unsigned = dict(header)
+    unsigned["__metadata__"] = {key: text for key, text in header["__metadata__"].items() if key != "sha256"}
+    hasher = hashlib.sha256(_canonical(unsigned).encode("utf-8", "surrogatepass"))
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
+    """Without an array of flags: NaN and infinity come through the sum, or, where finite values are too large for it,
+    through the smallest or the largest value."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):
+            return True
+    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+
+
+def _to_bytes(values: Array, precision: Precision) -> memoryview:
+    """Little-endian bytes in the wire's precision; of float32 a view, no copy."""
+    if not _all_finite(cast(NDArray[np.floating[Any]], values)):
+        raise BundleError("a value is not finite: training diverged; lower the learning rate or set a clip")
+    single = np.ascontiguousarray(values, dtype="<f4")
+    if precision == "fp32":
+        return single.view(np.uint8).data
+    if precision == "fp16":
+        with np.errstate(over="ignore"):
+            half = single.astype("<f2")
+        if not _all_finite(half):
+            largest = float(np.abs(single).max())
+            raise BundleError(f"the value {largest:g} does not fit fp16 (largest 65504); use precision bf16 or fp32")
+        return half.view(np.uint8).data
+    bits = single.view("<u4")
+    # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    brain: NDArray[np.uint16] = rounded.astype("<u2")
+    if ((brain & 0x7F80) == 0x7F80).any():
+        raise BundleError("a value rounds to infinity in bf16; use precision fp32")
+    return brain.view(np.uint8).data
+
+
+def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
+    if precision == "fp32":
+        return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    if precision == "fp16":
+        # Some processors (aarch64) flag signalling NaNs in this cast; they are refused with whatever is not finite.
+        with np.errstate(invalid="ignore"):
+            return np.frombuffer(data, dtype="<f2").astype(np.float32)
+    return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
+
+
+def _first_not_finite(manifest: Manifest, mask: Mask | None, values: Array) -> str:
+    return next(spec.name for spec, _, block in unpack(manifest, values, mask) if not np.isfinite(block).all())
+
+
+def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
+    if len(buffer) < 8:
+        raise BundleError(f"{len(buffer)} bytes are too few for a bundle; send the whole file")
+    (length,) = struct.unpack("<Q", buffer[:8])
+    if length > MAX_HEADER:
+        raise BundleError(f"the header claims {length} bytes, at most {MAX_HEADER} are accepted; is this a bundle?")
+    if length > len(buffer) - 8:
+        raise BundleError(f"the header claims {length} bytes, {len(buffer) - 8} follow: truncated; send it again")
+    try:
+        header = json.loads(bytes(buffer[8 : 8 + length]))
+    except (ValueError, RecursionError):
+        raise BundleError("the header is not JSON; a bundle is a safetensors file") from None
+    if not isinstance(header, dict):
+        raise BundleError("the header is no JSON object; a bundle is a safetensors file")
+    return header, 8 + length
+
+
+def _check_names(header: dict[str, Any], parts: Mapping[str, Expected]) -> None:
+    if not {"__metadata__", "values"} <= set(header):
+        raise BundleError("the header must hold __metadata__ and values; encode with protocol.bundle")
+    known = (*RESERVED, *parts)
+    unknown = next((name for name in header if name not in known and name != "__metadata__"), None)
+    if unknown is not None:
+        raise BundleError(
+            f"{unknown[:32]!r} is no part of this message, which may bring {', '.join(known)}; use the same version of "
+            f"the method on both sides"
+        )
+
+
+def _metadata(header: dict[str, Any]) -> dict[str, str]:
+    metadata = header["__metadata__"]
+    if not isinstance(metadata, dict) or set(metadata) != {"sparrow", "manifest", "mask", "report", "sha256"}:
+        raise BundleError("the metadata must hold sparrow, manifest, mask, report and sha256; update your SDK")
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise BundleError("every entry of the metadata must be a string")
+    if metadata["sparrow"] != FORMAT:
+        raise BundleError(
+            f"the bundle has format {metadata['sparrow'][:20]!r}, this side reads {FORMAT!r}; update the older one"
+        )
+    return cast(dict[str, str], metadata)
+
+
+def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> tuple[str, int, int, int]:
+    """(dtype, count, first byte, end) of one tensor of the header."""
+    entry = header[name]
+    match entry:
+        case {"dtype": str(dtype), "shape": [int(count)], "data_offsets": [int(low), int(high)]} if len(entry) == 3:
+            pass
+        case _:
+            raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
+    if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
+        raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
+    allowed = _allowed_types(name, parts)
+    if dtype not in allowed:
+        raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
+    if high - low != count * allowed[dtype]:
+        raise BundleError(f"{name}: {count} values of {dtype} take {count * allowed[dtype]} bytes, not {high - low}")
+    if name in parts and high - low > parts[name].most_bytes:
+        raise BundleError(f"{name}: {high - low} bytes, at most {parts[name].most_bytes} are expected; fetch it again")
+    return dtype, count, low, high
+
+
+def _allowed_types(name: str, parts: Mapping[str, Expected]) -> dict[str, int]:
+    """Return the types that an entry of the header may have, with their bytes."""
+    if name in parts:
+        return {WIRE_TYPES[parts[name].dtype]: 4 if parts[name].dtype == "float32" else 1}
+    fixed = {"mask": {"U8": 1}, "extras": _MASKED, "scales": {"F32": 4}}
+    return fixed.get(name, {**dict(_DTYPES.values()), **_MASKED})
+
+
+def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
+    """Check that the parts follow each other without gap, overlap or rest: every byte belongs to exactly one tensor."""
+    end = 0
+    for name, (_, _, low, high) in entries.items():
+        if low != end:
+            raise BundleError(f"{name}: begins at byte {low} of the data, {end} expected; tensors must be adjacent")
+        end = high
+    if end != length:
+        raise BundleError(f"the header accounts for {end} bytes of data, {length} follow; send the whole file")
+
+
+_Form = tuple[dict[str, object], bytes]
+
+
+def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None, known: ElementMask | None) -> _Form:
+    """Return the shortest form of a mask: its description and the bytes of its tensor, if it has one."""
+    if mask is None:
+        return {"form": "full"}, b""
+    check_mask(manifest, mask)
+    if isinstance(mask, ElementMask):
+        forms = _element_forms(mask, known)
+    elif isinstance(mask, BlockMask):
+        forms = [({"form": "blocks"}, mask.packed())]
+    else:
+        forms = [({"form": "bits"}, neuron_bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
+        if draw is not None:
+            forms.append(({"form": "draw", **asdict(draw)}, b""))
+        if all(index[-1] == len(index) - 1 for index in mask.active.values()):  # sorted and different: the first ones
+            counts = [len(mask.active[group]) for group in manifest.group_sizes]
+            forms.append(({"form": "first", "counts": counts}, b""))
+    # A mask tensor costs its entry in the header too, about 60 bytes.
+    return min(forms, key=lambda form: len(_canonical(form[0])) + (60 + len(form[1]) if form[1] else 0))
+
+
+def _element_forms(mask: ElementMask, known: ElementMask | None) -> list[_Form]:
+    if known is not None and known.digest == mask.digest:
+        return [({"form": "known", "digest": mask.digest}, b"")]
+    forms: list[_Form] = [({"form": "elements"}, mask.bits)]
+    if known is not None:
+        forms.append(({"form": "changed", "digest": known.digest}, difference(known, mask)))
+    return forms
+
+
+def _index_dtype(size: int) -> str:
+    return "<u2" if size <= 2**16 else "<u4"
+
+
+def _index(manifest: Manifest, mask: NeuronMask) -> bytes:
+    """Per group: the number of active neurons as uint32, then their indices."""
+    parts = []
+    for group, size in manifest.group_sizes.items():
+        index = mask.active[group]
+        parts.append(struct.pack("<I", len(index)) + index.astype(_index_dtype(size)).tobytes())
+    return b"".join(parts)
+
+
+def _decode_mask(
+    manifest: Manifest, text: str, data: memoryview, known: ElementMask | None
+) -> tuple[Mask | None, NeuronDraw | None]:
+    try:
+        description = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BundleError("the mask's description is not JSON; encode with protocol.bundle") from None
+    match description:
+        case {"form": "bits"} if len(description) == 1:
+            return _mask_from_bits(manifest, data), None
+        case {"form": "index"} if len(description) == 1:
+            return _mask_from_index(manifest, data), None
+        case {"form": "blocks"} if len(description) == 1:
+            return _mask_from_block_bits(manifest, data), None
+        case {"form": "elements"} if len(description) == 1:
+            return _elements(lambda: from_bits(manifest, data)), None
+        case {"form": "changed", "digest": str(digest)} if len(description) == 2:
+            old = _held(known, digest)
+            if len(data) > len(old.bits):
+                raise BundleError(
+                    f"the mask's difference has {len(data)} bytes, all of its bits {len(old.bits)}; encode with "
+                    f"protocol.bundle"
+                )
+            return _elements(lambda: apply_difference(manifest, old, data)), None
+    if len(data):
+        raise BundleError("a mask tensor is not allowed in this form of mask; encode with protocol.bundle")
+    match description:
+        case {"form": "known", "digest": str(digest)} if len(description) == 2:
+            return _held(known, digest), None
+        case {"form": "full"} if len(description) == 1:
+            return None, None
+        case {"form": "first", "counts": list(counts)} if len(description) == 2:
+            return _mask_of_first(manifest, counts), None
+        case {"form": "draw", "key": str(key), "ratio": float() | int()}:
+            if len(description) != 3:
+                raise BundleError("a draw has exactly key and ratio; encode with protocol.bundle")
+            try:
+                draw = NeuronDraw(key, float(description["ratio"]))
+                return draw_neurons(manifest, draw), draw
+            except (ValueError, OverflowError) as error:
+                raise BundleError(f"the mask cannot be drawn: {error}") from None
+    raise BundleError(
+        "the mask has none of the forms full, draw, bits, index, first, known, elements, changed and blocks; update "
+        "the older side"
+    )
+
+
+def _held(known: ElementMask | None, digest: str) -> ElementMask:
+    if known is None or known.digest != digest:
+        raise BundleError(
+            f"the bundle speaks of the mask {digest[:12]!r}, which is not held here; ask for the assignment again, "
+            f"naming the mask that is"
+        )
+    return known
+
+
+def _elements(read: Callable[[], ElementMask]) -> ElementMask:
+    try:
+        return read()
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+
+
+def _mask_from_block_bits(manifest: Manifest, data: memoryview) -> BlockMask:
+    length = len(manifest.block_table.sizes)
+    if len(data) != (length + 7) // 8:
+        raise BundleError(f"the mask has {len(data)} bytes, {length} blocks take {(length + 7) // 8}")
+    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
+    if flags[length:].any():
+        raise BundleError("the mask's padding bits must be zero")
+    return BlockMask(flags[:length])
+
+
+def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:
+    try:
+        return neurons_from_bits(manifest, data)
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+
+
+def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
+    sizes = manifest.group_sizes
+    if len(counts) != len(sizes) or not all(
+        type(count) is int and 1 <= count <= size for count, size in zip(counts, sizes.values(), strict=True)
+    ):
+        raise BundleError(
+            "the mask must say of each group how many of its neurons come first; encode with protocol.bundle"
+        )
+    return NeuronMask({group: np.arange(count) for group, count in zip(sizes, counts, strict=True)})
+
+
+def _mask_from_index(manifest: Manifest, data: memoryview) -> NeuronMask:
+    active = {}
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        dtype = np.dtype(_index_dtype(size))
+        if len(data) < start + 4:
+            raise BundleError(f"{group}: the mask's index lists end too early; send the whole file")
+        (count,) = struct.unpack("<I", data[start : start + 4])
+        end = start + 4 + count * dtype.itemsize
+        if count > size or end > len(data):
+            raise BundleError(
+                f"{group}: the mask lists {count} of {size} neurons in too few bytes, or too many neurons"
+            )
+        active[group] = np.frombuffer(data[start + 4 : end], dtype=dtype).astype(np.intp)
+        start = end
+    if start != len(data):
+        raise BundleError(f"the mask has {len(data)} bytes, its index lists end after {start}")
+    return _checked(manifest, active)
+
+
+def _checked(manifest: Manifest, active: dict[str, NDArray[np.intp]]) -> NeuronMask:
+    mask = NeuronMask(active)
+    try:
+        check_mask(manifest, mask)
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+    return mask

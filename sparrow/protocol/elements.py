@@ -1,0 +1,183 @@
+"""Masks of single weights, for methods that train one sparse model for all devices.
+
+An ``ElementMask`` says of every *maskable* tensor (weights of linear layers and convolutions, ``Manifest.maskable``)
+which of its elements exist; biases, norms and embeddings exist whole. Unlike a ``NeuronMask`` it has no structure, so
+the elements of a tensor are a list of positions (``Points``), packed in their flat row-major order.
+
+A mask is known by its ``digest``. Sides that share one name it; else it travels as bits, one for every maskable weight
+in manifest order, most significant bit first, or as its difference from one that both know: the positions at which the
+two differ, as distances from one to the next, a byte each (255 stands for 255 and more to come).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+
+Index = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class ElementMask:
+    """Name of every maskable tensor, in manifest order -> bool of its shape, C-contiguous: the elements that exist.
+
+    Nobody writes to the arrays once a mask is made: what follows from them is remembered.
+    """
+
+    exists: Mapping[str, Flags]
+
+    @cached_property
+    def index(self) -> dict[str, Index]:
+        """Tensor name -> flat positions of the elements that exist, sorted."""
+        return {name: np.flatnonzero(flags) for name, flags in self.exists.items()}
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Tensor name -> number of elements that exist, K_l."""
+        return {name: int(np.count_nonzero(flags)) for name, flags in self.exists.items()}
+
+    @property
+    def count(self) -> int:
+        """Number of elements that exist, K."""
+        return sum(self.counts.values())
+
+    @property
+    def size(self) -> int:
+        """Number of maskable weights, n_w."""
+        return sum(flags.size for flags in self.exists.values())
+
+    @cached_property
+    def bits(self) -> bytes:
+        """One bit for every maskable weight."""
+        return np.packbits(_flat(self)).tobytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the bits, by which both sides name the mask."""
+        return hashlib.sha256(self.bits).hexdigest()
+
+    def without(self, other: ElementMask) -> ElementMask:
+        """Return the elements of this mask that ``other`` has not."""
+        return ElementMask({name: flags & ~other.exists[name] for name, flags in self.exists.items()})
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """Return the maskable ones of ``tensors``, float32, with 0 where nothing exists."""
+        # a product would leave zeros of both signs
+        return {name: np.where(flags, tensors[name], np.float32(0)) for name, flags in self.exists.items()}
+
+
+@dataclass(frozen=True)
+class Points:
+    """The places of the existing elements of one tensor; has the methods of ``masks.Block``.
+
+    ``index`` are flat positions, sorted and different. ``view`` is the tensor's shape.
+    """
+
+    view: tuple[int, ...]
+    index: Index
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return len(self.index)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the packed elements."""
+        return (len(self.index),)
+
+    def take(self, tensor: Array) -> Array:
+        """Return the elements of ``tensor``, copied."""
+        return np.take(tensor.reshape(-1), self.index)
+
+    def take_into(self, tensor: Array, out: Array) -> None:
+        """Copy the elements of ``tensor`` into ``out``, a C-contiguous array of ``size`` values of its dtype."""
+        # clip, which never happens: with "raise" numpy would buffer the output
+        np.take(tensor.reshape(-1), self.index, out=out.reshape(-1), mode="clip")
+
+    def put(self, tensor: Array, values: Array) -> None:
+        """Overwrite the elements of ``tensor`` in place."""
+        tensor.reshape(-1)[self.index] = values.reshape(-1)
+
+    def add(self, tensor: NDArray[np.float64], values: Array | float, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to the elements of ``tensor``, in place.
+
+        Products and sums are float64, whatever the values' type.
+        """
+        flat = tensor.reshape(-1)
+        flat[self.index] = np.take(flat, self.index) + np.multiply(values, scale, dtype=np.float64)
+
+
+def everything(manifest: Manifest) -> ElementMask:
+    """Return the mask under which every maskable element exists."""
+    return ElementMask({spec.name: np.ones(spec.shape, dtype=bool) for spec in manifest.maskable})
+
+
+def check_elements(manifest: Manifest, mask: ElementMask) -> None:
+    """Raise ManifestError unless the mask names the maskable tensors, in order, with booleans of their shapes."""
+    wanted = {spec.name: spec.shape for spec in manifest.maskable}
+    if list(mask.exists) != list(wanted):
+        raise ManifestError(f"the mask names the tensors {list(mask.exists)}, maskable are {list(wanted)}")
+    for name, flags in mask.exists.items():
+        if flags.shape != wanted[name] or flags.dtype != np.bool_:
+            raise ManifestError(f"{name}: a mask of {flags.dtype} {flags.shape}; give booleans of {wanted[name]}")
+
+
+def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
+    """Return the mask of these bits. Raises ManifestError where their number is wrong, or padding is set."""
+    total = sum(spec.size for spec in manifest.maskable)
+    if len(data) != (total + 7) // 8:
+        raise ManifestError(f"the mask has {len(data)} bytes, {total} weights take {(total + 7) // 8}")
+    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
+    if flags[total:].any():
+        raise ManifestError("the mask's padding bits must be zero")
+    return _split(manifest, flags)
+
+
+def difference(old: ElementMask, new: ElementMask) -> bytes:
+    """Return the differences between two masks of one manifest, as distances between positions."""
+    changed = _flat(old) != _flat(new)
+    gaps = np.diff(np.flatnonzero(changed), prepend=-1) - 1
+    lengths = gaps // 255 + 1
+    encoded = np.full(int(lengths.sum()), 255, dtype=np.uint8)
+    encoded[np.cumsum(lengths) - 1] = gaps % 255
+    return encoded.tobytes()
+
+
+def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
+    """Return the mask that differs from ``old`` where ``data`` says. Raises ManifestError for positions beyond the
+    last.
+    """
+    encoded = np.frombuffer(data, dtype=np.uint8)
+    ends = np.flatnonzero(encoded != 255)
+    if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):
+        raise ManifestError("the mask's difference ends in the middle of a distance; send the whole file")
+    # A distance of k*255 + rest is k bytes of 255 and one of rest: sums up to the ends are positions but for the ends.
+    positions = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(len(ends))
+    flags = _flat(old)
+    if len(positions) and positions[-1] >= len(flags):
+        raise ManifestError(f"the mask's difference names position {positions[-1]}, there are {len(flags)} weights")
+    flags[positions] ^= True
+    return _split(manifest, flags)
+
+
+def _flat(mask: ElementMask) -> Flags:
+    return np.concatenate([np.zeros(0, dtype=bool), *(flags.reshape(-1) for flags in mask.exists.values())])
+
+
+def _split(manifest: Manifest, flags: Flags) -> ElementMask:
+    exists = {}
+    start = 0
+    for spec in manifest.maskable:
+        exists[spec.name] = flags[start : start + spec.size].reshape(spec.shape)
+        start += spec.size
+    return ElementMask(exists)

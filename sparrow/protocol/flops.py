@@ -1,0 +1,119 @@
+"""FLOPs of a model, counted from its manifest: two operations per multiplication with a weight.
+
+A layer with W weights that answers at P positions (output pixels of a convolution, steps of a recurrent layer, 1 for a
+linear layer of one vector) costs, per sample,
+
+    2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
+
+so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Frozen
+weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted are linear layers,
+convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention (whose key and value
+are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model does with parameters
+outside of torch's layers, and products of activations, such as attention's scores. What has no matrix of weights
+(biases, norms, activations, pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training
+and ``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.blocks import BudgetPer, Groups
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import COUNTED, Manifest, Tensors
+from sparrow.protocol.masks import Mask, block_of
+
+
+def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
+    """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons or elements form."""
+    return sum(_layer_flops(manifest, mask))
+
+
+def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
+    """FLOPs of one sample's forward pass through a model, of which weights that are zero cost nothing.
+
+    tensors: its values by name; what is not there, as what nobody trains, is taken to be whole. A narrow network that
+    is kept whole, zero where neurons are dropped, thus costs what the narrow one does, and a sparse one what exists of
+    it.
+    """
+    specs = {spec.name: spec for spec in manifest.tensors}
+    return sum(
+        2 * layer.positions * (int(np.count_nonzero(tensors[name])) if name in tensors else specs[name].size)
+        for layer in manifest.layers
+        if layer.kind in COUNTED
+        for name in layer.tensors
+        if len(specs[name].shape) > 1
+    )
+
+
+def training_flops(
+    manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None, narrow: bool = False
+) -> int:
+    """FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
+
+    weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
+    where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
+    neurons (FedSPU's method card, 4.4). Masking a gradient after computing it saves nothing, and counts for nothing.
+    narrow: the rest is not there at all, and costs nothing.
+
+    A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
+    training do (FedSGC's method card, 4.12). Dense kernels compute it all the same; docs/training.md says which do.
+    """
+    gone = narrow or isinstance(weight_gradients, ElementMask)
+    forward = _layer_flops(manifest, weight_gradients if gone else None)
+    gradients = _layer_flops(manifest, weight_gradients, trained=True)
+    return samples * _step_flops(forward, gradients)
+
+
+def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
+    """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
+    forward, gradients = _layer_flops(manifest, mask), _layer_flops(manifest, None, trained=True)
+    return samples * _step_flops(forward, gradients)
+
+
+def block_flops(manifest: Manifest) -> NDArray[np.int64]:
+    """FLOPs of one sample's forward pass that each block of the manifest stands for, [L]: 0 of biases and norms."""
+    positions = {name: layer.positions for layer in manifest.layers if layer.kind in COUNTED for name in layer.tensors}
+    matrices = {spec.name for spec in manifest.shared if len(spec.shape) > 1}
+    return np.array(
+        [
+            2 * positions.get(name, 0) * size * (name in matrices)
+            for name, sizes in manifest.block_table.tensors.items()
+            for size in sizes
+        ],
+        dtype=np.int64,
+    )
+
+
+def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) -> Groups:
+    """Return the blocks that share a budget, as ``Manifest.block_groups`` has them, at the federation's smallest one.
+
+    All blocks share one where those of a group that are always on take more than its share: a last layer of three
+    classes, say. cost: "parameters", or any other for FLOPs.
+    """
+    table, groups = manifest.block_table, manifest.block_groups(per)
+    costs = table.sizes if cost == "parameters" else block_flops(manifest)
+    fit = all(costs[each][table.forced[each]].sum() <= budget * costs[each].sum() for each in groups.values())
+    return groups if fit else manifest.block_groups("model")
+
+
+def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
+    """FLOPs of a sample's step, of each layer's forward pass and weight gradient: the input of those behind the first
+    that is trained needs a gradient, too."""
+    first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
+    return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
+
+
+def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:
+    """Forward FLOPs per sample of each layer that counts, in forward order; trained: of its trained weights alone."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    flops = []
+    for layer in manifest.layers:
+        if layer.kind in COUNTED:
+            named = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
+            weights = [spec for spec in named if spec.trainable or not trained]
+            flops.append(2 * layer.positions * sum(block_of(manifest, spec, mask).size for spec in weights))
+    return flops

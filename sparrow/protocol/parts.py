@@ -1,0 +1,114 @@
+"""Parts of a message beside its values: vectors that a method sends with them, such as signs or squared gradients.
+
+A method declares its parts; bundle, coordinator and session read the declarations and know no method's part by name.
+There are two types of numbers, and an array's own type says which it is:
+
+    float32   four bytes each, finite
+    sign      -1, 0 or 1, int8 in memory. On the wire their number (uint32), a bit for each that says whether it is
+              other than 0, and a bit for each of those, set where it is positive
+
+Numbers beside masked values would be sent in clear: in secure rounds there are none.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Manifest
+
+PartType = Literal["float32", "sign"]
+Plan = Mapping[str, bool | int | float | str]
+Numbers = NDArray[Any]
+"""A part's numbers: float32 [n], or int8 [n] in -1..1."""
+Signs = NDArray[np.int8]
+
+WIRE_TYPES: dict[PartType, str] = {"float32": "F32", "sign": "U8"}
+RESERVED = ("values", "extras", "scales", "mask")
+"""Names that a bundle has for what is no method's part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part that messages of a method bring, or may bring.
+
+    name: lowercase letters, digits and underscores. dtype: of its numbers. count: returns how many numbers a message of
+    a round so planned has, 0 where it has none; of a payload, how many it has at most.
+    """
+
+    name: str
+    dtype: PartType
+    count: Callable[[Manifest, Plan], int]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a name that a bundle cannot have."""
+        plain = self.name.isascii() and self.name.replace("_", "").isalnum() and self.name == self.name.lower()
+        if not plain or len(self.name) > 32 or self.name in RESERVED:
+            raise ValueError(
+                f"a part cannot be named {self.name!r}: give at most 32 lowercase letters, digits and underscores, and "
+                f"none of {', '.join(RESERVED)}"
+            )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The numbers of a part that a message may bring: their type, and how many at most."""
+
+    dtype: PartType
+    most: int
+
+    @property
+    def most_bytes(self) -> int:
+        """The longest form on the wire, in bytes."""
+        return 4 * self.most if self.dtype == "float32" else 4 + 2 * ((self.most + 7) // 8)
+
+
+def expected(parts: Iterable[Part], manifest: Manifest, plan: Plan) -> dict[str, Expected]:
+    """Return the parts that a message of a round so planned brings, by name, in the order of their names."""
+    counts = {part.name: (part.dtype, part.count(manifest, plan)) for part in sorted(parts, key=lambda each: each.name)}
+    return {name: Expected(dtype, count) for name, (dtype, count) in counts.items() if count}
+
+
+def all_maskable(manifest: Manifest, plan: Plan) -> int:
+    """Return the number of maskable weights: a part may have a number for each."""
+    return sum(spec.size for spec in manifest.maskable)
+
+
+def type_of(name: str, numbers: Numbers) -> PartType:
+    """Return the type of a part's numbers. Raises BundleError for an array that has none of the two."""
+    if numbers.ndim == 1 and numbers.dtype == np.float32:
+        return "float32"
+    if numbers.ndim == 1 and numbers.dtype == np.int8:
+        return "sign"
+    raise BundleError(f"{name}: {numbers.dtype} {list(numbers.shape)} cannot be sent; give float32 [n], or int8 [n]")
+
+
+def pack_signs(signs: Signs) -> bytes:
+    """Return signs as the wire has them."""
+    nonzero = signs != 0
+    positive = np.compress(nonzero, signs) > 0
+    return struct.pack("<I", len(signs)) + np.packbits(nonzero).tobytes() + np.packbits(positive).tobytes()
+
+
+def unpack_signs(name: str, data: memoryview, most: int) -> Signs:
+    """Return at most ``most`` signs, int8 [n]. Raises BundleError before it allocates."""
+    count = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
+    if count > most:
+        raise BundleError(f"{name}: the bundle holds {count} signs, at most {most} are expected; fetch it again")
+    end = 4 + (count + 7) // 8
+    if len(data) < end:
+        raise BundleError(f"{name}: {count} signs take more than {len(data)} bytes; send the whole file")
+    nonzero = np.unpackbits(np.frombuffer(data[4:end], dtype=np.uint8), count=count).view(np.bool_)
+    others = np.count_nonzero(nonzero)
+    if len(data) != end + (others + 7) // 8:
+        raise BundleError(f"{name}: {len(data) - end} bytes for {others} signs other than 0; send the whole file")
+    positive = np.unpackbits(np.frombuffer(data[end:], dtype=np.uint8), count=others).view(np.int8)
+    signs = np.zeros(count, dtype=np.int8)
+    signs[nonzero] = 2 * positive - 1
+    return signs

@@ -1,0 +1,187 @@
+"""The file that a device keeps its personal model in, as whoever reads it needs to know it.
+
+``model.safetensors`` holds the personal model under its state-dict names; beside it the method's own arrays
+(``own:NAME``) and what rounding took from updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether
+a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
+as simulated devices store theirs. The device writes the file (``edge_sdk.device.state``), ``export`` reads it.
+
+``best.safetensors`` is the personal model to use, the best on the device's validation data: the same file as it was
+after a round, or one with a mixture of the personal and the global model. It is missing where the federation or its
+method has the last one used.
+
+All of them but the caches name the SHA-256 of their own bytes, with zeros in its place (``sign``): what was damaged is
+not used, but raises BundleError. Tools that know nothing of it open them all the same.
+
+Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
+``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``preparation.onnx``,
+``frozen.values`` and ``first.values`` if there are such) and ``federation.json``: what the device knows of its
+federation. ``own.json`` is what the device's own data add to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from sparrow.protocol import checkpoint
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.manifest import Array, GraphName, Tensors, Values
+from sparrow.protocol.messages import FederationInfo
+
+MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
+MANIFEST = "manifest.json"
+OWN = "own.json"
+"""What the device's data add to the federation's model: the statistics that it standardises by, and the names of spare
+outputs. They never leave the device."""
+
+UNSIGNED = "0" * 64
+"""What a file has in the place of its digest until it is signed."""
+
+_FEEDBACK, _OWN = "feedback:", "own:"
+
+
+def graph_file(name: GraphName) -> str:
+    """Return the name of the file of an ONNX graph."""
+    return f"{name}.onnx"
+
+
+def values_file(which: Values) -> str:
+    """Return the name of a file of values."""
+    return f"{which}.values"
+
+
+def sign(body: bytes) -> bytes:
+    """Return a file with its digest in the place of the first ``UNSIGNED``."""
+    return body.replace(UNSIGNED.encode(), hashlib.sha256(body).hexdigest().encode(), 1)
+
+
+def check_signed(body: bytes, digest: object) -> None:
+    """Raise BundleError unless ``digest``, which stands in a file, is the one that ``sign`` put there."""
+    unsigned = body.replace(str(digest).encode(), UNSIGNED.encode(), 1)
+    if hashlib.sha256(unsigned).hexdigest() != digest:
+        raise BundleError("its content is not the one that was written: its digest is another")
+
+
+class Membership(BaseModel):
+    """The membership of a device in a federation, as it last was: its name and budget, the settings."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    budget: float
+    federation: FederationInfo
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The content of the file: ``stored`` is the model, or its difference from ``reference``, by name. ``best``:
+    whether it was the best one when it was written."""
+
+    stored: Tensors
+    own: Tensors
+    feedback: Tensors
+    manifest: str
+    save: int
+    model: bool
+    reference: str | None
+    progress: Mapping[str, Any]
+    best: bool = False
+
+
+def write(saved: Saved) -> bytes:
+    """Return the bytes of the file."""
+    note = {
+        "sha256": UNSIGNED,
+        "manifest": saved.manifest,
+        "save": saved.save,
+        "model": saved.model,
+        "reference": saved.reference,
+        "progress": saved.progress,
+        "best": saved.best,
+    }
+    beside = {_OWN + name: array for name, array in saved.own.items()}
+    beside |= {_FEEDBACK + name: tensor for name, tensor in saved.feedback.items()}
+    return sign(checkpoint.save({**saved.stored, **beside}, json.dumps(note)))
+
+
+def read(body: bytes) -> Saved:
+    """Return the content of such a file. Raises BundleError for other bytes."""
+    try:
+        note = json.loads(checkpoint.read_note(body))
+        check_signed(body, note["sha256"])
+        stored, _ = checkpoint.load(body)
+        return Saved(
+            own=_take(stored, _OWN),
+            feedback=_take(stored, _FEEDBACK),
+            stored=stored,
+            manifest=note["manifest"],
+            save=int(note["save"]),
+            model=bool(note["model"]),
+            reference=note["reference"],
+            progress=dict(note["progress"]),
+            best=bool(note["best"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"the note of a device's model is not as it should be: {error!r}") from None
+
+
+def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
+    """Return the bytes of ``progress.json``: progress since the ``save`` with that number."""
+    return sign(json.dumps({"sha256": UNSIGNED, "save": save, "progress": progress}).encode())
+
+
+def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
+    """Return the progress since that save, None where the file is about another. Raises BundleError."""
+    try:
+        kept = json.loads(body)
+        check_signed(body, kept["sha256"])
+        return dict(kept["progress"]) if kept["save"] == save else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"not the progress of a device: {error!r}") from None
+
+
+def write_own(statistics: Mapping[str, Array], preparation: str | None, class_names: Sequence[str]) -> bytes:
+    """Return the bytes of ``own.json``. statistics: for the preparation with this SHA-256, by initialiser. class_names:
+    of all outputs on this device."""
+    numbers = {name: array.reshape(-1).tolist() for name, array in statistics.items()}
+    own = {"preparation": preparation, "statistics": numbers, "class_names": list(class_names)}
+    return json.dumps(own).encode()
+
+
+def read_own(content: bytes | None, preparation: str) -> dict[str, NDArray[np.float32]] | None:
+    """Return the device's statistics for the preparation with this SHA-256; None if there are none."""
+    try:
+        found = json.loads(content or b"")
+        if found["preparation"] != preparation:
+            return None
+        return {str(name): np.array(numbers, np.float32) for name, numbers in found["statistics"].items()} or None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_class_names(content: bytes | None) -> tuple[str, ...]:
+    """Return the names of all outputs on the device, empty if it has kept none."""
+    try:
+        return tuple(map(str, json.loads(content or b"")["class_names"]))
+    except (ValueError, KeyError, TypeError):
+        return ()
+
+
+def is_personal(note: str) -> bool:
+    """Return whether a safetensors file with this note is such a file, and not a plain checkpoint."""
+    try:
+        return {"manifest", "save", "progress"} <= set(json.loads(note))
+    except (ValueError, TypeError):
+        return False
+
+
+def _take(stored: Tensors, prefix: str) -> Tensors:
+    """Return the entries whose names begin so, taken out and named without it."""
+    return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}

@@ -1,0 +1,135 @@
+"""Publications: the signed terms of a model, and how a device holds a federation to them.
+
+The author signs ``Terms`` with an Ed25519 key: digests of the published manifest, its graphs and weights, and ranges of
+the settings that change the content of an update. A ``Publication`` is that text with the key and the signature. The
+coordinator keeps it and hands it out; only whoever has the key can make another one.
+
+A coordinator may describe the model otherwise than it was published, as far as that sends no more of it: a tensor may
+stay on devices, be cut into blocks or new groups of neurons, or be joined by answers on a public set. ``differs`` finds
+everything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparrow.protocol.fields import FederationName
+from sparrow.protocol.manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
+from sparrow.protocol.ranges import Range
+from sparrow.protocol.signatures import BadPublication, Publication
+
+
+class Terms(BaseModel):
+    """The content of a publication.
+
+    federation: the name that it is for. edition: counts the versions of the model that were published under this name,
+    from 1. manifest: SHA-256 of the published manifest. graphs: SHA-256 of the graphs that devices get. weights:
+    SHA-256 of each tensor's first values, row-major and little endian. settings: the allowed ranges.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    federation: FederationName
+    edition: int = Field(default=1, ge=1, le=2**31)
+    task: Name
+    manifest: Digest
+    graphs: dict[GraphName, Digest] = {}
+    weights: dict[Name, Digest] = Field(default_factory=dict, max_length=100_000)
+    settings: dict[str, Range] = Field(default_factory=dict, max_length=200)
+
+    @classmethod
+    def of(cls, publication: Publication) -> Terms:
+        """Return the content of a publication, unchecked. Raises BadPublication if it cannot be read."""
+        try:
+            return cls.model_validate_json(publication.statement)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise BadPublication(
+                f"the publication cannot be read ({where}: {first['msg']}); update this SDK, or publish again"
+            ) from None
+
+
+def digest_of_values(values: Array) -> str:
+    """Return the SHA-256 of a tensor's values, row-major and little endian."""
+    ordered = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return hashlib.sha256(ordered.tobytes()).hexdigest()
+
+
+def digests_of(tensors: Mapping[str, Array]) -> dict[str, str]:
+    """Return the digest of each tensor's values, by name."""
+    return {name: digest_of_values(tensor) for name, tensor in tensors.items()}
+
+
+def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Manifest) -> None:
+    """Raise BadPublication unless a federation's manifest is that of signed terms, as far as devices allow changes.
+
+    published: the manifest that the terms were signed for; if a method composes the model, the composed one.
+    """
+    if terms.federation != federation:
+        raise BadPublication(f"the publication is for the federation {terms.federation}, not for {federation}")
+    for name, digest in manifest.graphs.items():
+        if terms.graphs.get(name) != digest:
+            raise BadPublication(
+                f"the {name} of {federation} is not the one that its publisher has signed; ask the operator which "
+                f"model this is"
+            )
+    other = differs(published, manifest)
+    if other is not None:
+        raise BadPublication(f"{federation}: {other} is not as its publisher has signed it")
+
+
+def differs(published: Manifest, manifest: Manifest) -> str | None:
+    """Return the first difference from the published manifest that is not allowed; None without one.
+
+    A coordinator may let tensors stay on devices, cut them into blocks, add answers on a public set, and name rows or
+    columns that always belonged to updates as a group of neurons, so that devices can leave some of them out.
+    """
+    before = {spec.name: spec for spec in published.tensors}
+    after = {spec.name: spec for spec in manifest.tensors}
+    if before.keys() != after.keys():
+        return f"the tensor {min(before.keys() ^ after.keys())}"
+    added = manifest.group_sizes.keys() - published.group_sizes.keys()
+    for name, spec in after.items():
+        was = before[name]
+        if spec.policy == "personal" and was.policy == "shared":
+            spec = spec.model_copy(update={"policy": "shared"})
+        if _axes_fit(was, spec, added):
+            spec = spec.model_copy(update={"axes": was.axes})
+        if spec != was:
+            return f"the tensor {name}"
+    if tuple(group for group in manifest.groups if group.name not in added) != published.groups:
+        return "groups"
+    left_out = {"tensors", "groups", "blocks", "outputs", "first_sha256"}
+    left_out |= {f"{name}_sha256" for name in ("skeleton", "step", "evaluation", "preparation")}
+    for field in Manifest.model_fields:
+        if field not in left_out and getattr(manifest, field) != getattr(published, field):
+            return field
+    if (manifest.preparation_sha256 is None) != (published.preparation_sha256 is None):
+        return "preparation_sha256"
+    return None
+
+
+def _axes_fit(before: TensorSpec, after: TensorSpec, added: Collection[str]) -> bool:
+    """Return whether axes differ only where complete ones have been given a group that was added."""
+    old = before.axes or ((),) * len(after.axes)
+    if len(old) != len(after.axes):
+        return False
+    pairs = zip(old, after.axes, strict=True)
+    return all(
+        segments == was or (not was and all(segment.group in added for segment in segments)) for was, segments in pairs
+    )
+
+
+def check_weights(terms: Terms, tensors: Tensors) -> None:
+    """Raise BadPublication for a tensor whose first values are not the signed ones. tensors: those that came whole."""
+    for name, tensor in tensors.items():
+        wanted = terms.weights.get(name)
+        if wanted is not None and digest_of_values(tensor) != wanted:
+            raise BadPublication(f"{name}: its first values are not those that the publisher has signed")

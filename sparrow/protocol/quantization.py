@@ -1,0 +1,71 @@
+"""int8 on the wire: an update as its difference from what was received, a quarter of fp32's bytes.
+
+Packed values are cut into *rows*: what is active of one output neuron's weights, and of a vector (biases, norms) all. A
+row's largest magnitude becomes its scale, s = max|x|/127, and each value a whole number of scales, rounded up or down
+at random so that it is right on average (stochastic rounding: E[q]·s = x). What rounding took away is added to the
+device's next difference (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
+Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), so that nothing is lost in the long run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.blocks import Runs
+from sparrow.protocol.elements import Points
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import Mask, blocks
+
+LARGEST = 127
+
+
+def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
+    """Return the number of packed values of each row, in order; none is empty. They add up to ``count_values``."""
+    lengths: list[NDArray[np.intp]] = []
+    for spec, block in blocks(manifest, mask):
+        if block.size == 0:
+            continue
+        if len(spec.shape) < 2:  # not its view, which is of channels and what they own behind a flatten
+            lengths.append(np.array([block.size]))
+        elif isinstance(block, Points):
+            rows, columns = block.view[0], math.prod(block.view[1:])
+            counts = np.diff(np.searchsorted(block.index, np.arange(rows + 1) * columns))
+            lengths.append(counts[counts > 0])
+        elif isinstance(block, Runs):
+            ends = np.arange(spec.shape[0] + 1) * math.prod(spec.shape[1:])
+            counts = np.diff(sum(np.clip(ends - start, 0, stop - start) for start, stop in block.spans))
+            lengths.append(counts[counts > 0])
+        else:
+            rows = block.shape[0]
+            lengths.append(np.full(rows, block.size // rows))
+    return np.concatenate(lengths).astype(np.intp) if lengths else np.zeros(0, dtype=np.intp)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Whole numbers int8 [n] in -127..127, and the scales of their rows, float32 [rows], finite and not negative."""
+
+    numbers: NDArray[np.int8]
+    scales: NDArray[np.float32]
+
+    def values(self, lengths: NDArray[np.intp]) -> NDArray[np.float32]:
+        """Return the values that they stand for, float32 [n], in rows of ``lengths``."""
+        return np.asarray(self.numbers * np.repeat(self.scales, lengths), dtype=np.float32)
+
+
+def quantise(values: NDArray[np.float32], lengths: NDArray[np.intp], seed: int) -> Quantised:
+    """``values`` [n], finite, in rows of ``lengths``, as whole numbers. The same seed rounds alike.
+
+    A row of zeros has scale 0.
+    """
+    starts = np.cumsum(lengths) - lengths
+    largest = np.maximum.reduceat(np.abs(values), starts) if len(values) else values
+    scales = (largest / np.float32(LARGEST)).astype(np.float32)
+    divisors = np.repeat(np.where(scales > 0, scales, np.float32(1)), lengths)
+    chance = np.random.Generator(np.random.PCG64(seed)).random(len(values), dtype=np.float32)
+    numbers = np.clip(np.floor(values / divisors + chance), -LARGEST, LARGEST)
+    return Quantised(numbers.astype(np.int8), scales)

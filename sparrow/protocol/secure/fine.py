@@ -1,0 +1,84 @@
+"""Numbers of a secure update that one word is too coarse or too narrow for: two words each, after the values.
+
+*Running statistics* of batch norm move as far as activations do, not as far as a learning rate lets a weight move: a
+variance of 1 may become 1,000 in the first round. A device may move one of magnitude b by up to ±16 (1 + |b|).
+
+*Metrics*, where a federation has ``secure_metrics``: each counts with the weight of the update that it came with, and
+its mean is over the devices that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol import evidence, skew
+from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.masks import Mask, blocks
+from sparrow.protocol.secure.numbers import Scale, Words
+
+STATISTICS_RANGE = 16.0
+"""By how many times 1 and its magnitude a running statistic may move in a round; more of it comes with the next."""
+
+METRICS = {
+    "train_loss": 100.0,
+    "loss_personal": 100.0,
+    "accuracy_personal": 1.0,
+    "loss_global": 100.0,
+    "accuracy_global": 1.0,
+    **evidence.TOLD,
+    **skew.TOLD,
+}
+"""The metrics of an update, and the largest magnitude of each: what is larger counts as that."""
+
+
+def words_of_extras(manifest: Manifest, mask: Mask | None, *, metrics: bool) -> int:
+    """Return how many words follow the values of a masked update."""
+    return 2 * (len(statistics(manifest, mask)) + (2 * len(METRICS) if metrics else 0))
+
+
+def statistics(manifest: Manifest, mask: Mask | None, *, kind: str = "") -> NDArray[np.intp]:
+    """Return where running statistics, or those of a kind, as "running_var", are among packed values under a mask."""
+    start, found = 0, [np.zeros(0, np.intp)]
+    for spec, part in blocks(manifest, mask):
+        if not spec.trainable and spec.name.endswith(kind):
+            found.append(np.arange(start, start + part.size, dtype=np.intp))
+        start += part.size
+    return np.concatenate(found)
+
+
+def hide_extras(
+    moved: NDArray[np.float64],
+    base: NDArray[np.float32],
+    metrics: Mapping[str, float | None] | None,
+    scale: Scale,
+    weight: float,
+    chance: np.random.Generator,
+) -> tuple[Words, int]:
+    """Return the words of running statistics that have ``moved`` from ``base``, and of metrics if any are to be told,
+    and how many values were clipped. weight: of the update."""
+    values, ranges = list(moved), list(_ranges(base))
+    if metrics is not None:
+        for name, largest in METRICS.items():
+            value = metrics.get(name)
+            values += [0.0, 0.0] if value is None else [float(np.clip(value, -largest, largest)), 1.0]
+            ranges += [largest, 1.0]
+    return scale.round_fine(np.array(values), np.array(ranges), weight, chance)
+
+
+def read_extras(
+    words: Words, base: NDArray[np.float32], scale: Scale, *, metrics: bool
+) -> tuple[NDArray[np.float64], dict[str, tuple[float, float]]]:
+    """Return the weighted sum of what running statistics have moved, and of each metric the weighted sum and the weight
+    of those who have it."""
+    ranges = np.concatenate([_ranges(base), *([largest, 1.0] for largest in METRICS.values() if metrics)])
+    sums = scale.sum_of_fine(words, ranges)
+    told = sums[len(base) :].reshape(-1, 2) if metrics else np.zeros((0, 2))
+    named = zip(METRICS, told, strict=False)
+    return sums[: len(base)], {name: (float(total), float(weight)) for name, (total, weight) in named}
+
+
+def _ranges(base: Array) -> NDArray[np.float64]:
+    return STATISTICS_RANGE * (1.0 + np.abs(base.astype(np.float64)))

@@ -1,0 +1,101 @@
+"""Signed publications as they cross the wire, the keys of publishers, and their fingerprints.
+
+``protocol.publication`` has the signed content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparrow.protocol.errors import MissingPart, ProtocolError
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.manifest import Digest
+
+MAX_STATEMENT = 4 * 2**20
+"""Largest statement, in bytes: digests of some 40,000 tensors."""
+
+CONTEXT = b"sparrow publication 1\0"
+"""The beginning of each signed text, so that no signature of another use counts."""
+
+
+class BadPublication(ProtocolError):
+    """A federation is not as the author of its model has signed it."""
+
+    failure = Failure("bad-work/terms")
+
+
+class Publication(BaseModel):
+    """Signed terms. statement: their JSON, the signed text. publisher: the Ed25519 public key, hexadecimal."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    statement: str = Field(max_length=MAX_STATEMENT)
+    publisher: Digest
+    signature: str = Field(pattern=r"^[0-9a-f]{128}$")
+
+    @property
+    def fingerprint(self) -> str:
+        """The publisher's fingerprint."""
+        return fingerprint(self.publisher)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the statement."""
+        return hashlib.sha256(self.statement.encode()).hexdigest()
+
+
+class Published(BaseModel):
+    """``GET /v1/federations/{name}/publication``. manifest: the published one, where the federation's is another."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    publication: Publication
+    manifest: str | None = None
+
+
+def fingerprint(publisher: str) -> str:
+    """Return the fingerprint of a public key: 128 bits of its SHA-256, as eight groups of four hexadecimal digits."""
+    digits = hashlib.sha256(bytes.fromhex(publisher)).hexdigest()[:32]
+    return "-".join(digits[start : start + 4] for start in range(0, 32, 4))
+
+
+def same_fingerprint(one: str, other: str) -> bool:
+    """Return whether two fingerprints are the same, however they are grouped."""
+    return _digits(one) == _digits(other)
+
+
+def is_fingerprint(text: str) -> bool:
+    """Return whether a text is a fingerprint."""
+    digits = _digits(text)
+    return len(digits) == 32 and set(digits) <= set("0123456789abcdef")
+
+
+def _digits(text: str) -> str:
+    return text.replace("-", "").replace(":", "").replace(" ", "").lower()
+
+
+def signed_text(statement: str) -> bytes:
+    """Return the bytes that are signed."""
+    return CONTEXT + statement.encode()
+
+
+def check_signature(publication: Publication) -> None:
+    """Raise BadPublication unless the publisher has signed the statement; MissingPart without a library."""
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError:
+        raise MissingPart(
+            "the model of this federation is signed, and cryptography is not installed to check that: "
+            "pip install 'sparrow-fl[device]'"
+        ) from None
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(publication.publisher))
+        key.verify(bytes.fromhex(publication.signature), signed_text(publication.statement))
+    except (InvalidSignature, ValueError):
+        raise BadPublication(
+            "the signature of the publication is not that of its publisher: the coordinator, or somebody on the way, "
+            "has changed it"
+        ) from None

@@ -1,0 +1,593 @@
+"""The one definition of each rule of sparse training, used by both halves: which weights exist, and which change.
+
+Methods that train one sparse model for everybody (FedSGC and its relatives) agree on how many weights each maskable
+tensor, a *layer* here, keeps. Everything else follows:
+
+    layer_densities, layer_counts    the share and the number K_l of weights that each layer keeps
+    random_mask, magnitude_mask      where they lie at first
+    interval, device_interval, over_pruning, adjustment_steps
+                                     when a device re-adjusts its mask, and how boldly
+    prune, grow                      what it drops and revives then
+    trim                             what the coordinator keeps of all that came back
+    elections, draw_candidates, ballot, elect
+                                     which weights come where all devices vote for them
+    weight_budget                    how many are kept where there is one count for the whole network, not one per layer
+    keep_by_gain, keep_by_score      how PruneFL and GraSP choose over it
+    readjust                         PruneFL's choice with FLOPs for seconds
+
+Functions of one layer take flat arrays [n], n = W_l, in row-major order. Directions, d, are the sign of what the global
+model last did at a position: -1, 0 or 1. A zero agrees with nothing and contradicts nothing, neither as a direction
+nor as a displacement or gradient.
+
+Values are finite. What is chosen by size is chosen the same way everywhere: among equals the lower flat index is kept
+or revived, the higher one dropped. Shares of a count are rounded down after adding 1e-9, which removes accidents of
+binary floats: 0.29 * 100 means 29.
+
+Sources: FedSGC, arXiv:2405.01189; FedDST, Bibikar et al., AAAI 2022; RigL, Evci et al., ICML 2020; PruneFL, Jiang et
+al., 2022; GraSP, Wang et al., ICLR 2020.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.protocol.elements import ElementMask, Flags, Index
+from sparrow.protocol.manifest import MULTIPLYING, Manifest, Tensors
+
+Reals = NDArray[np.floating[Any]]
+Directions = NDArray[np.int8]
+
+USUAL_INTERVAL = 5
+"""Rounds, and a device's epochs, between replacements where the settings say nothing."""
+
+LayerSparsity = Literal["erk", "feddst", "uniform", "uniform_first_dense"]
+Basis = Literal["total", "moved"]
+At = Literal["penultimate", "end"]
+
+
+def _floor(value: float) -> int:
+    return math.floor(value + 1e-9)
+
+
+# How many weights a layer keeps
+
+
+def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, float]:
+    """Return the name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1].
+
+    density: the share kept overall, 1 - S. Raises ValueError where it lies outside (0, 1].
+
+    ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that the weights
+    kept add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
+    others alike, as DM-PFL's figures have it; ValueError where the first layer is larger than that. ``feddst``: what
+    the FedDST code calls ERK, for comparison only: sparsity, not density, in proportion to 1 - sum / product, no layer
+    dense but by accident. Shares are of weights and biases there; a layer that would keep no weight, or more than it
+    has, is left dense.
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density is {density}; the share of weights kept must lie in (0, 1]")
+    if density == 1:  # by rounding, sums could fall short of it
+        return {spec.name: 1.0 for spec in manifest.maskable}
+    return _RULES[rule](manifest, density)
+
+
+def layer_counts(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, int]:
+    """Return the name of every maskable tensor, in order -> number of weights kept, K_l, at least 1.
+
+    Raises ValueError where density lies outside (0, 1].
+    """
+    kept = layer_densities(manifest, density, rule)
+    if rule == "feddst":
+        values = _values_with_biases(manifest)
+        return {
+            spec.name: spec.size if kept[spec.name] == 1 else math.floor(kept[spec.name] * values[spec.name])
+            for spec in manifest.maskable
+        }
+    return {spec.name: max(1, _floor(kept[spec.name] * spec.size)) for spec in manifest.maskable}
+
+
+def _erk(manifest: Manifest, density: float) -> dict[str, float]:
+    dims = {spec.name: sum(spec.shape) for spec in manifest.maskable}
+    sizes = {spec.name: spec.size for spec in manifest.maskable}
+    target = density * sum(sizes.values())
+    dense: set[str] = set()
+    epsilon = 0.0
+    while len(dense) < len(sizes):
+        share = target - sum(sizes[name] for name in dense)
+        epsilon = share / sum(dims[name] for name in sizes if name not in dense)
+        # Dense layers give less than epsilon asks of them, so that it rises and none of them ever turns sparse again.
+        saturated = {name for name in sizes if name not in dense and epsilon * dims[name] > sizes[name]}
+        if not saturated:
+            break
+        dense |= saturated
+    return {name: 1.0 if name in dense else epsilon * dims[name] / size for name, size in sizes.items()}
+
+
+def _uniform(manifest: Manifest, density: float) -> dict[str, float]:
+    return {spec.name: density for spec in manifest.maskable}
+
+
+def _uniform_first_dense(manifest: Manifest, density: float) -> dict[str, float]:
+    first, *others = manifest.maskable
+    rest = sum(spec.size for spec in others)
+    kept = density * (first.size + rest) - first.size
+    if kept <= 0:
+        raise ValueError(f"density is {density}; the first layer alone is more: take another rule, or a larger density")
+    return {first.name: 1.0, **{spec.name: kept / rest for spec in others}}
+
+
+def _feddst(manifest: Manifest, density: float) -> dict[str, float]:
+    values = _values_with_biases(manifest)
+    raw = {spec.name: 1 - sum(spec.shape) / spec.size for spec in manifest.maskable}
+    weighted = sum(raw[name] * values[name] for name in raw)
+    # Nothing can be cut by this rule where all layers are tiny and no raw sparsity is positive.
+    scale = (1 - density) * sum(values.values()) / weighted if weighted > 0 else 0.0
+    densities = {}
+    for spec in manifest.maskable:
+        kept = 1 - raw[spec.name] * scale
+        densities[spec.name] = kept if 1 <= math.floor(kept * values[spec.name]) <= spec.size else 1.0
+    return densities
+
+
+def _values_with_biases(manifest: Manifest) -> dict[str, int]:
+    """Return the name of every maskable tensor -> its weights and its layer's biases, n_l of the FedDST code."""
+    sizes = {spec.name: spec.size for spec in manifest.tensors}
+    vectors = {spec.name for spec in manifest.tensors if len(spec.shape) == 1}
+    biases = {
+        name: sum(sizes[other] for other in layer.tensors if other in vectors)
+        for layer in manifest.layers
+        if layer.kind in MULTIPLYING
+        for name in layer.tensors
+    }
+    return {spec.name: spec.size + biases[spec.name] for spec in manifest.maskable}
+
+
+_RULES: dict[LayerSparsity, Callable[[Manifest, float], dict[str, float]]] = {
+    "erk": _erk,
+    "feddst": _feddst,
+    "uniform": _uniform,
+    "uniform_first_dense": _uniform_first_dense,
+}
+
+
+# The largest of many values
+
+
+def _among_largest(values: NDArray[Any], count: int) -> Flags:
+    """Return flags that are true at the ``count`` largest values [n], ties to the lower index."""
+    size = len(values)
+    if count <= 0:
+        return np.zeros(size, dtype=bool)
+    if count >= size:
+        return np.ones(size, dtype=bool)
+    least = np.partition(values, size - count)[size - count]  # linear time, which sorting is not
+    chosen: Flags = values > least
+    ties = np.flatnonzero(values == least)
+    chosen[ties[: count - np.count_nonzero(chosen)]] = True
+    return chosen
+
+
+def largest(values: NDArray[Any], count: int) -> Index:
+    """Return indices of the ``count`` largest values [n], sorted; ties to the lower index. All where
+    there are fewer."""
+    return np.flatnonzero(_among_largest(values, count))
+
+
+def _smallest(values: NDArray[Any], count: int) -> Index:
+    """Return indices of the ``count`` smallest, sorted; ties to the higher index, so that the largest
+    are what is left."""
+    return np.flatnonzero(~_among_largest(values, len(values) - count))
+
+
+def _magnitudes(values: NDArray[Any]) -> Reals:
+    sizes: Reals = np.abs(values.reshape(-1))
+    return sizes
+
+
+# The first mask
+
+
+def random_mask(manifest: Manifest, counts: Mapping[str, int], seed: int) -> ElementMask:
+    """``counts[name]`` positions of every maskable tensor, uniform; the same on every machine and numpy version.
+
+    One generator gives every weight a 64-bit key, tensors in manifest order; the smallest keys of each are kept. Keys
+    are PCG64's raw stream, which numpy promises never to change (see ``manifest.initial_values``).
+    """
+    key = hashlib.sha256(f"elements|{seed}".encode()).digest()
+    generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
+    return ElementMask(
+        {
+            spec.name: _among_largest(~generator.random_raw(spec.size), counts[spec.name]).reshape(spec.shape)
+            for spec in manifest.maskable
+        }
+    )
+
+
+def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, int]) -> ElementMask:
+    """Return the ``counts[name]`` largest |weights| of every maskable tensor (the FedDST code's first mask)."""
+    return ElementMask(
+        {
+            spec.name: _among_largest(_magnitudes(tensors[spec.name]), counts[spec.name]).reshape(spec.shape)
+            for spec in manifest.maskable
+        }
+    )
+
+
+# When a device re-adjusts
+
+
+def interval(given: int | Literal["auto"], usual: int, length: int, share: float = 1.0) -> int:
+    """Return after how many rounds or epochs weights are replaced; 0: never.
+
+    given: as the settings say; auto: the ``usual`` number, but at most half of ``length``, the rounds or epochs of the
+    whole run, so that a short one replaces weights, too. share: of the run that a number is meant for; a shortened run
+    shortens it alike, to no less than 1.
+    """
+    if given == "auto":
+        return min(usual, max(1, length // 2))
+    return given and max(1, round(given * share))
+
+
+def shortening(rounds: int, of_rounds: int) -> float:
+    """Return the share that ``rounds`` are of a run of ``of_rounds``, at most 1; 0: this is that run."""
+    return min(1.0, rounds / of_rounds) if of_rounds else 1.0
+
+
+def device_interval(given: int | Literal["auto"], of_rounds: int, rounds: int, expected: int) -> int:
+    """Return ΔT, a device's own epochs between replacements, of ``expected`` in all, T_c, in so many rounds."""
+    return interval(given, USUAL_INTERVAL, expected, shortening(rounds, of_rounds))
+
+
+def prunefl_interval(given: int | Literal["auto"], rounds: int) -> int:
+    """Return PruneFL's rounds between those that replace weights; 0: none does. The paper's are 50."""
+    return interval(given, 50, rounds)
+
+
+def over_pruning(time: float, end: float, alpha: float) -> float:
+    """sigma(t), the share of a layer's weights dropped beyond its sparsity before as many are revived, in [0, alpha].
+
+    A cosine from ``alpha`` at time 0 to 0 at ``end``, and 0 from there on. Times in local epochs.
+    """
+    return alpha / 2 * (1 + math.cos(math.pi * time / end)) if time < end else 0.0
+
+
+def adjustment_steps(
+    before: int, epochs: int, batches: int, interval: int, end: int, at: At = "penultimate"
+) -> list[tuple[int, int]]:
+    """Return the times at which a device re-adjusts in a round: (batches trained by then, nominal time t in local
+    epochs), in order.
+
+    before: local epochs of this device in earlier rounds, e_c. epochs, E, of ``batches`` batches each. It is due after
+    every epoch at which e_c + e is a multiple of ``interval`` and below ``end``.
+
+    Weights revived after the last batch would be sent as the zeros they begin with, and lose every comparison at the
+    coordinator. So ``penultimate`` moves what is due then one epoch forward, keeping its t, or into the middle of the
+    only epoch (with a single batch there is no earlier time). Where that one re-adjusts too, at an interval of 1, they
+    are one re-adjustment, at the later t: the second would undo the first without a step between them. ``end`` leaves
+    it at the end.
+    """
+    times: dict[int, int] = {}
+    for epoch in range(1, epochs + 1):
+        time = before + epoch
+        if time % interval or time >= end:
+            continue
+        step = epoch * batches
+        if epoch == epochs and at == "penultimate":
+            step = step - batches if epochs > 1 else math.ceil(batches / 2)
+        times[step] = time
+    return list(times.items())
+
+
+# What a device drops and revives
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """A layer with weights dropped.
+
+    ``exists`` bool [n]: what is left. Dropped are ``guided``, for moving against the direction (K_guided), and
+    ``magnitude``, for being small (K_mag): flat positions, sorted, none in both.
+    """
+
+    exists: Flags
+    guided: Index
+    magnitude: Index
+
+
+def prune(
+    weights: Reals,
+    moved: Reals,
+    exists: Flags,
+    directions: Directions,
+    *,
+    left: int,
+    share: float,
+    basis: Basis = "total",
+) -> Pruned:
+    """Drop the weights of one layer beyond ``left`` (FedSGC, Eq. 1-2). All arrays are flat [n] and stay as they are.
+
+    moved: the local pseudo-gradient, local minus received. left: how many shall exist afterwards, D_l; nothing happens
+    where no more do. A ``share``, lambda, of the layer's zeros afterwards (``total``, as the paper prints it) or of
+    the weights to drop (``moved``) is dropped from those that moved against their direction, smallest first, as far as
+    there are any; the others are the smallest of all. Without directions, or with a share of 0, this is pruning by
+    magnitude.
+    """
+    active = np.flatnonzero(exists)
+    surplus = max(0, len(active) - left)
+    sizes = _magnitudes(np.take(weights, active))
+    # A product with -1, 0 or 1 is exact, and negative only where both are there and differ in sign.
+    incongruent = np.flatnonzero(np.take(moved, active) * np.take(directions, active) < 0)
+    quota = _floor(share * (len(exists) - left if basis == "total" else surplus))
+    chosen = incongruent[_smallest(np.take(sizes, incongruent), min(quota, surplus, len(incongruent)))]
+    others = np.delete(active, chosen)
+    guided = np.take(active, chosen)
+    magnitude = np.take(others, _smallest(np.delete(sizes, chosen), surplus - len(chosen)))
+    after = exists.copy()
+    after[guided] = False
+    after[magnitude] = False
+    return Pruned(after, guided, magnitude)
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """A layer with weights revived.
+
+    ``exists`` bool [n]. Revived are ``guided``, for a gradient that agrees with the direction, and ``magnitude``, for
+    a large one: flat positions, sorted, none in both. Those that ``prune`` has just dropped may be among them.
+    """
+
+    exists: Flags
+    guided: Index
+    magnitude: Index
+
+
+def grow(
+    gradient: Reals,
+    pruned: Pruned,
+    directions: Directions,
+    *,
+    count: int,
+    share: float,
+    candidates: Flags | None = None,
+) -> Grown:
+    """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). All arrays are flat [n].
+
+    gradient: of the loss with respect to the whole layer, taken before pruning. A ``share``, lambda, of what is
+    missing goes to weights whose descent, -gradient, agrees with their direction, largest gradients first, as far as
+    there are any; the rest to the largest gradients whatever their sign.
+
+    candidates: bool [n], the positions to choose from where exploration is limited; all by default. If too few of them
+    are free, other free positions follow, and those of ``pruned.guided`` when nothing else is left, both by |gradient|;
+    all these count as ``magnitude``.
+    """
+    sizes = _magnitudes(gradient)
+    missing = max(0, count - int(np.count_nonzero(pruned.exists)))
+    free = ~pruned.exists
+    free[pruned.guided] = False
+    allowed = free if candidates is None else free & candidates
+
+    congruent = np.flatnonzero((gradient * directions < 0) & allowed)
+    guided = np.take(congruent, largest(np.take(sizes, congruent), _floor(share * missing)))
+    exists = pruned.exists.copy()
+    exists[guided] = True
+    missing -= len(guided)
+    before = exists.copy()
+    for pool in (allowed, free, ~pruned.exists):
+        if missing <= 0:
+            break
+        rest = pool & ~exists
+        wanted = min(missing, int(np.count_nonzero(rest)))
+        # Below every |gradient|, and faster than to gather the others.
+        exists |= _among_largest(np.where(rest, sizes, -1), wanted)
+        missing -= wanted
+    return Grown(exists, guided, np.flatnonzero(exists ^ before))
+
+
+# What the coordinator keeps
+
+
+def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) -> Flags:
+    """Return the ``count``, K_l, largest |values| among the positions in ``union``; all of them where there are no
+    more.
+
+    All arrays are flat [n]; returns bool [n]. weights: what each position's mean was taken over (Den, the contributors'
+    examples); among equal values more weight wins, then the lower index (FedSGC, section 4.10 of the method card).
+    """
+    index = np.flatnonzero(union)
+    if len(index) <= count:
+        return union.copy()
+    kept = np.zeros(len(union), dtype=bool)
+    if count > 0:
+        sizes = _magnitudes(np.take(values, index))
+        least = np.partition(sizes, len(index) - count)[len(index) - count]
+        above = np.compress(sizes > least, index)
+        ties = np.compress(sizes == least, index)
+        kept[above] = True
+        kept[ties[largest(np.take(weights, ties), count - len(above))]] = True
+    return kept
+
+
+# What devices vote for
+
+
+@dataclass(frozen=True)
+class Election:
+    """The vote about one tensor: how many weights are replaced, and among how many positions devices choose."""
+
+    seats: int
+    candidates: int
+
+
+def elections(
+    manifest: Manifest, counts: Mapping[str, int], share: float, candidates_per_seat: float
+) -> dict[str, Election]:
+    """Return the votes of a round, of tensors in manifest order; those of which nothing is replaced have none.
+
+    counts: K_l, what exists of each maskable tensor. Of them a ``share`` is replaced, floor(share·K_l), as far as there
+    are candidates: ``candidates_per_seat``, at least 1, for each, and no more than positions are free.
+    """
+    found = {}
+    for spec in manifest.maskable:
+        seats, free = _floor(share * counts[spec.name]), spec.size - counts[spec.name]
+        candidates = min(free, _floor(candidates_per_seat * seats))
+        if candidates:
+            found[spec.name] = Election(min(seats, candidates), candidates)
+    return found
+
+
+def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int, round_number: int) -> dict[str, Index]:
+    """Return the candidates of each vote: sorted flat positions where nothing exists, drawn uniformly.
+
+    They follow from ``seed`` and round, by PCG64's raw stream as in ``random_mask``, so that nobody sends them.
+    """
+    key = hashlib.sha256(f"candidates|{seed}|{round_number}".encode()).digest()
+    generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
+    drawn = {}
+    for name, vote in votes.items():
+        free = np.flatnonzero(~mask.exists[name].reshape(-1))
+        drawn[name] = free[largest(~generator.random_raw(len(free)), vote.candidates)]
+    return drawn
+
+
+def ballot(gradient: Reals, seats: int) -> Directions:
+    """Return a device's votes for candidates of which it has the gradient [n]: the signs of the ``seats`` largest,
+    int8 [n], 0 for the others. Ties: the lower index."""
+    votes = np.zeros(len(gradient), dtype=np.int8)
+    chosen = largest(np.abs(gradient), seats)
+    votes[chosen] = np.sign(np.take(gradient, chosen))
+    return votes
+
+
+def elect(tally: Reals, seats: int) -> Index:
+    """Return the elected candidates, sorted: the ``seats`` largest |tally| [n] that are not 0. Ties: the lower index.
+
+    tally: Σ_c n_c v_c, with v_c the ``ballot`` of device c. Votes of one sign add up, of both they cancel out.
+    """
+    sizes = np.abs(tally)
+    return largest(sizes, min(seats, int(np.count_nonzero(sizes))))
+
+
+# Choices over the whole network
+
+
+def weight_budget(manifest: Manifest, density: float) -> int:
+    """K = floor(density * n_w) weights for the whole network, and no fewer than one for every tensor."""
+    return max(len(manifest.maskable), _floor(density * sum(spec.size for spec in manifest.maskable)))
+
+
+def readjust(
+    manifest: Manifest,
+    weights: Mapping[str, Reals],
+    importance: Mapping[str, Reals],
+    mask: ElementMask,
+    *,
+    density: float,
+    share: float,
+    fixed_cost: float,
+) -> ElementMask:
+    """``keep_by_gain`` with FLOPs for seconds, so that every machine chooses the same.
+
+    A weight costs what training a sample with it does, t_l = 6 * positions of its layer (``flops``). fixed_cost: t_0,
+    as a share of what the dense network costs.
+    """
+    multiplying = [layer for layer in manifest.layers if layer.kind in MULTIPLYING]
+    cost = {
+        spec.name: 6.0 * sum(layer.positions for layer in multiplying if spec.name in layer.tensors)
+        for spec in manifest.maskable
+    }
+    dense = sum(cost[spec.name] * spec.size for spec in manifest.maskable)
+    count = weight_budget(manifest, density)
+    return keep_by_gain(weights, importance, mask, cost, fixed_cost=fixed_cost * dense, share=share, count=count)
+
+
+def keep_by_gain(
+    weights: Mapping[str, Reals],
+    importance: Mapping[str, Reals],
+    mask: ElementMask,
+    cost: Mapping[str, float],
+    *,
+    fixed_cost: float,
+    share: float,
+    count: int,
+) -> ElementMask:
+    """PruneFL's next mask: weights that are worth their time, at most ``count`` of them.
+
+    weights, importance: name -> array of the tensor's shape, for every tensor of ``mask``; importance is the mean
+    squared gradient, g2. cost: name -> seconds that one weight of the tensor adds to a round, t_l, above 0. fixed_cost:
+    seconds that a round takes anyway, t_0. share: rho, of each tensor's existing weights the smallest that may go; the
+    others are fixed, per tensor as in PruneFL's code, since weights of different layers differ in scale.
+
+    All weights that are not fixed follow by g2 / t_l, largest first (ties: order of the tensors, lower index), while
+    that exceeds the sum of g2 over the seconds of all taken so far. A tensor without any fixed weight keeps the
+    one of the largest g2, as if fixed: without it the network would be dead. If already these are too many,
+    the ``count`` largest |weights| of them are kept, but at least one of every tensor.
+    """
+    names = list(mask.exists)
+    sizes = [_magnitudes(weights[name]) for name in names]
+    gains = [importance[name].reshape(-1).astype(np.float64) for name in names]
+    fixed = [_fixed(size, gain, mask.index[name], share) for name, size, gain in zip(names, sizes, gains, strict=True)]
+    room = count - sum(int(np.count_nonzero(flags)) for flags in fixed)
+    if room <= 0:
+        order = [np.where(flags, size, -1) for flags, size in zip(fixed, sizes, strict=True)]
+        return _mask_like(mask.exists, _largest_of_all(order, count))
+
+    gain = np.concatenate(gains)
+    seconds = np.repeat([float(cost[name]) for name in names], [len(part) for part in gains])
+    kept = np.concatenate(fixed)
+    total_gain = float(np.compress(kept, gain).sum())
+    total_seconds = fixed_cost + sum(
+        float(cost[name]) * np.count_nonzero(flags) for name, flags in zip(names, fixed, strict=True)
+    )
+    rest = np.flatnonzero(~kept)
+    rate = np.take(gain, rest) / np.take(seconds, rest)
+    best = largest(rate, room)
+    best = best[np.argsort(-rate[best], kind="stable")]
+    chosen = rest[best]
+    gain_before = np.cumsum(np.concatenate(([total_gain], gain[chosen])))[:-1]
+    seconds_before = np.cumsum(np.concatenate(([total_seconds], seconds[chosen])))[:-1]
+    worth = np.logical_and.accumulate(rate[best] > gain_before / seconds_before)
+    kept[np.compress(worth, chosen)] = True
+    return _mask_like(mask.exists, kept)
+
+
+def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
+    """Return the flags of values that one tensor keeps in any case."""
+    flags = np.zeros(len(sizes), dtype=bool)
+    flags[active[largest(np.take(sizes, active), len(active) - _floor(share * len(active)))]] = True
+    if not flags.any():
+        flags[np.argmax(gains)] = True
+    return flags
+
+
+def keep_by_score(scores: Mapping[str, Reals], count: int) -> ElementMask:
+    """Return the ``count`` largest scores over all tensors (GraSP); ties: order of the tensors, lower index.
+
+    scores: name of every maskable tensor, in manifest order -> array of its shape. A tensor that would get nothing
+    keeps its largest, in place of the smallest that others have to spare: without one weight in every layer nothing
+    reaches the output. So one per tensor is the least that is kept.
+    """
+    return _mask_like(scores, _largest_of_all([part.reshape(-1) for part in scores.values()], count))
+
+
+def _largest_of_all(parts: Sequence[NDArray[Any]], count: int) -> Flags:
+    """Return the ``count`` largest over all parts, and at least one of each: flags of the parts one after the other."""
+    kept = np.concatenate([_among_largest(part, 1) for part in parts])
+    rest = np.flatnonzero(~kept)
+    kept[rest[largest(np.take(np.concatenate(parts), rest), count - len(parts))]] = True
+    return kept
+
+
+def _mask_like(shapes: Mapping[str, NDArray[Any]], flags: Flags) -> ElementMask:
+    exists = {}
+    start = 0
+    for name, like in shapes.items():
+        exists[name] = flags[start : start + like.size].reshape(like.shape)
+        start += like.size
+    return ElementMask(exists)
