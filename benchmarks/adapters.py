@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.training import FOLDER
 from sparrow.benchmarks.zoo import torchvision
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation.simulate import simulate
 
 CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 32, 64, 2, 4
 RANK = 2

@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from edge_sdk.simulation.result import Result
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task, load_task
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
@@ -38,6 +36,8 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.masks import pack
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation.result import Result
+from sparrow.simulation.simulate import simulate
 
 ROWS = Path("docs/results/clipping.jsonl")
 DEVICES = 10

@@ -36,13 +36,13 @@ from edge_sdk.engines.optimiser import Rule
 from edge_sdk.engines.training import EVERYTHING, Part
 from edge_sdk.publish import publish
 from edge_sdk.publishing.step import compile_step
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from sparrow.benchmarks import steps
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.steps import LEARNING_RATE, Setting, Step
 from sparrow.benchmarks.training import FOLDER, Row, alternate
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 MODELS = ("mnist:small", "mnist:leaf", "cifar10:fedspu", "har:small")
 BATCHES = (32, 128)

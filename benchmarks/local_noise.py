@@ -32,9 +32,6 @@ from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process
-from edge_sdk.simulation.fleet import MEMORY, run_fleet
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import Seeded, Task, as_arrays
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.digits import load
@@ -44,6 +41,9 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Tensors
+from sparrow.simulation import in_process
+from sparrow.simulation.fleet import MEMORY, run_fleet
+from sparrow.simulation.host import Plan
 
 FOLDER = Path("docs/results")
 DEVICES, ROUNDS = 20, 10

@@ -26,8 +26,6 @@ from edge_sdk.engines import EngineName
 from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.publish import load_to_publish, publish
 from edge_sdk.reading.errors import DataError
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import OWN, Task, load_task
 from edge_sdk.tasks import own as own_files
 from edge_sdk.tasks.compute import USUAL, Compute
@@ -54,6 +52,8 @@ from sparrow.protocol.messages import (
     UpdateReport,
 )
 from sparrow.protocol.settings import AUTO
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 FEDERATION = "trial"
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
 from sparrow.benchmarks import server
 from sparrow.benchmarks.markdown import markdown_table
@@ -31,6 +30,7 @@ from sparrow.benchmarks.peers.install import PEERS, PYTHON, ROOT
 from sparrow.benchmarks.peers.memory import measure as measure_command
 from sparrow.benchmarks.training import FOLDER
 from sparrow.protocol.secure.groups import Sharing, choose_sharing
+from sparrow.simulation.simulate import simulate
 
 DEVICES, ROUNDS, TURNS = 20, 3, 3
 COLLUDERS, DROPOUTS = 1, 0.3

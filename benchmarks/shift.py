@@ -37,7 +37,6 @@ from edge_sdk.engines import Engine, EngineName
 from edge_sdk.engines.onnx import Sessions
 from edge_sdk.engines.training import LocalResult, TrainingDiverged
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.compute import PROCESSOR
 from edge_sdk.training.engine import TorchEngine
@@ -49,6 +48,7 @@ from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack
 from sparrow.protocol.messages import Assignment, FederationInfo, Kind
+from sparrow.simulation.host import Plan
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from edge_sdk.publish import publish
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from sparrow.benchmarks.server import coordinator
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 
 def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int = 50) -> dict[str, float]:

@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
+from sparrow.simulation.simulate import simulate
 
 
 class Tuned(nn.Module):

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
+from sparrow.simulation.simulate import simulate
 
 
 class Text(nn.Module):  # causal convolutions

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from edge_sdk.errors import SdkError
     from edge_sdk.join import join
     from edge_sdk.publish import publish
-    from edge_sdk.simulation.simulate import simulate
     from edge_sdk.tasks import Seeded, Task
     from sparrow.client import Client
+    from sparrow.simulation.simulate import simulate
 
 __all__ = ["Client", "DeviceProgress", "SdkError", "Seeded", "Task", "join", "publish", "simulate"]
 
@@ -28,7 +28,7 @@ _MODULES = {
     "Task": "edge_sdk.tasks",
     "join": "edge_sdk.join",
     "publish": "edge_sdk.publish",
-    "simulate": "edge_sdk.simulation.simulate",
+    "simulate": "sparrow.simulation.simulate",
 }
 
 

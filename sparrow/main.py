@@ -70,7 +70,7 @@ COMMANDS = {
     "data": Source("sparrow.data", "look at a file of samples before it is used", "device"),
     "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
     "trust": Source("sparrow.trust", "accept another publisher of a model", "device"),
-    "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
+    "fleet": Source("sparrow.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
     "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),

@@ -20,7 +20,6 @@ from edge_sdk.device.state import Reference
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
 from edge_sdk.methods import load_method
-from edge_sdk.simulation.host import Plan, Stepped
 from edge_sdk.tasks import as_arrays
 from edge_sdk.training.engine import TorchEngine
 from sparrow.benchmarks.analysis.looking import Look, StoredState, look, read_folder
@@ -30,6 +29,7 @@ from sparrow.benchmarks.rows import Analysis
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.messages import Kind
+from sparrow.simulation.host import Plan, Stepped
 
 
 @contextmanager

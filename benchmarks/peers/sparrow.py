@@ -47,7 +47,7 @@ def _application(folder: Path) -> Any:
 
 def _load(data: Path) -> tuple[Any, Any]:
     """Load the samples, train and test, and all imports."""
-    importlib.import_module("edge_sdk.simulation.fleet")
+    importlib.import_module("sparrow.simulation.fleet")
     return peers.read(data, "train"), peers.read(data, "test")
 
 
@@ -58,13 +58,13 @@ def _run(
 
     from edge_sdk.device.transport import Transport
     from edge_sdk.publish import publish
-    from edge_sdk.simulation import in_process
-    from edge_sdk.simulation.fleet import connect_to, run_fleet
-    from edge_sdk.simulation.host import Plan, Stepped
     from edge_sdk.tasks import Seeded, Task
     from edge_sdk.tasks.loading import Chosen, Scale, classification
     from edge_sdk.tasks.public import MODELS
     from sparrow.protocol.messages import FederationInfo, Kind
+    from sparrow.simulation import in_process
+    from sparrow.simulation.fleet import connect_to, run_fleet
+    from sparrow.simulation.host import Plan, Stepped
 
     (images, targets), (test_images, test_targets) = ((part[:, None], classes) for part, classes in (train, test))
     shares = peers.deal(len(images), options.seed)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from edge_sdk.simulation import in_process
 from sparrow.command_line.command import WrongUsage
 from sparrow.coordinator.clock import KEEP_SECONDS, SteadyClock
 from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings, read_settings
+from sparrow.simulation import in_process
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,6 @@ from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.publishing.untraced import describe_whole
-from edge_sdk.simulation import in_process
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods.hetlora import AdapterSums, adapters
@@ -27,6 +25,8 @@ from sparrow.export.skeleton import fill
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import NeuronMask, pack
+from sparrow.simulation import in_process
+from sparrow.simulation.simulate import simulate
 
 pytestmark = pytest.mark.integration  # plays whole federations
 

@@ -20,11 +20,11 @@ from torch import nn
 from edge_sdk.device import state
 from edge_sdk.join import join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.export.source import read_source
+from sparrow.simulation import in_process as inprocess
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

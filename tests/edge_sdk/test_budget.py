@@ -24,9 +24,6 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -36,6 +33,9 @@ from sparrow.protocol.flops import training_flops
 from sparrow.protocol.messages import BudgetLimit, Phase
 from sparrow.protocol.neurons import first_neurons, narrowed
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 
 def federation(method="fedspu", **settings):

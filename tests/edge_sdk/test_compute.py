@@ -14,7 +14,6 @@ from edge_sdk import join, profile
 from edge_sdk.budget.preparation import fastest_compute
 from edge_sdk.errors import BadArgument
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.simulation import fleet, simulate
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -23,6 +22,7 @@ from edge_sdk.training.local import evaluate, train_locally
 from edge_sdk.training.rehearsal import TorchRehearsal
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import fleet, simulate
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 SERVER = ["--server", "http://127.0.0.1:9"]

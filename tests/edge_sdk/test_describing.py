@@ -20,7 +20,6 @@ from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.untraced import describe_whole
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Seeded, Task, build_seeded
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.main import create_app
@@ -30,6 +29,7 @@ from sparrow.protocol import checkpoint
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.flops import forward_flops
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
 
 from ..kinds import chosen
 

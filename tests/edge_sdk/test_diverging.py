@@ -17,13 +17,13 @@ from edge_sdk.engines.training import LOSS, Divergence, TrainingDiverged, Unsoun
 from edge_sdk.errors import NothingTrained
 from edge_sdk.join import join, report
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
 
 SETTINGS = FederationSettings(method="fedavg", learning_rate=0.25)
 

@@ -17,11 +17,11 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NothingTrained
 from edge_sdk.join import join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.failures import FAILURES
+from sparrow.simulation import in_process as inprocess
 
 pytestmark = pytest.mark.integration  # plays federations
 

@@ -22,7 +22,6 @@ from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedem import FEDEM, responsibilities
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import DigitsNet
@@ -41,6 +40,7 @@ from sparrow.protocol.masks import pack, unpack_whole
 from sparrow.protocol.messages import Assignment
 from sparrow.protocol.mixture import WEIGHTS, mixture_of, name_in
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process
 
 SAMPLES = 20
 DIGITS = load_builtin("digits")

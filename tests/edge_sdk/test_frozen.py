@@ -20,8 +20,6 @@ from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.modes import begin_training, frozen_names
 from edge_sdk.publishing.skeleton import make_skeleton
-from edge_sdk.simulation import in_process
-from edge_sdk.simulation.simulate import simulate
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -29,6 +27,8 @@ from sparrow.export.source import read_source
 from sparrow.protocol import checkpoint, values
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest
+from sparrow.simulation import in_process
+from sparrow.simulation.simulate import simulate
 
 pytestmark = pytest.mark.integration  # plays whole federations
 

@@ -13,11 +13,11 @@ from fastapi import FastAPI, Request, Response
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.messages import Enrol
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
 
 KEY = "k" * 32
 

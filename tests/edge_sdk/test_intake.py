@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task, as_arrays, count_examples, passes
 from edge_sdk.tasks.intake import Taken, suited, take_in
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -23,6 +22,7 @@ from sparrow.coordinator.settings import Settings
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
 from sparrow.protocol.preparation import Targets
+from sparrow.simulation import in_process as inprocess
 
 INPUTS = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
 LABELS = np.arange(12) % 2

@@ -21,7 +21,6 @@ from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Graphs
 from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
@@ -32,6 +31,7 @@ from sparrow.protocol.errors import GraphError
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, Moved
+from sparrow.simulation import in_process
 
 from .hostile import changed
 

@@ -14,11 +14,11 @@ from torch import nn
 from edge_sdk.errors import BadArgument, NothingTrained, Refused
 from edge_sdk.join import FAILURES, join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import Task, load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation import in_process as inprocess
+from sparrow.simulation.host import Plan
 
 from ..kinds import chosen
 

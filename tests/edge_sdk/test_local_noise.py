@@ -23,7 +23,6 @@ from edge_sdk.device.watchdog import Paused
 from edge_sdk.engines.training import TrainingDiverged
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.digits import load
 from edge_sdk.training.engine import TorchEngine
@@ -37,6 +36,7 @@ from sparrow.protocol.manifest import Manifest, initial_values
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from sparrow.protocol.messages import Assignment, Kind, PauseReason
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process
 
 NEURONS = NeuronMask({"conv": np.array([0, 2]), "fc": np.array([1, 2, 5])})
 NOISE = LocalNoise(0.5, 2.0)

@@ -10,11 +10,11 @@ from torch import nn
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.metrics import METRICS
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation import in_process
 
 pytestmark = pytest.mark.integration  # plays whole federations
 

@@ -12,11 +12,11 @@ from torch import nn
 from edge_sdk.device.validation import digest_of
 from edge_sdk.join import join
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation import in_process as inprocess
 
 INPUTS = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
 LABELS = (INPUTS[:, 0] > 0).astype(np.int64)

@@ -25,7 +25,6 @@ from edge_sdk.budget.preparation import DoesNotFit, Preparation
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.loading import EVALUATION_BATCH
 from edge_sdk.training.rehearsal import HEAP
 from sparrow.command_line.exits import Exit
@@ -34,6 +33,7 @@ from sparrow.coordinator.settings import Settings
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.messages import BudgetLimit
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

@@ -15,11 +15,11 @@ from edge_sdk.errors import BadArgument, DifferentFederation, Refused
 from edge_sdk.join import join
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.manifest import Manifest
+from sparrow.simulation import in_process as inprocess
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

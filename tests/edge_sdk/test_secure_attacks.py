@@ -18,7 +18,6 @@ from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.methods import Update
 from edge_sdk.publishing.signing import Publisher
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.fleet import federations
 from sparrow.coordinator.main import create_app
@@ -28,6 +27,7 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 from sparrow.protocol.secure.pads import BadSecret
+from sparrow.simulation import in_process
 
 from .hostile import Lying, changed
 

@@ -7,9 +7,9 @@ import asyncio
 import httpx
 import pytest
 
-from edge_sdk.simulation.simulate import simulate
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation.simulate import simulate
 
 from ..kinds import METHODS as KINDS
 from ..kinds import chosen

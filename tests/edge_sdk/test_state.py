@@ -16,13 +16,13 @@ from edge_sdk.device.state import Pending, Progress, Reference, StateFolder, Tot
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import StateError
 from edge_sdk.publish import publish
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Manifest, initial_values
 from sparrow.protocol.messages import Kind, Phase, UploadCost
+from sparrow.simulation import in_process as inprocess
 
 from ..power import watching
 

@@ -17,7 +17,7 @@ WITHOUT_TORCH = """
 import runpy, sys
 sys.modules["torch"] = None  # what import makes of a package that is not there
 command = sys.argv.pop(1)
-module = "edge_sdk.simulation.simulate" if command == "fleet" else f"edge_sdk.{command}"
+module = "sparrow.simulation.simulate" if command == "fleet" else f"edge_sdk.{command}"
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 

@@ -21,7 +21,6 @@ from edge_sdk.device.trust import accept
 from edge_sdk.errors import BadArgument, WrongSettings
 from edge_sdk.publishing import step
 from edge_sdk.publishing.signing import Publisher
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
@@ -32,6 +31,7 @@ from sparrow.protocol.messages import FederationInfo
 from sparrow.protocol.publication import Terms
 from sparrow.protocol.ranges import read_ranges
 from sparrow.protocol.signatures import BadPublication, Publication
+from sparrow.simulation import in_process
 
 from .hostile import Lying, changed
 

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import sparrow
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.errors import BadArgument, Damaged, FederationDeleted, NotFound, Refused, Unreachable, WrongSettings
-from edge_sdk.simulation.in_process import ADDRESS, running
 from edge_sdk.tasks import load_task
 from sparrow import SdkError, Seeded, Task, join, publish, simulate
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation.in_process import ADDRESS, running
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

@@ -264,7 +264,7 @@ for line in sys.stdin:
     print(pid, flush=True)
 """
 
-OF_DEVICES = ("edge_sdk.simulation.simulate", "edge_sdk.join", "edge_sdk.tasks.digits", "edge_sdk.device.transport")
+OF_DEVICES = ("sparrow.simulation.simulate", "edge_sdk.join", "edge_sdk.tasks.digits", "edge_sdk.device.transport")
 """What the nursery of devices has loaded."""
 
 OF_COORDINATORS = tuple(f"sparrow.coordinator.{name}" for name in ("commands.serve", "main", "api.connections"))
@@ -401,7 +401,7 @@ class Devices:
         arguments = [*where, "--wait", "60", "--quiet", *more]
         nursery, log = self._nursery(), self._log("fleet")
         return self._known(
-            nursery.start("fleet", arguments, log, program="edge_sdk.simulation.simulate", resumed=resumed)
+            nursery.start("fleet", arguments, log, program="sparrow.simulation.simulate", resumed=resumed)
         )
 
     def onnx(self, name: str) -> Path:

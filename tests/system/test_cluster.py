@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from edge_sdk.errors import SdkError
-from edge_sdk.simulation import cluster, simulate
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from sparrow.command_line.exits import Exit
+from sparrow.simulation import cluster, simulate
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 from .conftest import Coordinator, Machine, environment, wait_until
 
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def go(server: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "edge_sdk.simulation.simulate", "--ray", "local", "--workers", "2"]
+        command = [sys.executable, "-m", "sparrow.simulation.simulate", "--ray", "local", "--workers", "2"]
         command += ["--server", server, "--federation", "digits", "--devices", str(DEVICES), "--budgets", "0.4,1"]
         process = subprocess.Popen(
             [*command, "--state-dir", str(tmp_path / "state"), "--wait", "30", *more],

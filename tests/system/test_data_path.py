@@ -14,7 +14,6 @@ from torch import nn
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.publish import load_to_publish, publish
-from edge_sdk.simulation import in_process
 from edge_sdk.tasks import Task, own
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.coordinator.main import create_app
@@ -25,6 +24,7 @@ from sparrow.export.preparation import PREFIX
 from sparrow.export.samples import read_raw_samples
 from sparrow.export.source import read_source
 from sparrow.protocol import personal
+from sparrow.simulation import in_process
 
 MARGIN = 1e-4
 """Difference between the two best scores below which rounding may decide."""

@@ -19,15 +19,15 @@ import pytest
 from edge_sdk.errors import BadArgument, Refused, StateError
 from edge_sdk.publish import publish
 from edge_sdk.reading.errors import DataError
-from edge_sdk.simulation import fleet
-from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.simulation.fleet import run_fleet
-from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
 from sparrow.protocol.messages import FederationStatus, Kind
+from sparrow.simulation import fleet
+from sparrow.simulation import in_process as inprocess
+from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.host import Plan
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
 from .proxy import Exchange, Fault, Proxy, Trouble
@@ -61,7 +61,7 @@ class Fleets:
 
     def __call__(self, server: str, *more: str, name: str = "fleet", without: str = "") -> subprocess.Popen[bytes]:
         """without: a package that cannot be imported."""
-        script = "import sys; sys.modules[sys.argv.pop(1)] = None; from edge_sdk.simulation.simulate import main"
+        script = "import sys; sys.modules[sys.argv.pop(1)] = None; from sparrow.simulation.simulate import main"
         command = [
             sys.executable,
             *("-P", "-c", f"{script}; sys.exit(main())", without),
@@ -233,7 +233,7 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
     """Machines that simulate a part each: ``indices`` says which."""
     coordinator.create(NAME, **SETTINGS)
     script = (
-        "import sys; from edge_sdk.simulation.fleet import run_fleet; from edge_sdk.simulation.host import Plan; "
+        "import sys; from sparrow.simulation.fleet import run_fleet; from sparrow.simulation.host import Plan; "
         f"run_fleet(sys.argv[1], Plan({NAME!r}, {DEVICES}, budgets={BUDGETS}), processes=1, in_memory=True, "
         f"indices=range(3), quiet=True, patience_seconds=30)"
     )

@@ -14,12 +14,12 @@ import uvicorn
 from edge_sdk import join, publish
 from edge_sdk.device.transport import Transport, connect
 from edge_sdk.errors import TooManyRequests, Unreachable
-from edge_sdk.simulation import simulate
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.tls import BadCertificate, Tls
+from sparrow.simulation import simulate
 
 from .conftest import wait_until
 

@@ -14,10 +14,10 @@ from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import Refused, TokenExpired
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation import in_process as inprocess
 
 ALWAYS = 1e-9
 TOKENS = {

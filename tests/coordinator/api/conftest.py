@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from edge_sdk.simulation import in_process as inprocess
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.simulation import in_process as inprocess
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import pytest
 
-from edge_sdk.simulation import in_process
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import bundle, checkpoint
@@ -36,6 +35,7 @@ from sparrow.protocol.parts import Expected, all_maskable
 from sparrow.protocol.quantization import quantise, row_lengths
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import layer_counts, random_mask
+from sparrow.simulation import in_process
 
 from .test_contract import ask, enrol, open_app, published, put, settings_of  # noqa: F401 (two are fixtures)
 

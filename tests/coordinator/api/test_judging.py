@@ -10,7 +10,6 @@ import onnxruntime
 import psutil
 import pytest
 
-from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load_images
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate
@@ -18,6 +17,7 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import checkpoint
 from sparrow.protocol.builtin import load_builtin
+from sparrow.simulation import in_process as inprocess
 
 SHAPE = load_builtin("digits").manifest.input_shape
 PATH = "/v1/federations/default/model/evaluation"

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edge_sdk.simulation import in_process as inprocess
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.messages import Assignment, Phase, UploadCost
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process as inprocess
 
 MANIFEST = load_builtin("digits").manifest
 OPEN = "/v1/federations/default/assignments"

@@ -11,9 +11,9 @@ from typing import Any
 
 from edge_sdk.engines import EngineName
 from edge_sdk.errors import BadArgument
-from edge_sdk.simulation.host import Stepped
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.messages import JUDGING, DeviceReport, FederationStatus, Kind, RoundRecord
+from sparrow.simulation.host import Stepped
 
 __all__ = ["Ended", "Result"]
 

@@ -36,11 +36,6 @@ from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
-from edge_sdk.simulation import in_process
-from edge_sdk.simulation.cluster import run_on_ray
-from edge_sdk.simulation.fleet import connect_to, run_fleet
-from edge_sdk.simulation.host import Plan
-from edge_sdk.simulation.result import Result, installed
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line.command import Command, Parser, WrongUsage
@@ -48,6 +43,11 @@ from sparrow.command_line.options import add_help_settings, add_json, add_server
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 from sparrow.protocol import tls
 from sparrow.protocol.settings import FederationSettings
+from sparrow.simulation import in_process
+from sparrow.simulation.cluster import run_on_ray
+from sparrow.simulation.fleet import connect_to, run_fleet
+from sparrow.simulation.host import Plan
+from sparrow.simulation.result import Result, installed
 
 
 @translated()
