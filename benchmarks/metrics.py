@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edge_sdk.methods import Evaluated
-from sparrow.coordinator.reports.records import bottom_decile
+from sparrow.coordinator.reports.summary import bottom_decile
 from sparrow.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
 
 

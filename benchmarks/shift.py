@@ -48,6 +48,7 @@ from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack
 from sparrow.protocol.messages import Assignment, FederationInfo, Kind
+from sparrow.protocol.parts import expected
 from sparrow.simulation.host import Plan
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             task = task.on(plan.compute)
             engine = TorchEngine(task, manifest)
         _train_once(engine, trained)
+        parts = expected(load_method(info.method).payload_parts, manifest, {})
         job = Job(
             assignment=Assignment(
                 assignment_id="judging",
@@ -182,7 +184,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[Dat
             task=task,
             engine=engine,
             state=DeviceState(None if progress.adapted else personal, progress.memory, own),
-            received=None if body is None else bundle.decode(body, manifest),
+            received=None if body is None else bundle.decode(body, manifest, parts=parts),
             federation=info.name,
             device=plan.name(index),
         )

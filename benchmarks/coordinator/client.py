@@ -17,11 +17,13 @@ import numpy as np
 
 from edge_sdk.device.transport import Transport, connect
 from edge_sdk.errors import FederationOver
+from edge_sdk.methods import load_method
 from sparrow.protocol import bundle
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Assignment, Enrol, Kind, UpdateReport
 from sparrow.protocol.neurons import mask_digest
+from sparrow.protocol.parts import expected
 
 WAIT_SECONDS = 30.0
 EXAMPLES = 100
@@ -56,7 +58,9 @@ class Device:
         self._transport.token = self._token
         assert assignment.payload is not None, "training starts from what the coordinator sends"
         body = self._transport.payload(assignment.assignment_id, assignment.payload)
-        received = bundle.decode(body, self._manifest, self._mask)
+        declared = load_method(assignment.settings.method).payload_parts
+        parts = expected(declared, self._manifest, assignment.plan)
+        received = bundle.decode(body, self._manifest, self._mask, parts=parts)
         if isinstance(received.mask, ElementMask) and received.mask is not self._mask:
             self._mask, self._digest = received.mask, mask_digest(self._manifest, received.mask)
         report = UpdateReport(num_examples=EXAMPLES, steps=1, train_loss=1.0)

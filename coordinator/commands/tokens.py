@@ -31,7 +31,7 @@ from sparrow.coordinator.errors import NoRecords, NotFound
 from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, new_token
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.reports.records import iso
+from sparrow.coordinator.reports.summary import iso
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.database import WRITING, open_database
 from sparrow.coordinator.storage.failing import database_errors

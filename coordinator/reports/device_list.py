@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, undefer
 from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.reports.records import iso
+from sparrow.coordinator.reports.summary import iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS
 from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
 from sparrow.coordinator.rounds.secure import PHASES

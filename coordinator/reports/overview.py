@@ -18,7 +18,8 @@ from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.reports.device_list import DeviceLists
 from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.reports.records import Records, iso
+from sparrow.coordinator.reports.records import Records
+from sparrow.coordinator.reports.summary import iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
 from sparrow.coordinator.rounds.candidates import smallest_budget
 from sparrow.coordinator.storage.store import Store

@@ -8,7 +8,7 @@ import json
 from sqlalchemy import insert, update
 
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.reports.records import summarise
+from sparrow.coordinator.reports.summary import summarise
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 BEGAN = 1_700_000_000.0

@@ -16,6 +16,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from edge_sdk.methods.fedsgc import FEDSGC
 from sparrow.coordinator.errors import Finished, NotFound, OperatorError, Unavailable
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.store import RECORDS_FILE
@@ -23,6 +24,7 @@ from sparrow.protocol import bundle
 from sparrow.protocol.manifest import GraphName
 from sparrow.protocol.messages import UpdateReport
 from sparrow.protocol.neurons import mask_digest
+from sparrow.protocol.parts import expected
 
 from ..conftest import Clock
 from .fakes import DIGITS, FakeDevice, LocalCoordinator
@@ -44,7 +46,8 @@ class Echo(FakeDevice):
         assignment = self.coordinator.dispatch.next_assignment(self.id, held).assignment
         if assignment is None or assignment.kind != "train":
             return None
-        received = bundle.decode(self.payload(assignment), DIGITS, self.mask)
+        parts = expected(FEDSGC.payload_parts, DIGITS, assignment.plan)
+        received = bundle.decode(self.payload(assignment), DIGITS, self.mask, parts=parts)
         self.mask = received.mask
         seed = hashlib.sha256(f"{self.name}|{assignment.round}".encode()).digest()
         moved = np.random.default_rng(list(seed)).random(len(received.values), np.float32)  # variances stay positive

@@ -11,7 +11,7 @@ from sqlalchemy import event, select, text, update
 from sparrow.coordinator.errors import NotFound, Unreadable
 from sparrow.coordinator.reports.device_list import DeviceQuery
 from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
-from sparrow.coordinator.reports.records import bottom_decile
+from sparrow.coordinator.reports.summary import bottom_decile
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol import bundle
 from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons

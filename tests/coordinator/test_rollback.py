@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from edge_sdk.methods import load_method
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import BadContent, DifferentFederation, NotFound, RoundClosed, WrongState
@@ -18,6 +19,7 @@ from sparrow.protocol import bundle, checkpoint
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import ChangeFederation
+from sparrow.protocol.parts import expected
 
 from .fakes import DIGITS, LocalCoordinator
 from .sessions import CoordinatorWithDevices
@@ -302,9 +304,10 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
         wire = session.transport
         wire.received.clear()
         assignment, _ = wire.assignment("f", 0, None, None, held[session])
-        received = bundle.decode(
-            wire.payload(assignment.assignment_id, assignment.payload), real.federations.manifest("f")
-        )
+        manifest = real.federations.manifest("f")
+        parts = expected(load_method(method).payload_parts, manifest, assignment.plan)
+        body = wire.payload(assignment.assignment_id, assignment.payload)
+        received = bundle.decode(body, manifest, parts=parts)
         if method == "pfedgate":
             assert received.mask is None or received.mask.on.all(), "what it holds was undone: it is sent the whole"
         assert np.isin(received.values, np.concatenate([each.ravel() for each in before.values()])).all()
