@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from pydantic import BaseModel
 from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
@@ -31,7 +30,7 @@ from sparrow.coordinator.errors import (
     WrongMediaType,
     callers_data,
 )
-from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
+from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     BUNDLE_KINDS,
@@ -45,16 +44,16 @@ from sparrow.coordinator.rounds.assignments import (
     weight_of,
 )
 from sparrow.coordinator.rounds.buffered import number_arrival
+from sparrow.coordinator.rounds.checking import check_form, check_mask, check_parts, check_values
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
-from sparrow.coordinator.rounds.intake import DecodedUpdates, fault_of_update
-from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_statement_of, masked_fault
-from sparrow.coordinator.rounds.sums import difference
+from sparrow.coordinator.rounds.intake import DecodedUpdates
+from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_statement_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 from sparrow.protocol import bundle
 from sparrow.protocol import messages as wire
 from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.masks import Mask, NeuronMask, count_values, same_mask
+from sparrow.protocol.masks import Mask, NeuronMask, count_values
 from sparrow.protocol.parts import expected
 
 log = logging.getLogger(__name__)
@@ -233,34 +232,13 @@ class Acceptance:
         report, decoded, chosen = self._check_update(federation, device, assignment, mask, sent)
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             self._check_stop(federation, assignment)
-        changed: dict[str, Any] = {}
+        changed = _changes_of(federation, device, assignment, report)
         keys: list[str] = []
         if assignment.kind in BUNDLE_KINDS:
-            # A device that trained holds the model's mask, though it has not said so: the mask must outlive the round.
-            mask = self._models.model(federation, assignment.model_version).mask
-            held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
+            held = self._mask_held_after(federation, assignment, chosen)
             if held is not None and held != device.mask:
                 changed["mask"] = held
-            keys = [update_key(federation.id, assignment.id, digest)]
-            self._store.blobs.write(keys[0], body, sent.file)
-            if (
-                decoded is not None and decoded.masked is None and self._store.shared is None
-            ):  # else another process may make the sums
-                self._decoded.put(keys[0], decoded)
-        if not device.holds_model and _leaves_model(federation, assignment):
-            changed["holds_model"] = True
-        if device.failure is not None and _mends(assignment, device.failure):
-            changed["failure"] = None
-        if device.refusals:
-            changed["refusals"] = 0
-        if isinstance(report, wire.UpdateReport) and report.status == "stopped":
-            changed |= {"status": "stopped", "stopped_round": assignment.round}
-        if isinstance(report, wire.UpdateReport):
-            changed["seconds"] = report.telemetry.download.seconds + report.telemetry.train.seconds
-        if isinstance(report, wire.Receipt) and (judged := report.personal or report.global_model) is not None:
-            changed["accuracy"] = judged.accuracy
-        if isinstance(report, wire.UpdateReport) and device.num_examples is None:
-            changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
+            keys = [self._keep(federation, assignment, sent, digest, decoded)]
         values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
         buffered = assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None
 
@@ -277,6 +255,24 @@ class Acceptance:
             return True
 
         return _Checked(federation.id, keys, write_down)
+
+    def _mask_held_after(self, federation: Federation, assignment: Assignment, chosen: NeuronMask | None) -> str | None:
+        """Return the digest of the mask that a device holds that trained, though it has not said so: the model's, or
+        the neurons that it has chosen. The mask must outlive the round."""
+        mask = self._models.model(federation, assignment.model_version).mask
+        if mask is not None:
+            return mask.digest
+        return self._models.keep_mask(federation, chosen) if chosen else None
+
+    def _keep(
+        self, federation: Federation, assignment: Assignment, sent: Sent, digest: str, decoded: bundle.Bundle | None
+    ) -> str:
+        """Write an update to the disk, and keep it in memory for the sums that this process makes; return its key."""
+        key = update_key(federation.id, assignment.id, digest)
+        self._store.blobs.write(key, sent.body, sent.file)
+        if decoded is not None and decoded.masked is None and self._store.shared is None:
+            self._decoded.put(key, decoded)
+        return key
 
     def _check_stop(self, federation: Federation, assignment: Assignment) -> None:
         """Raise BadContent unless a device may stop training for good with this assignment.
@@ -333,9 +329,9 @@ class Acceptance:
         if assignment.kind not in BUNDLE_KINDS:
             if assignment.kind in ANSWERS:
                 return self._check_answer(federation, device, assignment, sent), None, None
-            kind = wire.UpdateReport if assignment.kind == wire.Kind.personalise else wire.Receipt
+            form = wire.UpdateReport if assignment.kind == wire.Kind.personalise else wire.Receipt
             with callers_data():
-                return kind.model_validate_json(bytes(sent.body)), None, None
+                return form.model_validate_json(bytes(sent.body)), None, None
         manifest = self._models.manifest(federation)
         model = self._models.model(federation, assignment.model_version)
         method, plan = load_method(federation.method), assignment.plan or {}
@@ -343,56 +339,19 @@ class Acceptance:
         with callers_data():
             decoded = bundle.decode(sent.body, manifest, model.mask, parts=parts, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
-        settings = settings_of(federation)
-        secure = settings.secure and assignment.kind == wire.Kind.train
-        fault = masked_fault(manifest, settings, decoded) if secure else None
-        if fault is None and not secure and decoded.masked is not None:
-            fault = "masked values belong to secure federations"
-        if fault is not None:
-            raise BadContent(f"values: {fault}")
-        precision = settings.precision_of("up", wire.Kind(assignment.kind))
-        if decoded.precision != precision and not secure:
-            raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+        settings, kind = settings_of(federation), wire.Kind(assignment.kind)
         situation = Situation(manifest, settings, assignment.round, plan)
-        if assignment.kind == wire.Kind.prepare and decoded.mask is None:
-            raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
-        choice = method.active.choice(settings) if method.active else None
-        if choice is not None and assignment.ratio is not None:
-            held = mask if isinstance(mask, NeuronMask) else None
-            fault = choice.fault(held, decoded.mask, assignment.ratio, situation)
-            if fault is not None:
-                raise BadContent(f"mask: {fault}; fetch the assignment again")
-        elif not _fits_assignment(method, decoded.mask, mask):
-            if not isinstance(decoded.mask, method.masks.type):
-                raise BadContent(
-                    f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
-                )
-            method.masks.check(model, decoded.mask, situation)
-        wanted = {name: part.most for name, part in parts.items()}
-        if {name: len(numbers) for name, numbers in decoded.parts.items()} != wanted:
-            brings = " and ".join(f"{count} {name}" for name, count in wanted.items())
-            raise BadContent(f"an update of this round brings {brings} beside its values; update this SDK")
-        if secure:  # nobody can look at its values
+        check_form(decoded, kind, situation)
+        check_mask(decoded, assignment, mask, model, situation, device=device.name)
+        check_parts(decoded, parts)
+        if settings.secure and kind is wire.Kind.train:  # nobody can look at its values
             if assignment.status == "open":
                 with self._store.reading() as db:
                     check_statement_of(db, federation, assignment, device, report.secure)
             return report, decoded, None
-        fault = fault_of_update(manifest, decoded, model.tensors)
-        if fault is not None:
-            raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
-        limit = settings.update_norm_limit
-        if limit is not None:
-            if decoded.precision == "int8":
-                change = decoded.values.astype(np.float64)  # a difference already
-            else:
-                change = difference(manifest, model.tensors, decoded.values, decoded.mask)
-            norm = float(np.linalg.norm(change))
-            if norm > limit:
-                raise BadContent(
-                    f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
-                    f"hand the assignment back, or train with a lower learning rate or a clip"
-                )
-        chosen = decoded.mask if choice is not None and isinstance(decoded.mask, NeuronMask) else None
+        check_values(decoded, model, situation)
+        chooses = method.active is not None and method.active.choice(settings) is not None
+        chosen = decoded.mask if chooses and isinstance(decoded.mask, NeuronMask) else None
         return report, decoded, chosen
 
     def _check_answer(self, federation: Federation, device: Device, assignment: Assignment, sent: Sent) -> BaseModel:
@@ -405,12 +364,24 @@ class Acceptance:
         return answer
 
 
-def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
-    """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
-    optional = method.active.optional if method.active else None
-    if optional and isinstance(mask, NeuronMask) and isinstance(assigned, NeuronMask) and optional in assigned.active:
-        mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
-    return same_mask(mask, assigned)
+def _changes_of(federation: Federation, device: Device, assignment: Assignment, report: BaseModel) -> dict[str, Any]:
+    """Return what an accepted update or receipt changes of its device."""
+    changed: dict[str, Any] = {}
+    if not device.holds_model and _leaves_model(federation, assignment):
+        changed["holds_model"] = True
+    if device.failure is not None and _mends(assignment, device.failure):
+        changed["failure"] = None
+    if device.refusals:
+        changed["refusals"] = 0
+    if isinstance(report, wire.UpdateReport):
+        changed["seconds"] = report.telemetry.download.seconds + report.telemetry.train.seconds
+        if report.status == "stopped":
+            changed |= {"status": "stopped", "stopped_round": assignment.round}
+        if device.num_examples is None:
+            changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
+    if isinstance(report, wire.Receipt) and (judged := report.personal or report.global_model) is not None:
+        changed["accuracy"] = judged.accuracy
+    return changed
 
 
 def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:

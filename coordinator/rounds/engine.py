@@ -83,6 +83,7 @@ from sparrow.coordinator.rounds.skew import adjustment, note_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol import messages as wire
+from sparrow.protocol.settings import FederationSettings
 
 log = logging.getLogger(__name__)
 
@@ -321,18 +322,7 @@ class Rounds:
             there = drawable(db, federation, now)
             if not there and not going_on:
                 return Step.nothing
-            method = load_method(federation.method)
-            if method.prepares and federation.model_version == 0:
-                number, size, work = 0, 1, Work(wire.Kind.prepare)
-                failed = self._failed_to_prepare.setdefault(federation_id, set())
-                others = [device for device in there if device.id not in failed]
-                if not others:
-                    failed.clear()
-                there = others or there
-            else:
-                work = method.schedule.work(self._situation(db, federation, federation.round + 1))
-                work = replace(work, plan={**work.plan, **adjustment(db, federation)})
-                number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
+            number, size, work, able = self._next_work(db, federation, settings, there)
             more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
@@ -342,13 +332,28 @@ class Rounds:
             drawn = math.ceil(size * (1 + more) - ACCIDENT) - busy
             secure = settings.secure and work.kind is wire.Kind.train
             asked = replace(work, kind=wire.Kind.keys) if secure else work
-            count = self._hand_out(db, federation, current, asked, drawn, there)
+            count = self._hand_out(db, federation, current, asked, drawn, able)
             if secure:
                 self._secure.begin(db, federation, current, work.plan)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
             return Step.opened if settings.buffer is None else Step.moved
+
+    def _next_work(
+        self, db: Session, federation: Federation, settings: FederationSettings, there: Sequence[Drawable]
+    ) -> tuple[int, int, Work, Sequence[Drawable]]:
+        """Return the number of the next round, how many devices it is for, its work, and the devices to draw from."""
+        method = load_method(federation.method)
+        if method.prepares and federation.model_version == 0:
+            failed = self._failed_to_prepare.setdefault(federation.id, set())
+            others = [device for device in there if device.id not in failed]
+            if not others:
+                failed.clear()
+            return 0, 1, Work(wire.Kind.prepare), others or there
+        work = method.schedule.work(self._situation(db, federation, federation.round + 1))
+        work = replace(work, plan={**work.plan, **adjustment(db, federation)})
+        return federation.round + work.rounds, len(there) if work.everyone else settings.cohort, work, there
 
     @staticmethod
     def _goes_on(db: Session, federation: Federation) -> bool:
@@ -426,9 +431,8 @@ class Rounds:
         done = [member.id for member in cohort if member.status == "done"]
         waiting = [member.id for member in cohort if member.status == "open"]
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
-        settings, trains = settings_of(federation), bool(cohort) and cohort[0].kind == wire.Kind.train.value
-        asks = trains and settings.noise_multiplier is None  # under noise nobody may know how many came
-        lacking = settings.min_updates if asks and len(done) < settings.min_updates else 0
+        settings = settings_of(federation)
+        lacking = _lacking(settings, cohort, len(done))
         if lacking and not stopped and (late or not waiting) and current.extensions < settings.extensions:
             return self._extend(federation.id, current.number, late=late) or self._expire_late(federation.id)
         if waiting and (late or len(done) >= current.target or stopped):
@@ -779,3 +783,12 @@ def _is_update(assignment: Assignment | None, key: str) -> bool:
     if assignment is None:
         return False
     return key == update_key(assignment.federation_id, assignment.id, assignment.update_sha256 or "")
+
+
+def _lacking(settings: FederationSettings, cohort: Sequence[Member], came: int) -> int:
+    """Return how many updates a round must have, if fewer came; else 0."""
+    if not cohort or cohort[0].kind != wire.Kind.train.value:
+        return 0
+    if settings.noise_multiplier is not None:  # nobody may know how many came
+        return 0
+    return settings.min_updates if came < settings.min_updates else 0

@@ -46,30 +46,9 @@ def ask_for_evaluation(
     method, settings = load_method(federation.method), settings_of(federation)
     there = devices_of(db, federation, ("active", "stopped"))
     present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
-    sends = sends_values(method, Kind.evaluate, holds_model=True)
-    sample: set[str] = set()
     mixes = last and method.mixes_global and settings.keeps_best
-    kind = Kind.evaluate
-    plan: dict[str, Any] = {**adjustment(db, federation), **({"finished": True} if mixes else {})}
-    if mixes and settings.personal_model == "fleet":
-        compared = _compared(db, federation)
-        if not compared and not settings.secure:
-            kind = Kind.compare
-        else:
-            pool = _pool(db, federation, settings, compared)
-            plan |= {} if pool is None else pool.as_plan()
-    if sends and (mixes or not method.usable_global_model):  # which means nothing without the newest global model
-        sample = {device.name for device in present}
-    elif sends and (with_global or last or not method.personal_models):
-        sample = set(
-            choose(
-                [Candidate(device.name) for device in present],
-                settings.global_evaluation_devices,
-                secret=federation.secret,
-                round_number=federation.round,
-                purpose="evaluation",
-            )
-        )
+    kind, plan = _work(db, federation, settings, mixes=mixes)
+    sample = _who_judges_global(federation, settings, present, always=mixes, wanted=with_global or last)
     asked = [device for device in present if device.name in sample or (method.personal_models and device.holds_model)]
     for position, device in enumerate(asked):
         whole = device.name in sample
@@ -77,6 +56,45 @@ def ask_for_evaluation(
         assignment.plan = plan or None
         db.add(assignment)
     return bool(asked)
+
+
+def _work(
+    db: Session, federation: Federation, settings: FederationSettings, *, mixes: bool
+) -> tuple[Kind, dict[str, Any]]:
+    """Return what devices are asked for, and its plan. mixes: they may take the finished model, or a part of it."""
+    plan: dict[str, Any] = adjustment(db, federation)
+    if not mixes:
+        return Kind.evaluate, plan
+    plan |= {"finished": True}
+    if settings.personal_model != "fleet":
+        return Kind.evaluate, plan
+    compared = _compared(db, federation)
+    if not compared and not settings.secure:
+        return Kind.compare, plan
+    pool = _pool(db, federation, settings, compared)
+    return Kind.evaluate, plan if pool is None else plan | pool.as_plan()
+
+
+def _who_judges_global(
+    federation: Federation, settings: FederationSettings, present: list[Device], *, always: bool, wanted: bool
+) -> set[str]:
+    """Return the names of the devices that are sent the global model: all if ``always``, a sample if ``wanted``."""
+    method = load_method(federation.method)
+    if not sends_values(method, Kind.evaluate, holds_model=True):
+        return set()
+    # A model that is not usable alone means nothing without the newest global one.
+    if always or not method.usable_global_model:
+        return {device.name for device in present}
+    if not (wanted or not method.personal_models):
+        return set()
+    chosen = choose(
+        [Candidate(device.name) for device in present],
+        settings.global_evaluation_devices,
+        secret=federation.secret,
+        round_number=federation.round,
+        purpose="evaluation",
+    )
+    return set(chosen)
 
 
 def _compared(db: Session, federation: Federation) -> list[Assignment]:

@@ -360,9 +360,7 @@ class SecureRounds:
                 unopened += 1
                 continue
             wrong += sum(map(len, bad.values()))
-            for name, points in bad.items():
-                keepers = ", ".join(cohort[point - 1] for point in sorted(points))
-                log.warning("%s: wrong shares of %s came from %s", federation.name, name, keepers)
+            _warn_of_shares(federation, cohort, bad)
             weight = sum(said["weights"][name] for name in left)
             scale = scale_of(settings, cell["names"], said["weights"])
             values, told = self._values(federation, opened, mask, scale, weight)
@@ -483,6 +481,13 @@ def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_M
         .order_by(Device.name)
     )
     return [_Member(*row) for row in rows]
+
+
+def _warn_of_shares(federation: Federation, cohort: Sequence[str], bad: Mapping[str, Collection[int]]) -> None:
+    """Log who sent wrong shares of whose secrets. bad: name -> places in the cohort, counted from 1."""
+    for name, points in bad.items():
+        keepers = ", ".join(cohort[point - 1] for point in sorted(points))
+        log.warning("%s: wrong shares of %s came from %s", federation.name, name, keepers)
 
 
 def _collected(

@@ -1,0 +1,91 @@
+"""Checks of a decoded update against its assignment: form, mask, parts and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, load_method
+from sparrow.coordinator.rounds.intake import fault_of_update
+from sparrow.coordinator.rounds.secure import masked_fault
+from sparrow.coordinator.rounds.sums import difference
+from sparrow.coordinator.storage.tables import Assignment
+from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.masks import Mask, NeuronMask, same_mask
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.parts import Expected
+
+
+def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
+    """Raise BadContent unless values are masked where rounds are secure, else in the federation's precision, and what
+    prepares a model says what exists of it."""
+    settings = situation.settings
+    if settings.secure and kind is Kind.train:
+        fault = masked_fault(situation.manifest, settings, decoded)
+        if fault is not None:
+            raise BadContent(f"values: {fault}")
+        return
+    if decoded.masked is not None:
+        raise BadContent("values: masked values belong to secure federations")
+    precision = settings.precision_of("up", kind)
+    if decoded.precision != precision:
+        raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+    if kind is Kind.prepare and decoded.mask is None:
+        raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
+
+
+def check_mask(
+    decoded: Bundle, assignment: Assignment, mask: Mask | None, model: GlobalModel, situation: Situation, *, device: str
+) -> None:
+    """Raise BadContent unless an update has a mask that its method lets this device send. mask: its assignment's."""
+    method = load_method(situation.settings.method)
+    choice = method.active.choice(situation.settings) if method.active else None
+    if choice is not None and assignment.ratio is not None:
+        held = mask if isinstance(mask, NeuronMask) else None
+        fault = choice.fault(held, decoded.mask, assignment.ratio, situation)
+        if fault is not None:
+            raise BadContent(f"mask: {fault}; fetch the assignment again")
+    elif not _fits_assignment(method, decoded.mask, mask):
+        if not isinstance(decoded.mask, method.masks.type):
+            raise BadContent(
+                f"mask: it is not the one of round {assignment.round} for {device}; fetch the assignment again"
+            )
+        method.masks.check(model, decoded.mask, situation)
+
+
+def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
+    """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
+    optional = method.active.optional if method.active else None
+    if optional and isinstance(mask, NeuronMask) and isinstance(assigned, NeuronMask) and optional in assigned.active:
+        mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
+    return same_mask(mask, assigned)
+
+
+def check_parts(decoded: Bundle, parts: Mapping[str, Expected]) -> None:
+    """Raise BadContent unless an update brings these parts, with as many numbers."""
+    wanted = {name: part.most for name, part in parts.items()}
+    if {name: len(numbers) for name, numbers in decoded.parts.items()} != wanted:
+        brings = " and ".join(f"{count} {name}" for name, count in wanted.items())
+        raise BadContent(f"an update of this round brings {brings} beside its values; update this SDK")
+
+
+def check_values(decoded: Bundle, model: GlobalModel, situation: Situation) -> None:
+    """Raise BadContent for values that make no model, or that moved further than ``update_norm_limit``."""
+    manifest, limit = situation.manifest, situation.settings.update_norm_limit
+    fault = fault_of_update(manifest, decoded, model.tensors)
+    if fault is not None:
+        raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
+    if limit is None:
+        return
+    if decoded.precision == "int8":
+        change = decoded.values.astype(np.float64)  # a difference already
+    else:
+        change = difference(manifest, model.tensors, decoded.values, decoded.mask)
+    norm = float(np.linalg.norm(change))
+    if norm > limit:
+        raise BadContent(
+            f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
+            f"hand the assignment back, or train with a lower learning rate or a clip"
+        )
