@@ -1,7 +1,6 @@
-"""The exit codes of every command: the one table, which docs/cli.md shows.
+"""The exit codes of every command: the one table, which docs/cli.md shows."""
 
-This file must load in Python 3.6: a device whose Python is too old is told so with one of these codes.
-"""
+from __future__ import annotations
 
 import enum
 

@@ -1,9 +1,11 @@
 """A check that this device can train, made before anything that needs torch is imported.
 
-Training takes a 64-bit Python 3.10 or newer, with ONNX Runtime or PyTorch. A device without can still run an exported
-model, and that is what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel
-often runs a 32-bit system, and neither is made for those. This file must load in Python 3.6, to tell what is wrong.
+Training takes a 64-bit Python, with ONNX Runtime or PyTorch. A device without can still run an exported model, and that
+is what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
+system, and neither is made for those.
 """
+
+from __future__ import annotations
 
 import importlib
 import struct
@@ -13,7 +15,6 @@ import sysconfig
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.errors import SdkError
 
-OLDEST_PYTHON = (3, 10)
 INSTALL = {
     "onnxruntime": "pip install 'sparrow-fl[device]' brings it",
     "torch": (
@@ -36,25 +37,17 @@ def check(
     *,
     pointer_bytes: int = struct.calcsize("P"),
     platform: str = sysconfig.get_platform(),
-    version: "tuple[int, ...]" = tuple(sys.version_info[:3]),
-    module: "str | None" = "torch",
+    module: str | None = "torch",
 ) -> None:
     """Raise CannotTrain unless a Python can train.
 
-    pointer_bytes, platform, version: what ``struct.calcsize("P")``, ``sysconfig.get_platform()`` and
-    ``sys.version_info`` say of it; by default of this one. module: imported, to see that it is there and loads;
-    None: not asked for.
+    pointer_bytes, platform: what ``struct.calcsize("P")`` and ``sysconfig.get_platform()`` say of it; by default of
+    this one. module: imported, to see that it is there and loads; None: not asked for.
     """
     if pointer_bytes < 8:
         raise CannotTrain(
             f"this device cannot train, because its Python is one of {8 * pointer_bytes} bits ({platform}) and PyTorch "
             f"and ONNX Runtime are made for 64; {ADVICE}"
-        )
-    if version < OLDEST_PYTHON:
-        found, oldest = (".".join(str(part) for part in numbers) for numbers in (version, OLDEST_PYTHON))
-        raise CannotTrain(
-            f"this device cannot train with Python {found} ({platform}), only with {oldest} or newer, which can be put "
-            f"beside it; {ADVICE}"
         )
     if module is None:
         return
@@ -72,7 +65,7 @@ def check(
     raise CannotTrain(f"this device cannot train, because {package} {why} (Python of {platform}); {how}{ADVICE}")
 
 
-def exit_unless_trainable(program: str, module: "str | None" = "torch") -> None:
+def exit_unless_trainable(program: str, module: str | None = "torch") -> None:
     """End ``program`` with one line on stderr and ``Exit.CANNOT`` where this device cannot train."""
     try:
         check(module=module)

@@ -1,9 +1,11 @@
 """The base of all errors of Sparrow's SDK, and the errors of data that crosses the wire.
 
-``edge_sdk/errors.py`` draws the whole tree. This file must load in Python 3.6, as ``edge_sdk/device/trainable.py``.
+``edge_sdk/errors.py`` draws the whole tree.
 """
 
-from typing import ClassVar, Optional
+from __future__ import annotations
+
+from typing import ClassVar
 
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.failures import Failure
@@ -19,7 +21,7 @@ class SdkError(Exception):
     exit_code: ClassVar[Exit] = Exit.FAILED
     failure = Failure("other")
 
-    def __init__(self, *args: object, failure: Optional[Failure] = None) -> None:  # noqa: UP045 - Python 3.6
+    def __init__(self, *args: object, failure: Failure | None = None) -> None:
         super().__init__(*args)
         if failure is not None:
             self.failure = failure

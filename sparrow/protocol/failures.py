@@ -8,8 +8,10 @@ need different remedies. Two types take more codes than the list has:
     nothing-trained/training-diverged-loss  the device's last failure, with a hyphen for the slash
 
 The coordinator shows the sentence and the advice of a failure in place of it. ``coordinator/web/static/failures.js``
-has the same list, and a test compares them. This file must load in Python 3.6, as ``edge_sdk/device/trainable.py``.
+has the same list, and a test compares them.
 """
+
+from __future__ import annotations
 
 import builtins
 import re
@@ -159,7 +161,7 @@ LAST = {failure.replace("/", "-"): failure for failure in FAILURES}
 class Failure(str):
     """A failure on its way to a coordinator. Raises ValueError for text that this list does not have."""
 
-    def __new__(cls, text: str) -> "Failure":
+    def __new__(cls, text: str) -> Failure:
         """Check the text against the list."""
         kind, _, code = text.partition("/")
         exception = kind == "program-error" and is_builtin_exception(code)
@@ -174,7 +176,7 @@ def program_error(name: str) -> Failure:
     return Failure(f"program-error/{name}" if is_builtin_exception(name) else "program-error/other")
 
 
-def nothing_trained(last: "Failure | None") -> Failure:
+def nothing_trained(last: Failure | None) -> Failure:
     """Return the failure of a device that leaves after its last one."""
     code = "" if last is None else last.replace("/", "-")
     return Failure(f"nothing-trained/{code}" if code in LAST else "nothing-trained")
@@ -186,7 +188,7 @@ def is_builtin_exception(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
-def explain(reason: str) -> "Explanation | None":
+def explain(reason: str) -> Explanation | None:
     """Return the explanation of a failure; None for any other reason. A code that is not known has its type's."""
     if reason in FAILURES:
         return FAILURES[reason]

@@ -205,7 +205,7 @@ def test_importing_it_needs_the_standard_library_alone():
         "print(sorted(names - set(sys.stdlib_module_names) - before))\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("['edge_sdk', 'sparrow']", "")
+    assert (done.stdout.strip(), done.stderr) == ("['sparrow']", "")
 
 
 def test_a_copy_may_be_its_folder_or_its_root(trees):

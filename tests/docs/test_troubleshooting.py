@@ -15,6 +15,7 @@ FOLDERS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "
 LEAST = 25
 """Messages; those that a user meets first."""
 OF_OTHERS = {
+    "requires a different Python: 3.8.10 not in '>=3.10'",
     "Address already in use",
     "externally-managed-environment",
     "No space left on device",

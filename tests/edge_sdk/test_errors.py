@@ -13,6 +13,8 @@ import pytest
 import edge_sdk
 import sparrow.devices
 import sparrow.export
+import sparrow.protocol
+import sparrow.simulation
 from edge_sdk import errors
 from edge_sdk.device.transport import PROBLEMS
 from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
@@ -25,7 +27,7 @@ INTERNAL = {"ReadError", "Paused", "Unpredictable"}
 
 
 def modules():
-    for package in (edge_sdk, sparrow.devices, sparrow.export):
+    for package in (edge_sdk, sparrow.protocol, sparrow.simulation, sparrow.devices, sparrow.export):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith("__main__"):
                 yield importlib.import_module(found.name)
@@ -33,7 +35,7 @@ def modules():
 
 @pytest.fixture(scope="module")
 def defined():
-    """Every exception class that edge_sdk, devices and export define."""
+    """Every exception class that devices, export and what both sides share define."""
     return {
         thing
         for module in modules()
@@ -69,7 +71,7 @@ def test_the_tree_is_drawn_as_it_is(defined):
 def test_each_problem_of_the_coordinator_has_its_class():
     def raised(kind):
         """Its name and those of its subclasses, but for what devices alone define."""
-        own = {kind.__name__} if kind.__module__.startswith(("sparrow.", "sparrow.protocol.")) else set()
+        own = {kind.__name__} if kind.__module__.startswith("sparrow.") else set()
         return own.union(*map(raised, kind.__subclasses__()))
 
     met = set().union(*map(raised, problems.STATUS))

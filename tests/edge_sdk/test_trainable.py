@@ -1,6 +1,5 @@
 """What a device that cannot train is told: one line, with a status of its own, and before anything is tried."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +31,6 @@ def test_this_device_can_train():
         ({"pointer_bytes": 4, "platform": "linux-armv7l"}, "its Python is one of 32 bits (linux-armv7l)"),
         # Raspberry Pi OS for 32 bits on a Pi 4: the kernel's word size is not what decides
         ({"pointer_bytes": 4, "platform": "linux-aarch64"}, "its Python is one of 32 bits (linux-aarch64)"),
-        ({"version": (3, 6, 9), "platform": "linux-aarch64"}, "with Python 3.6.9 (linux-aarch64), only with 3.10"),
-        ({"version": (3, 8, 10)}, "with Python 3.8.10"),
         ({"module": "no_such_torch"}, "PyTorch is not installed"),
     ],
 )
@@ -78,21 +75,3 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"sparrow {command}: this device cannot train, because PyTorch is not installed")
     assert not state.exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "__init__.py",
-        "device/__init__.py",
-        "device/trainable.py",
-        "protocol/__init__.py",
-        "protocol/errors.py",
-        "protocol/failures.py",
-        "../command_line/__init__.py",
-        "../command_line/exits.py",
-        "../sparrow/__init__.py",
-    ],
-)
-def test_what_tells_an_old_python_can_be_read_by_it(name):
-    ast.parse((SDK / name).read_text(), feature_version=(3, 6))
