@@ -11,7 +11,7 @@ small board down (``blind_duty``), a missing throttle word is passed over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cache
@@ -75,13 +75,26 @@ def judge(
 
     working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
     """
-    found: list[Objection] = []
+    found = [
+        *_judge_power(policy, conditions),
+        *_judge_heat(policy, conditions, working),
+        *_judge_battery(policy, conditions, working),
+        *_judge_others(policy, conditions),
+        *_judge_space(policy, conditions, working),
+    ]
+    if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
+        found.append(Objection(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}"))
+    found += _judge_spending(policy, spent, now)
+    others = (condition(conditions, working=working) for condition in installed_conditions())
+    return found + [objection for objection in others if objection is not None]
 
-    def object_(reason: PauseReason, text: str) -> None:
-        found.append(Objection(reason, text))
 
+def _judge_power(policy: Policy, conditions: Conditions) -> Iterator[Objection]:
     if policy.not_under_voltage and conditions.under_voltage.value:
-        object_(PauseReason.power, "the supply's voltage is too low: use another supply or cable")
+        yield Objection(PauseReason.power, "the supply's voltage is too low: use another supply or cable")
+
+
+def _judge_heat(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
     for reading, pause, resume, what in (
         (conditions.temperature, policy.pause_celsius, policy.resume_celsius, "the chip"),
         (conditions.battery_temperature, policy.battery_pause_celsius, policy.battery_resume_celsius, "the battery"),
@@ -90,36 +103,37 @@ def judge(
         if highest is None or reading.value is None:
             continue
         if reading.value >= highest if working else reading.value > highest:
-            object_(PauseReason.heat, f"{what} is at {reading.value:.0f} °C, the limit is {highest:g}")
+            yield Objection(PauseReason.heat, f"{what} is at {reading.value:.0f} °C, the limit is {highest:g}")
     if policy.not_throttled and conditions.throttled.value:
-        object_(PauseReason.throttled, "the chip is throttled")
+        yield Objection(PauseReason.throttled, "the chip is throttled")
+
+
+def _judge_battery(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
     if policy.on_mains and not conditions.on_mains.value and not _charged_enough(policy, conditions):
         known = "it runs on its battery" if conditions.on_mains.value is not None else _unknown(conditions.on_mains)
-        object_(PauseReason.charging, f"external power is asked for: {known}")
+        yield Objection(PauseReason.charging, f"external power is asked for: {known}")
     lowest = policy.battery_stop if working else (policy.battery_start or policy.battery_stop)
-    if lowest is not None and not _has_no(conditions.battery):
-        if conditions.battery.value is None:
-            object_(PauseReason.battery, f"the battery's level: {_unknown(conditions.battery)}")
-        elif conditions.battery.value < lowest:
-            object_(
-                PauseReason.battery, f"the battery is at {conditions.battery.value:.0f} %, {lowest:g} are asked for"
-            )
+    if lowest is None or _has_no(conditions.battery):
+        return
+    level = conditions.battery.value
+    if level is None:
+        yield Objection(PauseReason.battery, f"the battery's level: {_unknown(conditions.battery)}")
+    elif level < lowest:
+        yield Objection(PauseReason.battery, f"the battery is at {level:.0f} %, {lowest:g} are asked for")
+
+
+def _judge_others(policy: Policy, conditions: Conditions) -> Iterator[Objection]:
+    """Yield objections to a metered network, and to other programs."""
     metered = conditions.metered.value
     if policy.unmetered and (metered or (metered is None and policy.unknown_is_metered)):
         known = "it is metered" if metered else _unknown(conditions.metered)
-        object_(PauseReason.network, f"an unmetered network is asked for: {known}")
+        yield Objection(PauseReason.network, f"an unmetered network is asked for: {known}")
     load = conditions.load_by_others.value
     if policy.load_by_others is not None and load is not None and load > policy.load_by_others:
-        object_(
+        yield Objection(
             PauseReason.load,
             f"other programs use {100 * load:.0f} % of the cores, more than {policy.load_by_others:.0%}",
         )
-    found += _judge_space(policy, conditions, working)
-    if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
-        object_(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}")
-    found += _judge_spending(policy, spent, now)
-    others = (condition(conditions, working=working) for condition in installed_conditions())
-    return found + [objection for objection in others if objection is not None]
 
 
 def _judge_space(policy: Policy, conditions: Conditions, working: bool) -> list[Objection]:

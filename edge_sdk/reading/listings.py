@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.reading.errors import DataError
 from edge_sdk.reading.labels import Decided, Labels, Question, decide
-from edge_sdk.reading.media import Listing, medium_named, read_listing
+from edge_sdk.reading.media import Listing, Medium, medium_named, read_listing
 from edge_sdk.reading.numbers import number
 from edge_sdk.reading.options import ReadOptions
 from edge_sdk.reading.roles import find_label, find_person, folded
@@ -57,62 +58,33 @@ def read_listed(
     options.refuse(source, "lists files", "axes", "categories", "time")
     names = table.names
     free = [other for other, name in enumerate(names) if other != place and name not in options.drop]
-    span = [other for key in SPAN for other in free if folded(names[other]) == key]
-    if len(span) == 1:
-        raise DataError(f"{source}: has a column {names[span[0]]}, but not both start and end; add the other")
+    span = _span_columns(table, free)
     free = [other for other in free if other not in span]
     label = find_label(source, names, free, options, targets, labelled)
     person = find_person(source, names, [other for other in free if other != label])
     used = [other for other in (place, label, person, *span) if other is not None]
     cells, lines = _cells(table, used)
     files = [text.strip() for text in cells[place]]
-    media = {medium_named(name) for name in files}
-    if len(media) > 1:
-        raise DataError(f"{source}: lists pictures and sounds; write a table for each")
-    medium = media.pop()
-    assert medium is not None, "files_column has looked"
-    if span and medium == "picture":
-        raise DataError(f"{source}: start and end are of sounds, but it lists pictures; leave them out: drop=start+end")
-    paths = [table.path.parent / name.replace("\\", "/") for name in files]
-    # once for each file, of which there may be many parts
-    there = {path: path.is_file() for path in set(paths)}
-    lost = [number for number, path in enumerate(paths) if not there[path]]
-    if lost:
-        raise DataError(
-            f"{source}: {table.unit} {lines[lost[0]]}, column {names[place]}: there is no file {files[lost[0]]} in "
-            f"{table.path.parent} ({len(lost):,} missing in all); correct the name"
-        )
-    if not span and len(there) < len(paths):
-        twice = next(row for row, path in enumerate(paths) if path in paths[:row])
-        raise DataError(
-            f"{source}: {table.unit} {lines[twice]}, column {names[place]}: {files[twice]} is listed again; list "
-            "a file once, or say which part of it each row is of, in seconds: columns start and end"
-        )
-    said = [*table.said]
-    further = [names[other] for other in range(len(names)) if other not in used and names[other] not in options.drop]
-    if label is not None and not labelled:
-        further = [name for name in further if name != names[label]]
-        said.append(f"the column {names[label]} holds labels and was left out")
-    if further:
-        said.append(f"{plural(len(further), 'column')} left out: {some(further)}")
-    decided = None
+    medium = _medium_of(source, files, parts=bool(span))
+    paths = _paths_of(table, place, files, lines, parts=bool(span))
+    said = [*table.said, *_said_of_columns(table, [*used, *_dropped(table, options)], label, labelled=labelled)]
+    labels = kind = named = None
     kept: NDArray[np.intp] = np.arange(len(files))
     if labelled:
         assert label is not None, "it is wanted"
         decided = _decide(table, label, cells[label], lines, options, targets)
-        said += decided.said
-        if decided.missing is not None:
-            kept = np.flatnonzero(~decided.missing)
-            said.append(f"{plural(len(files) - len(kept), 'row')} of {len(files):,} without a label left out")
+        kept, left_out = _with_labels(decided, len(files))
+        said += (*decided.said, *left_out)
+        labels, kind, named = decided.labels[kept], decided.kind, names[label]
     people = None if person is None else _people(table, person, cells[person], lines)[kept]
     spans = [_span(table, span, cells, row, lines) for row in kept.tolist()] if span else None
     listing = Listing(
         source,
         medium,
         tuple(paths[row] for row in kept.tolist()),
-        None if decided is None else decided.labels[kept],
-        None if decided is None else decided.kind,
-        None if decided is None or label is None else names[label],
+        labels,
+        kind,
+        named,
         people,
         None if spans is None else tuple(spans),
         tuple(said),
@@ -120,6 +92,69 @@ def read_listed(
     if not listing.paths:
         raise DataError(f"{source}: no row has a label, so missing=drop leaves none; add labels")
     return read_listing(listing, options, preparation)[0]
+
+
+def _dropped(table: Table, options: ReadOptions) -> list[int]:
+    return [place for place, name in enumerate(table.names) if name in options.drop]
+
+
+def _said_of_columns(table: Table, used: Sequence[int], label: int | None, *, labelled: bool) -> Iterator[str]:
+    """Yield which columns are left out. labelled: labels are wanted."""
+    further = [name for place, name in enumerate(table.names) if place not in used]
+    if label is not None and not labelled:
+        yield f"the column {table.names[label]} holds labels and was left out"
+    if further:
+        yield f"{plural(len(further), 'column')} left out: {some(further)}"
+
+
+def _with_labels(decided: Decided, count: int) -> tuple[NDArray[np.intp], list[str]]:
+    """Return which of ``count`` rows have a label, and what is said of the others."""
+    if decided.missing is None:
+        return np.arange(count), []
+    kept = np.flatnonzero(~decided.missing)
+    return kept, [f"{plural(count - len(kept), 'row')} of {count:,} without a label left out"]
+
+
+def _span_columns(table: Table, free: Sequence[int]) -> list[int]:
+    """Return the places of the columns that say which part of a sound a row is of: start and end, or none."""
+    names = table.names
+    span = [other for key in SPAN for other in free if folded(names[other]) == key]
+    if len(span) == 1:
+        raise DataError(f"{table.source}: has a column {names[span[0]]}, but not both start and end; add the other")
+    return span
+
+
+def _medium_of(source: str, files: Sequence[str], *, parts: bool) -> Medium:
+    """Return what the listed files are. parts: rows are of parts of them."""
+    media = {medium_named(name) for name in files}
+    if len(media) > 1:
+        raise DataError(f"{source}: lists pictures and sounds; write a table for each")
+    medium = media.pop()
+    assert medium is not None, "files_column has looked"
+    if parts and medium == "picture":
+        raise DataError(f"{source}: start and end are of sounds, but it lists pictures; leave them out: drop=start+end")
+    return medium
+
+
+def _paths_of(table: Table, place: int, files: Sequence[str], lines: NDArray[np.int64], *, parts: bool) -> list[Path]:
+    """Return where the listed files are. Raises DataError for one that is missing, or is listed twice as a whole."""
+    where = f"column {table.names[place]}"
+    paths = [table.path.parent / name.replace("\\", "/") for name in files]
+    # Once for each file, of which there may be many parts.
+    there = {path: path.is_file() for path in set(paths)}
+    lost = [number for number, path in enumerate(paths) if not there[path]]
+    if lost:
+        raise DataError(
+            f"{table.source}: {table.unit} {lines[lost[0]]}, {where}: there is no file {files[lost[0]]} in "
+            f"{table.path.parent} ({len(lost):,} missing in all); correct the name"
+        )
+    if not parts and len(there) < len(paths):
+        twice = next(row for row, path in enumerate(paths) if path in paths[:row])
+        raise DataError(
+            f"{table.source}: {table.unit} {lines[twice]}, {where}: {files[twice]} is listed again; list "
+            "a file once, or say which part of it each row is of, in seconds: columns start and end"
+        )
+    return paths
 
 
 def _cells(table: Table, used: Sequence[int]) -> tuple[dict[int, list[str]], NDArray[np.int64]]:

@@ -146,7 +146,7 @@ def encode(
         raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
     dtype = f"U{8 * vector.itemsize}" if hidden else _DTYPES["int8" if quantised else precision][0]
     description, mask_bytes = _encode_mask(manifest, mask, draw, known)
-    data: dict[str, tuple[str, int, bytes | memoryview]] = {}
+    data: dict[str, _Tensor] = {}
     if isinstance(values, Quantised):
         data["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
         data["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
@@ -159,28 +159,35 @@ def encode(
     if mask_bytes:
         data["mask"] = ("U8", len(mask_bytes), mask_bytes)
     for name, numbers in sorted((parts or {}).items()):
-        if type_of(name, numbers) == "sign":
-            packed = pack_signs(numbers)
-            data[name] = (WIRE_TYPES["sign"], len(packed), packed)
-        else:
-            data[name] = (WIRE_TYPES["float32"], len(numbers), _to_bytes(numbers, "fp32"))
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "sparrow": FORMAT,
-            "manifest": manifest.values_digest,
-            "mask": _canonical(description),
-            "report": report,
-        },
-    }
+        data[name] = _encoded(name, numbers)
+    metadata = {"sparrow": FORMAT, "manifest": manifest.values_digest, "mask": _canonical(description)}
+    return _written({**metadata, "report": report}, data)
+
+
+_Tensor = tuple[str, int, bytes | memoryview]
+"""A tensor of a bundle: its type, its length, its bytes."""
+
+
+def _written(metadata: dict[str, str], data: Mapping[str, _Tensor]) -> bytes:
+    """Return a bundle with its digest."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, (kind, count, part) in data.items():
         header[name] = {"dtype": kind, "shape": [count], "data_offsets": [end, end + len(part)]}
         end += len(part)
     body = [part for _, _, part in data.values()]
-    header["__metadata__"]["sha256"] = _digest(header, body)
+    metadata["sha256"] = _digest(header, body)
     text = _canonical(header).encode()
     text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
     return b"".join((struct.pack("<Q", len(text)), text, *body))
+
+
+def _encoded(name: str, numbers: Numbers) -> _Tensor:
+    """Return a method's part as a tensor."""
+    if type_of(name, numbers) == "sign":
+        packed = pack_signs(numbers)
+        return WIRE_TYPES["sign"], len(packed), packed
+    return WIRE_TYPES["float32"], len(numbers), _to_bytes(numbers, "fp32")
 
 
 def decode(
