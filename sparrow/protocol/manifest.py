@@ -241,11 +241,22 @@ class Manifest(_Record):
         self._check_targets()
         self._check_bytes()
         _no_repeats("tensor", [tensor.name for tensor in (*self.tensors, *(self.outputs or ()))])
+        self._check_outputs()
+        self._check_neurons()
+        self._check_names()
+        self._check_graphs()
+        self._check_blocks()
+        return self
+
+    def _check_outputs(self) -> None:
         for output in self.outputs or ():
             if output.policy != "shared" or any(output.axes):
                 raise ValueError(
                     f"{output.name}: an output is shared, and belongs to no neurons; leave policy and axes"
                 )
+
+    def _check_neurons(self) -> None:
+        """Raise ValueError unless axes are those of known neurons, and there are not too many of these."""
         _no_repeats("neuron group", [group.name for group in self.groups])
         sizes = {group.name: group.size for group in self.groups}
         for tensor in self.tensors:
@@ -256,33 +267,40 @@ class Manifest(_Record):
                 described = sum(sizes[segment.group] * segment.repeat for segment in segments)
                 if segments and described != length:
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
-        if sum(sizes.values()) > sum(sum(tensor.shape) for tensor in self.tensors):
-            raise ValueError(f"{sum(sizes.values())} neurons in all are more than rows and columns; publish it again")
-        if sum(sizes.values()) > MAX_NEURONS:
+        neurons = sum(sizes.values())
+        if neurons > sum(sum(tensor.shape) for tensor in self.tensors):
+            raise ValueError(f"{neurons} neurons in all are more than rows and columns; publish it again")
+        if neurons > MAX_NEURONS:
             raise ValueError(
-                f"{sum(sizes.values()):,} neurons in all, at most {MAX_NEURONS:,} are accepted; publish a smaller model"
+                f"{neurons:,} neurons in all, at most {MAX_NEURONS:,} are accepted; publish a smaller model"
             )
+        if self.groups and not self.coupling:
+            raise ValueError("the manifest names neuron groups, but says that they are unknown; publish it again")
+
+    def _check_names(self) -> None:
+        """Raise ValueError unless layers and aliases name tensors that there are."""
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:
                 if name not in names:
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
-        if self.groups and not self.coupling:
-            raise ValueError("the manifest names neuron groups, but says that they are unknown; publish it again")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
                 raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
+
+    def _check_graphs(self) -> None:
         if (self.step_sha256 is None) != (self.evaluation_sha256 is None):
             raise ValueError("step_sha256 and evaluation_sha256: name both graphs, or neither")
         if self.frozen_sha256 is not None and not self.frozen:
             raise ValueError("frozen_sha256: no tensor is frozen; leave it out")
+
+    def _check_blocks(self) -> None:
         trainable = {tensor.name: tensor.size for tensor in self.shared if tensor.trainable}
         for name, blocks in self.blocks.items():
             if trainable.get(name) != sum(blocks):
                 raise ValueError(
                     f"blocks: {name!r} has blocks of {sum(blocks)} values; cut shared, trainable tensors, and whole"
                 )
-        return self
 
     def _check_bytes(self) -> None:
         """Raise ValueError for a description of more bytes than either side is to hold."""

@@ -170,29 +170,11 @@ def _digest(*parts: object) -> str:
 
 def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> None:
     """Raise BadSecret unless what a device is told of its peers keeps its update from everybody."""
-    peers: dict[str, Peer] = {peer.name: peer for peer in work.peers}
-    neighbours, cell = set(work.neighbours), set(work.cell)
     _check_context(kept, work)
-    if name not in cell or name in neighbours or not (neighbours | cell - {name}) <= peers.keys():
-        raise BadSecret("the coordinator does not tell of all neighbours, or not of the cell of this device")
-    if len(peers) < len(work.peers) or len(neighbours) < len(work.neighbours):
-        raise BadSecret("the coordinator tells of a device twice")
-    own = public_key(kept.pads_secret, kept.context, PADS)
-    if len(set(work.cohort.values())) < len(work.cohort) or name in peers or not {name, *peers} <= work.cohort.keys():
-        raise BadSecret("the coordinator tells of a device under two names, or not of the whole cohort")
-    if any(peer.identity != work.cohort[peer.name] for peer in peers.values()):
-        raise BadSecret("the coordinator has two identity keys of one device")
-    if len({own, *(peer.keys.pads for peer in peers.values())}) < len(peers) + 1:
-        raise BadSecret("two devices have the same key of pads; pads with them would hide nothing")
-    if len({peer.point for peer in peers.values()}) < len(peers):
-        raise BadSecret("the coordinator has two devices keep the same share")
-    if not work.threshold > (len(neighbours) + work.colluders) / 2 or work.threshold > len(neighbours):
-        raise BadSecret(
-            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a "
-            f"coordinator could ask for both kinds"
-        )
-    if len(cell) < least_cell(work.colluders):
-        raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
+    peers = {peer.name: peer for peer in work.peers}
+    _check_names(name, work, peers)
+    _check_different(kept, work, peers)
+    _check_hidden(work)
     for other, identity in work.cohort.items():
         if known.get(other, identity) != identity:
             raise BadSecret(
@@ -200,6 +182,40 @@ def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[s
             )
     for peer in peers.values():
         check_keys(peer.keys, peer.identity, kept.context, peer.name)
+
+
+def _check_names(name: str, work: SecureWork, peers: Mapping[str, Peer]) -> None:
+    """Raise BadSecret unless a device is told once of everybody with whom it has to do."""
+    neighbours, cell = set(work.neighbours), set(work.cell)
+    if name not in cell or name in neighbours or not (neighbours | cell - {name}) <= peers.keys():
+        raise BadSecret("the coordinator does not tell of all neighbours, or not of the cell of this device")
+    if len(peers) < len(work.peers) or len(neighbours) < len(work.neighbours):
+        raise BadSecret("the coordinator tells of a device twice")
+    if len(set(work.cohort.values())) < len(work.cohort) or name in peers or not {name, *peers} <= work.cohort.keys():
+        raise BadSecret("the coordinator tells of a device under two names, or not of the whole cohort")
+
+
+def _check_different(kept: RoundSecrets, work: SecureWork, peers: Mapping[str, Peer]) -> None:
+    """Raise BadSecret unless every device has an identity, a key of pads and a share of its own."""
+    own = public_key(kept.pads_secret, kept.context, PADS)
+    if any(peer.identity != work.cohort[peer.name] for peer in peers.values()):
+        raise BadSecret("the coordinator has two identity keys of one device")
+    if len({own, *(peer.keys.pads for peer in peers.values())}) < len(peers) + 1:
+        raise BadSecret("two devices have the same key of pads; pads with them would hide nothing")
+    if len({peer.point for peer in peers.values()}) < len(peers):
+        raise BadSecret("the coordinator has two devices keep the same share")
+
+
+def _check_hidden(work: SecureWork) -> None:
+    """Raise BadSecret where colluders could open a secret, or too few devices hide one another."""
+    neighbours, cell = set(work.neighbours), set(work.cell)
+    if not work.threshold > (len(neighbours) + work.colluders) / 2 or work.threshold > len(neighbours):
+        raise BadSecret(
+            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a "
+            f"coordinator could ask for both kinds"
+        )
+    if len(cell) < least_cell(work.colluders):
+        raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
 
 
 def _check_context(kept: RoundSecrets, work: SecureWork) -> None:
