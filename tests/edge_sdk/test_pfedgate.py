@@ -376,13 +376,13 @@ class DigitsDevices:
 
     def play(self, number):
         """Play a round, and return what the devices made of it."""
-        sums, trained = self.server.sums(self.global_model, self.at(number)), []
+        sums, trained = self.server.aggregation.sums(self.global_model, self.at(number)), []
         for device in range(len(self.arrays)):
-            found = PFEDGATE.train(self.job(device, "train", number, self.server.work(self.at(number)).plan))
+            found = PFEDGATE.train(self.job(device, "train", number, self.server.schedule.work(self.at(number)).plan))
             sums.fold_in_place(found.update.values, found.update.mask, found.num_examples)
             self.states[device] = found.state
             trained.append(found)
-        self.global_model = self.server.close(self.global_model, sums, self.at(number))
+        self.global_model = self.server.aggregation.close(self.global_model, sums, self.at(number))
         return trained
 
 
