@@ -40,7 +40,6 @@ Row = tuple[Assignment, str]
 class _Update:
     """An update whose report can be read. weight: what it counts with, in samples."""
 
-    assignment: Assignment
     device: str
     report: UpdateReport
     upload: Phase
@@ -79,7 +78,7 @@ def summarise(item: Round, rows: Sequence[Row]) -> RoundRecord:
     ]
     trained = [(each, name, read_stored(UpdateReport, each.report)) for each, name in done]
     updates = [
-        _Update(each, name, report, upload_of(each), weight_of(report.num_examples, each.most_examples))
+        _Update(name, report, upload_of(each), weight_of(report.num_examples, each.most_examples))
         for each, name, report in trained
         if report
     ]

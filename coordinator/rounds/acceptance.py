@@ -334,15 +334,15 @@ class Acceptance:
                 return form.model_validate_json(bytes(sent.body)), None, None
         manifest = self._models.manifest(federation)
         model = self._models.model(federation, assignment.model_version)
-        method, plan = load_method(federation.method), assignment.plan or {}
-        parts = expected(method.parts, manifest, plan)
+        plan = assignment.plan or {}
+        parts = expected(load_method(federation.method).parts, manifest, plan)
         with callers_data():
             decoded = bundle.decode(sent.body, manifest, model.mask, parts=parts, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
         settings, kind = settings_of(federation), wire.Kind(assignment.kind)
         situation = Situation(manifest, settings, assignment.round, plan)
         check_form(decoded, kind, situation)
-        check_mask(decoded, assignment, mask, model, situation, device=device.name)
+        chosen = check_mask(decoded, assignment, mask, model, situation, device=device.name)
         check_parts(decoded, parts)
         if settings.secure and kind is wire.Kind.train:  # nobody can look at its values
             if assignment.status == "open":
@@ -350,8 +350,6 @@ class Acceptance:
                     check_statement_of(db, federation, assignment, device, report.secure)
             return report, decoded, None
         check_values(decoded, model, situation)
-        chooses = method.active is not None and method.active.choice(settings) is not None
-        chosen = decoded.mask if chooses and isinstance(decoded.mask, NeuronMask) else None
         return report, decoded, chosen
 
     def _check_answer(self, federation: Federation, device: Device, assignment: Assignment, sent: Sent) -> BaseModel:

@@ -38,8 +38,10 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
 
 def check_mask(
     decoded: Bundle, assignment: Assignment, mask: Mask | None, model: GlobalModel, situation: Situation, *, device: str
-) -> None:
-    """Raise BadContent unless an update has a mask that its method lets this device send. mask: its assignment's."""
+) -> NeuronMask | None:
+    """Return the neurons that a device has chosen, where its method has it choose; None where it does not.
+
+    mask: the assignment's. Raises BadContent unless the update has one that its method lets this device send."""
     method = load_method(situation.settings.method)
     choice = method.active.choice(situation.settings) if method.active else None
     if choice is not None and assignment.ratio is not None:
@@ -53,6 +55,7 @@ def check_mask(
                 f"mask: it is not the one of round {assignment.round} for {device}; fetch the assignment again"
             )
         method.masks.check(model, decoded.mask, situation)
+    return decoded.mask if choice is not None and isinstance(decoded.mask, NeuronMask) else None
 
 
 def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
