@@ -52,7 +52,7 @@ class BitSums:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        size = sum(spec.size for spec in manifest.maskable)
+        size = manifest.maskable_values
         self.positive, self.weights = np.zeros((2, size), dtype=np.float64)
         self.senders = np.zeros(size, dtype=np.int64)
         self.updates = 0
@@ -110,7 +110,7 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
     for name in OF_VALUES:
         if getattr(situation.settings, name) is not None:
             raise BadContent(f"{name}: it bounds values that move, and FedMask's updates are bits; leave it out")
-    count = sum(spec.size for spec in situation.manifest.maskable)
+    count = situation.manifest.maskable_values
     return GlobalModel(tensors, own={"bits": np.zeros(count, np.int8)})
 
 

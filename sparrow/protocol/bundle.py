@@ -302,7 +302,7 @@ def largest_bundle(
     """
     rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
     scales = 4 * rows if precision == "int8" else 0
-    weights = sum(spec.size for spec in manifest.maskable)
+    weights = manifest.maskable_values
     mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
     mask += len(manifest.block_table.sizes)
     others = sum(part.most_bytes for part in parts.values())

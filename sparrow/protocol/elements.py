@@ -134,7 +134,7 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
 
 def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
     """Return the mask of these bits. Raises ManifestError where their number is wrong, or padding is set."""
-    total = sum(spec.size for spec in manifest.maskable)
+    total = manifest.maskable_values
     if len(data) != (total + 7) // 8:
         raise ManifestError(f"the mask has {len(data)} bytes, {total} weights take {(total + 7) // 8}")
     flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)

@@ -398,6 +398,11 @@ class Manifest(_Record):
         return sum(tensor.size for tensor in self.shared)
 
     @cached_property
+    def maskable_values(self) -> int:
+        """The number of weights that masks of elements can leave out."""
+        return sum(tensor.size for tensor in self.maskable)
+
+    @cached_property
     def trainable_values(self) -> int:
         """The number of parameters of the model, without running statistics and other buffers."""
         return sum(tensor.size for tensor in self.tensors if tensor.trainable)

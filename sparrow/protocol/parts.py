@@ -77,7 +77,7 @@ def expected(parts: Iterable[Part], manifest: Manifest, plan: Plan) -> dict[str,
 
 def all_maskable(manifest: Manifest, plan: Plan) -> int:
     """Return the number of maskable weights: a part may have a number for each."""
-    return sum(spec.size for spec in manifest.maskable)
+    return manifest.maskable_values
 
 
 def type_of(name: str, numbers: Numbers) -> PartType:

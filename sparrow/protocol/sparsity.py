@@ -479,7 +479,7 @@ def elect(tally: Reals, seats: int) -> Index:
 
 def weight_budget(manifest: Manifest, density: float) -> int:
     """K = floor(density * n_w) weights for the whole network, and no fewer than one for every tensor."""
-    return max(len(manifest.maskable), _floor(density * sum(spec.size for spec in manifest.maskable)))
+    return max(len(manifest.maskable), _floor(density * manifest.maskable_values))
 
 
 def readjust(
