@@ -13,12 +13,12 @@ from collections.abc import Callable
 from anyio import CapacityLimiter, to_thread
 from starlette.types import Scope
 
-from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.api.buckets import AtOnce, RateLimit, Turns
-from sparrow.coordinator.api.hosts import Hosts
-from sparrow.coordinator.api.live_views import LiveViews
-from sparrow.coordinator.api.signals import FoundNothing, LongPolls, Signal
-from sparrow.coordinator.api.threads import (
+from .api.bodies import Downloads
+from .api.buckets import AtOnce, RateLimit, Turns
+from .api.hosts import Hosts
+from .api.live_views import LiveViews
+from .api.signals import FoundNothing, LongPolls, Signal
+from .api.threads import (
     EVALUATIONS,
     LOOK_UPS,
     PUBLICATIONS,
@@ -27,31 +27,31 @@ from sparrow.coordinator.api.threads import (
     Batches,
     Threads,
 )
-from sparrow.coordinator.api.uploads import Uploads
-from sparrow.coordinator.clock import SteadyClock
-from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.fleet.access import Tokens
-from sparrow.coordinator.fleet.devices import Devices
-from sparrow.coordinator.fleet.federations import Federations
-from sparrow.coordinator.fleet.last_seen import LastSeen
-from sparrow.coordinator.fleet.polling import Polling
-from sparrow.coordinator.fleet.sessions import Sessions
-from sparrow.coordinator.models.global_models import Models, Retention
-from sparrow.coordinator.models.payloads import Packed
-from sparrow.coordinator.reports.device_list import DeviceLists
-from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.reports.overview import Overviews
-from sparrow.coordinator.reports.records import Records
-from sparrow.coordinator.rounds.acceptance import Acceptance
-from sparrow.coordinator.rounds.cleanup import clear_all
-from sparrow.coordinator.rounds.costs import UploadCosts
-from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
-from sparrow.coordinator.rounds.engine import Rounds
-from sparrow.coordinator.rounds.intake import DecodedUpdates
-from sparrow.coordinator.settings import Settings
-from sparrow.coordinator.storage.database import BUSY_SECONDS, check_revision
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.web.steps import Steps
+from .api.uploads import Uploads
+from .clock import SteadyClock
+from .errors import Unavailable
+from .fleet.access import Tokens
+from .fleet.devices import Devices
+from .fleet.federations import Federations
+from .fleet.last_seen import LastSeen
+from .fleet.polling import Polling
+from .fleet.sessions import Sessions
+from .models.global_models import Models, Retention
+from .models.payloads import Packed
+from .reports.device_list import DeviceLists
+from .reports.metrics import Metrics
+from .reports.overview import Overviews
+from .reports.records import Records
+from .rounds.acceptance import Acceptance
+from .rounds.cleanup import clear_all
+from .rounds.costs import UploadCosts
+from .rounds.dispatch import Ask, Asked, Dispatch
+from .rounds.engine import Rounds
+from .rounds.intake import DecodedUpdates
+from .settings import Settings
+from .storage.database import BUSY_SECONDS, check_revision
+from .storage.store import Store
+from .web.steps import Steps
 
 log = logging.getLogger(__name__)
 

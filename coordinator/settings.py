@@ -13,8 +13,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
-from sparrow.coordinator.fleet.access import KINDS, Kind
 from sparrow.protocol.settings import FederationSettings
+
+from .fleet.access import KINDS, Kind
 
 PREFIX = "COORDINATOR_"
 

@@ -7,10 +7,10 @@ from measured values, estimated by a model, or unavailable with the reason. It o
 the device it runs on.
 """
 
-from sparrow.devices.energy import Energy, EnergyMeter, EnergyTotal, Phase
-from sparrow.devices.estimate import PowerModel
-from sparrow.devices.readings import Files, Quality, Reading, Reason
-from sparrow.devices.system import System
+from .energy import Energy, EnergyMeter, EnergyTotal, Phase
+from .estimate import PowerModel
+from .readings import Files, Quality, Reading, Reason
+from .system import System
 
 __all__ = [
     "Energy",

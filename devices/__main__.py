@@ -16,11 +16,12 @@ from typing import Any
 
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_json
-from sparrow.devices.board import BoardInfo
-from sparrow.devices.external import ExternalMeter, load_phases
-from sparrow.devices.readings import Reading
-from sparrow.devices.survey import Sensor, Survey
-from sparrow.devices.system import System
+
+from .board import BoardInfo
+from .external import ExternalMeter, load_phases
+from .readings import Reading
+from .survey import Sensor, Survey
+from .system import System
 
 _COUNTING_SECONDS = 1.0
 

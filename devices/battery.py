@@ -10,8 +10,8 @@ from driver to driver).
 from collections.abc import Mapping
 from typing import ClassVar
 
-from sparrow.devices.rails import PowerSource
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from .rails import PowerSource
+from .readings import Files, Quality, ReadError, Reading, Reason
 
 POWER_SUPPLY = "sys/class/power_supply"
 

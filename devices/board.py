@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sparrow.devices.battery import find_batteries
-from sparrow.devices.cores import online_cores
-from sparrow.devices.memory import total_memory
-from sparrow.devices.readings import Files, ReadError
-from sparrow.devices.system import System
+from .battery import find_batteries
+from .cores import online_cores
+from .memory import total_memory
+from .readings import Files, ReadError
+from .system import System
 
 Kind = Literal["phone", "laptop", "raspberry-pi", "jetson", "linux"]
 

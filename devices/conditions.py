@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparrow.devices import battery, network
-from sparrow.devices.board import find_board
-from sparrow.devices.cores import LoadOfOthers
-from sparrow.devices.heat import Thermometer
-from sparrow.devices.memory import free_memory
-from sparrow.devices.readings import Quality, Reading, Reason
-from sparrow.devices.system import System
-from sparrow.devices.termux import TermuxBattery
-from sparrow.devices.throttle import Throttle
+from . import battery, network
+from .board import find_board
+from .cores import LoadOfOthers
+from .heat import Thermometer
+from .memory import free_memory
+from .readings import Quality, Reading, Reason
+from .system import System
+from .termux import TermuxBattery
+from .throttle import Throttle
 
 # Seconds between two questions: a gauge refreshes every few seconds, a command costs a process.
 _PERIODS = {"battery": 5.0, "throttle": 5.0, "storage": 10.0, "network": 60.0, "clock": 60.0}

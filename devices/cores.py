@@ -5,8 +5,8 @@ Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
 
 import os
 
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .readings import Files, Quality, ReadError, Reading, Reason
+from .system import System
 
 CPU = "sys/devices/system/cpu"
 JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on

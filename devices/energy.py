@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from sparrow.devices.integral import Integral, best
-from sparrow.devices.power import PowerModel, explain, find_sources, why_unavailable
-from sparrow.devices.readings import Quality, Reason
-from sparrow.devices.system import System
+from .integral import Integral, best
+from .power import PowerModel, explain, find_sources, why_unavailable
+from .readings import Quality, Reason
+from .system import System
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparrow.devices.cores import CPU, busy_seconds, load_average, online_cores
-from sparrow.devices.readings import BadFigures, Files, Quality, ReadError, Reading, Reason
+from .cores import CPU, busy_seconds, load_average, online_cores
+from .readings import BadFigures, Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
 

@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from sparrow.devices.energy import Energy, energy_of
-from sparrow.devices.integral import Integral
-from sparrow.devices.rails import PowerSource
-from sparrow.devices.readings import BadFigures, Quality, Reading, Reason
+from .energy import Energy, energy_of
+from .integral import Integral
+from .rails import PowerSource
+from .readings import BadFigures, Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):

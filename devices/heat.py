@@ -8,8 +8,8 @@ of thermal zones and hwmon (thousandths of a degree), the zone names of Raspberr
 import re
 from collections.abc import Mapping
 
-from sparrow.devices.board import BoardInfo
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from .board import BoardInfo
+from .readings import Files, Quality, ReadError, Reading, Reason
 
 THERMAL = "sys/class/thermal"
 HWMON = "sys/class/hwmon"

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparrow.devices.rails import PowerSource, Total, believable, total_of, worst
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from .rails import PowerSource, Total, believable, total_of, worst
+from .readings import Files, Quality, ReadError, Reading, Reason
 
 HWMON = "sys/class/hwmon"
 I2C = "sys/bus/i2c"

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from sparrow.devices.power import Source
-from sparrow.devices.readings import Quality, Reason
+from .power import Source
+from .readings import Quality, Reason
 
 # A sampler's wake-up comes a little early or late; a read that is almost due is due.
 _DUE = 0.9

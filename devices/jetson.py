@@ -7,8 +7,8 @@ Sources: nvpmodel's files and print-out, the load file of NVIDIA's GPU driver (t
 import re
 from dataclasses import dataclass
 
-from sparrow.devices.readings import Files, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .readings import Files, ReadError, Reading, Reason
+from .system import System
 
 DEVFREQ = "sys/class/devfreq"
 

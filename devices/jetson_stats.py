@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sparrow.devices.board import BoardInfo
-from sparrow.devices.rails import PowerSource, Total, believable, total_of
-from sparrow.devices.readings import Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .board import BoardInfo
+from .rails import PowerSource, Total, believable, total_of
+from .readings import Quality, ReadError, Reading, Reason
+from .system import System
 
 _ASK_AGAIN_SECONDS = 60.0
 """A service that does not serve is left alone for so long: each attempt starts threads."""

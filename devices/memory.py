@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from .readings import Files, Quality, ReadError, Reading, Reason
 
 PROC = Path("/proc")
 CGROUP = "sys/fs/cgroup"

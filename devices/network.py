@@ -5,8 +5,8 @@ modems are metered. Anything else is unknown, and whoever asks decides. Sources:
 (property Metered), the kernel's documentation of /proc/net/route and of network statistics.
 """
 
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .readings import Files, Quality, ReadError, Reading, Reason
+from .system import System
 
 _MODEMS = ("wwan", "ppp", "rmnet")
 _NM = "org.freedesktop.NetworkManager"

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sparrow.devices.rails import PowerSource, trapezoid
-from sparrow.devices.readings import Quality, Reading, Reason
-from sparrow.devices.system import System
+from .rails import PowerSource, trapezoid
+from .readings import Quality, Reading, Reason
+from .system import System
 
 DRIVER = "proc/driver/nvidia/version"
 HOW_TO_GET = "pip install nvidia-ml-py"

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from sparrow.devices.rails import PowerSource
-from sparrow.devices.readings import Quality, ReadError, Reading, Reason
-from sparrow.devices.system import Commands, System
+from .rails import PowerSource
+from .readings import Quality, ReadError, Reading, Reason
+from .system import Commands, System
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
 

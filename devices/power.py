@@ -17,18 +17,19 @@ from functools import cache
 from typing import Protocol
 
 from sparrow.command_line.installed import installed, load
-from sparrow.devices.battery import find_batteries
-from sparrow.devices.board import find_board
-from sparrow.devices.estimate import Estimate, PowerModel, board_model
-from sparrow.devices.ina import find_ina
-from sparrow.devices.jetson_stats import JetsonStats, find_jetson_stats
-from sparrow.devices.nvml import find_cards
-from sparrow.devices.pmic import find_pmic
-from sparrow.devices.rails import worst
-from sparrow.devices.rapl import find_packages, find_psys
-from sparrow.devices.readings import Quality, Reading, Reason
-from sparrow.devices.system import System
 from sparrow.protocol.errors import MissingPart
+
+from .battery import find_batteries
+from .board import find_board
+from .estimate import Estimate, PowerModel, board_model
+from .ina import find_ina
+from .jetson_stats import JetsonStats, find_jetson_stats
+from .nvml import find_cards
+from .pmic import find_pmic
+from .rails import worst
+from .rapl import find_packages, find_psys
+from .readings import Quality, Reading, Reason
+from .system import System
 
 __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 

@@ -8,7 +8,7 @@ none than one that counts twice. Source: NVIDIA's developer guides, which name w
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sparrow.devices.readings import Quality, Reading, Reason
+from .readings import Quality, Reading, Reason
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from .readings import Files, Quality, ReadError, Reading, Reason
 
 POWERCAP = "sys/class/powercap"
 

@@ -22,9 +22,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from sparrow.devices.estimate import BOARDS as POWER
-from sparrow.devices.estimate import PowerModel
-from sparrow.devices.readings import BadFigures
+from .estimate import BOARDS as POWER
+from .estimate import PowerModel
+from .readings import BadFigures
 
 SHARE_OF_HPL = 0.25
 MIB = 1024 * 1024

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparrow.devices import battery, cores, heat, jetson, memory, network, pmic, throttle
-from sparrow.devices.board import BoardInfo, find_board
-from sparrow.devices.conditions import ConditionsReader
-from sparrow.devices.estimate import Estimate
-from sparrow.devices.ina import Ina, Rail, find_ina
-from sparrow.devices.power import Source, explain, find_sources
-from sparrow.devices.readings import Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
-from sparrow.devices.termux import HOW_TO_GET, TermuxBattery
+from . import battery, cores, heat, jetson, memory, network, pmic, throttle
+from .board import BoardInfo, find_board
+from .conditions import ConditionsReader
+from .estimate import Estimate
+from .ina import Ina, Rail, find_ina
+from .power import Source, explain, find_sources
+from .readings import Quality, ReadError, Reading, Reason
+from .system import System
+from .termux import HOW_TO_GET, TermuxBattery
 
 _METERED_UNKNOWN = "NetworkManager is not there or does not know; its user must say"
 

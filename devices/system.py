@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparrow.devices.readings import Files, ReadError, Reason
+from .readings import Files, ReadError, Reason
 
 Runner = Callable[[Sequence[str], float], tuple[int, str]]
 """argv, timeout in seconds -> exit status, all that was printed. Raises OSError or subprocess.TimeoutExpired."""

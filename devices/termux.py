@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparrow.devices.readings import Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .readings import Quality, ReadError, Reading, Reason
+from .system import System
 
 COMMAND = "termux-battery-status"
 HOW_TO_GET = "install the app Termux:API and its package: pkg install termux-api"

@@ -8,10 +8,10 @@ Raspberry Pi's documentation of get_throttled, NVIDIA's thermal documentation an
 import re
 from collections.abc import Mapping
 
-from sparrow.devices.board import BoardInfo
-from sparrow.devices.heat import THERMAL, hwmon
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
-from sparrow.devices.system import System
+from .board import BoardInfo
+from .heat import THERMAL, hwmon
+from .readings import Files, Quality, ReadError, Reading, Reason
+from .system import System
 
 NOW_BITS: Mapping[int, str] = {0: "under_voltage", 1: "freq_capped", 2: "throttled", 3: "soft_temp_limit"}
 SINCE_BOOT = 16

@@ -6,6 +6,6 @@ The root stays light on purpose: ``sparrow.protocol`` and ``edge_sdk.predict`` i
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036  # pip refuses such a Python, but sources can be run as they lie there
-    from edge_sdk.device.trainable import exit_unless_trainable
+    from .device.trainable import exit_unless_trainable
 
     exit_unless_trainable("edge_sdk")

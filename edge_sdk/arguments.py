@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-from edge_sdk.errors import BadArgument
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.ranges import Ranges, read_ranges
+
+from .errors import BadArgument
 
 MIB = 2**20
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from edge_sdk.device.demands import Demands, SecureOnly, read_known
-from edge_sdk.device.trainable import exit_unless_trainable
+from .device.demands import Demands, SecureOnly, read_known
+from .device.trainable import exit_unless_trainable
 
 __all__ = ["Result", "join"]
 
@@ -31,23 +31,6 @@ if __name__ == "__main__":
 import httpx
 from tqdm import tqdm
 
-from edge_sdk import arguments as read
-from edge_sdk.arguments import check_federation_name, check_ranges, read_setting
-from edge_sdk.budget.preparation import Preparation, check_budget
-from edge_sdk.budget.search import Choice, read_learned
-from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
-from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
-from edge_sdk.device.opening import choose_compute
-from edge_sdk.device.policy import Policy, policy_here, read_policy
-from edge_sdk.device.session import FAILURES, Outcome, Session
-from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
-from edge_sdk.device.telemetry import Telemetry
-from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.device.watchdog import Watchdog, read_spent
-from edge_sdk.engines import EngineChoice
-from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
-from edge_sdk.tasks import Task, is_module, load_data_of
-from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.command_line import allocator
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import (
@@ -70,8 +53,26 @@ from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Assignment, Evaluation, FederationInfo, Moved
 from sparrow.protocol.signatures import is_fingerprint
 
+from . import arguments as read
+from .arguments import check_federation_name, check_ranges, read_setting
+from .budget.preparation import Preparation, check_budget
+from .budget.search import Choice, read_learned
+from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
+from .device.local_noise import DELTA, LocalNoise, epsilon
+from .device.opening import choose_compute
+from .device.policy import Policy, policy_here, read_policy
+from .device.session import FAILURES, Outcome, Session
+from .device.state import Progress, StateFolder, Totals, default_root
+from .device.telemetry import Telemetry
+from .device.transport import Transport, connect, token_of
+from .device.watchdog import Watchdog, read_spent
+from .engines import EngineChoice
+from .errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
+from .tasks import Task, is_module, load_data_of
+from .tasks.compute import ACCELERATORS
+
 if TYPE_CHECKING:
-    from edge_sdk.device.exporting import Export
+    from .device.exporting import Export
 
 LONG_POLL_SECONDS = 30.0
 STOPPABLE_POLL_SECONDS = 2.0
@@ -459,7 +460,7 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     tensors = None if path is None else session.best
     if path is None or tensors is None:
         return None
-    from edge_sdk.device.exporting import export_personal  # here, because most devices export nothing
+    from .device.exporting import export_personal  # here, because most devices export nothing
 
     progress = session.progress
     source = Source(

@@ -379,8 +379,9 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
 
     data: the path, and perhaps options as ``--data`` of ``sparrow join`` has them. Raises PredictError, DataError.
     """
-    from edge_sdk.reading import Decoded, read_file, read_options
     from sparrow.protocol.preparation import Preparation, Targets
+
+    from .reading import Decoded, read_file, read_options
 
     path, options, rest = read_options(data)
     if rest:

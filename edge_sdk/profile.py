@@ -21,7 +21,7 @@ from functools import cache, partial
 from statistics import fmean
 from typing import Any, get_args
 
-from edge_sdk.device.trainable import exit_unless_trainable
+from .device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
     exit_unless_trainable("sparrow profile")  # before what follows imports torch
@@ -31,30 +31,31 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from edge_sdk import arguments as read
-from edge_sdk.arguments import MIB, read_setting
-from edge_sdk.budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
-from edge_sdk.budget.search import Choice, Limits, choose
-from edge_sdk.device.opening import choose_compute, choose_engine
-from edge_sdk.engines import EngineChoice, Graphs
-from edge_sdk.engines.onnx import Sessions
-from edge_sdk.engines.rehearsal import OnnxRehearsal, Rehearse
-from edge_sdk.errors import BadArgument
-from edge_sdk.methods import UnknownWork, load_method
-from edge_sdk.methods.describing import describe_for
-from edge_sdk.publish import add_method_set, read_settings
-from edge_sdk.publishing.preparation import prepare_to_publish
-from edge_sdk.tasks import Seeded, Task, is_module, load_task
-from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
-from edge_sdk.tasks.public import BY_DEVICES, MODELS
-from edge_sdk.training.local import as_tensor
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_help_settings, add_json
 from sparrow.devices import memory
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.settings import FederationSettings
+
+from . import arguments as read
+from .arguments import MIB, read_setting
+from .budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
+from .budget.search import Choice, Limits, choose
+from .device.opening import choose_compute, choose_engine
+from .engines import EngineChoice, Graphs
+from .engines.onnx import Sessions
+from .engines.rehearsal import OnnxRehearsal, Rehearse
+from .errors import BadArgument
+from .methods import UnknownWork, load_method
+from .methods.describing import describe_for
+from .publish import add_method_set, read_settings
+from .publishing.preparation import prepare_to_publish
+from .tasks import Seeded, Task, is_module, load_task
+from .tasks.compute import ACCELERATORS, USUAL, Compute
+from .tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
+from .tasks.public import BY_DEVICES, MODELS
+from .training.local import as_tensor
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 20
@@ -402,6 +403,6 @@ main = COMMAND.main
 
 if __name__ == "__main__":
     # As a module it would be __main__ here and edge_sdk.profile in the processes that measure.
-    from edge_sdk import profile as module
+    from . import profile as module
 
     sys.exit(module.main())

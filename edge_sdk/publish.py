@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from edge_sdk.device.trainable import CannotTrain, exit_unless_trainable
+from .device.trainable import CannotTrain, exit_unless_trainable
 
 __all__ = ["publish"]
 
@@ -28,16 +28,6 @@ import httpx
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk import arguments as read
-from edge_sdk.arguments import add_federation, check_federation_name, check_ranges, read_setting
-from edge_sdk.device.label_prior import LabelPrior
-from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, NameTaken, translated
-from edge_sdk.methods import load_method
-from edge_sdk.publishing import FrozenPrecision, RunningStatistics
-from edge_sdk.publishing.signing import Publisher, terms_of
-from edge_sdk.tasks import OWN, Task, load_task, own
-from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.options import (
@@ -60,6 +50,17 @@ from sparrow.protocol.publication import Terms, digests_of
 from sparrow.protocol.ranges import Ranges
 from sparrow.protocol.settings import AUTO, FederationSettings
 from sparrow.protocol.signatures import Publication, fingerprint
+
+from . import arguments as read
+from .arguments import add_federation, check_federation_name, check_ranges, read_setting
+from .device.label_prior import LabelPrior
+from .device.transport import Transport, connect, token_of
+from .errors import BadArgument, NameTaken, translated
+from .methods import load_method
+from .publishing import FrozenPrecision, RunningStatistics
+from .publishing.signing import Publisher, terms_of
+from .tasks import OWN, Task, load_task, own
+from .tasks.metrics import METRICS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,11 +229,11 @@ class _Model:
         frozen_precision: FrozenPrecision,
         progress: Callable[[str], object],
     ) -> None:
-        from edge_sdk.publishing.frozen import freeze
-        from edge_sdk.publishing.preparation import described as described_behind
-        from edge_sdk.publishing.preparation import prepare_to_publish
-        from edge_sdk.training.checking import check_task
-        from edge_sdk.training.local import as_tensors
+        from .publishing.frozen import freeze
+        from .publishing.preparation import described as described_behind
+        from .publishing.preparation import prepare_to_publish
+        from .training.checking import check_task
+        from .training.local import as_tensors
 
         self._progress = progress
         self._graphs: dict[GraphName, bytes] = {}
@@ -251,7 +252,7 @@ class _Model:
 
     def adjusts(self) -> bool:
         """Return whether class frequencies can be added to the model's outputs."""
-        from edge_sdk.training.engine import TorchEngine
+        from .training.engine import TorchEngine
 
         spec = self.manifest.output_bias
         if spec is None or not self._task.classification:
@@ -266,7 +267,7 @@ class _Model:
     def described(self, *, compiled: bool) -> Tensors:
         """Return what is published beside weights: the manifest, and the graphs that it names; the training step only
         if it is to be ``compiled``."""
-        from edge_sdk.publishing.skeleton import make_skeleton
+        from .publishing.skeleton import make_skeleton
 
         self._progress("compiling the forward pass")
         skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
@@ -294,7 +295,7 @@ class _Model:
 
     def weights(self) -> Tensors:
         """Return the weights, as they are, and the file of those that nobody trains."""
-        from edge_sdk.training.local import get_tensors
+        from .training.local import get_tensors
 
         everything = get_tensors(self._task.model, self.manifest, "published")
         frozen = {"sparrow.frozen": np.frombuffer(self._frozen, dtype=np.uint8)} if self._frozen else {}
@@ -365,7 +366,7 @@ def _next_terms(
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
     """Return the manifest's description of the targets; None if there is nothing to say. Raises BadArgument."""
-    from edge_sdk.publishing.targets import ignored_label
+    from .publishing.targets import ignored_label
 
     # Scores for each pixel or character are of classes, too, though no sample has one label; numbers stay as they are.
     classes = task.classification or len(outputs) > 1
@@ -393,7 +394,7 @@ def _manifest(
     running_statistics: RunningStatistics,
     blocks: Mapping[str, Sequence[int]],
 ) -> Manifest:
-    from edge_sdk.methods.describing import describe_for
+    from .methods.describing import describe_for
 
     manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
     known = tuple(name for name, metric in task.measured.items() if METRICS.get(name) is metric)
@@ -413,8 +414,8 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
         # Here, because a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
         import torch
 
-        from edge_sdk.engines.checking import check_graphs
-        from edge_sdk.publishing.step import compile_step
+        from .engines.checking import check_graphs
+        from .publishing.step import compile_step
 
         with torch.random.fork_rng(devices=[]):
             graphs = compile_step(task.model, task.loss, *example)

@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_json
-from sparrow.export.build import ACCURACY_LIMIT, Mode, Precision, dense
-from sparrow.export.errors import ExportError
-from sparrow.export.exporter import Options, export_model
-from sparrow.export.report import MEASUREMENTS, Report, picture_maker
-from sparrow.export.running import runtime
-from sparrow.export.samples import read_raw_samples, read_samples
-from sparrow.export.source import read_source
+
+from .build import ACCURACY_LIMIT, Mode, Precision, dense
+from .errors import ExportError
+from .exporter import Options, export_model
+from .report import MEASUREMENTS, Report, picture_maker
+from .running import runtime
+from .samples import read_raw_samples, read_samples
+from .source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
 STEPS = 5

@@ -27,13 +27,14 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
-from sparrow.export.building import Building
-from sparrow.export.errors import ExportError
-from sparrow.export.skeleton import OUTPUT, fill
-from sparrow.export.source import Source
 from sparrow.protocol.elements import ElementMask, from_bits
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest, Tensors
+
+from .building import Building
+from .errors import ExportError
+from .skeleton import OUTPUT, fill
+from .source import Source
 
 PERSONAL = "adaptive/personal"
 """Which samples the personal model answers, bool [N]: the value's name in the graph."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
-from sparrow.export import graph as plumbing
 from sparrow.protocol.manifest import Array
+
+from . import graph as plumbing
 
 BLOCK = 8
 

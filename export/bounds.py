@@ -21,9 +21,10 @@ from onnx.checker import ValidationError
 from onnx.defs import SchemaError, get_schema
 from onnx.shape_inference import InferenceError
 
-from sparrow.export.costs import REFERENCE, Work, work_of
-from sparrow.export.errors import SkeletonError
 from sparrow.protocol.manifest import Array
+
+from .costs import REFERENCE, Work, work_of
+from .errors import SkeletonError
 
 MIB = 1024 * 1024
 MOST_FIELDS = 500_000

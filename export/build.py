@@ -11,10 +11,10 @@ import onnx.checker
 import onnx.helper
 from onnx import ModelProto
 
-from sparrow.export.errors import ExportError
-from sparrow.export.samples import Samples
-from sparrow.export.skeleton import MAX_MODEL, fill
-from sparrow.export.source import Source
+from .errors import ExportError
+from .samples import Samples
+from .skeleton import MAX_MODEL, fill
+from .source import Source
 
 __all__ = ["dense"]
 
@@ -74,10 +74,10 @@ def build(
         steps.append("dynamic")
     else:
         if mode != "dense":
-            from sparrow.export.alignment import align
-            from sparrow.export.compact import compact
-            from sparrow.export.merging import merge
-            from sparrow.export.passes import installed_passes
+            from .alignment import align
+            from .compact import compact
+            from .merging import merge
+            from .passes import installed_passes
 
             doing("merging adapters")
             merged = merge(plain)
@@ -91,7 +91,7 @@ def build(
         model, precision, notes = _rounded(model, precision, samples, accuracy_limit)
         steps += [] if precision == "fp32" else [precision]
     if mode in ("packed", "dynamic"):
-        from sparrow.export.packed import pack
+        from .packed import pack
 
         doing("packing")
         packed = pack(model)
@@ -107,7 +107,7 @@ def _rounded(
     """Return the model with its weights rounded, the precision that it then has, and why."""
     if precision == "fp32":
         return model, precision, ()
-    from sparrow.export.precision import choose, quantise, to_half
+    from .precision import choose, quantise, to_half
 
     if precision == "fp16":
         return to_half(model), precision, ()

@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
-from sparrow.export import graph as plumbing
-from sparrow.export.graph import Shape, attribute
 from sparrow.protocol.manifest import Array
+
+from . import graph as plumbing
+from .graph import Shape, attribute
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

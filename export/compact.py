@@ -25,10 +25,11 @@ import onnx.checker
 import onnx.helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from sparrow.export import graph as plumbing
-from sparrow.export.channels import Bools, Contraction, Floats, Flow, padding
-from sparrow.export.errors import ExportError
 from sparrow.protocol.manifest import Array
+
+from . import graph as plumbing
+from .channels import Bools, Contraction, Floats, Flow, padding
+from .errors import ExportError
 
 _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 

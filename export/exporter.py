@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto
 
-from sparrow.export.bounds import samples_at_once
-from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build
-from sparrow.export.errors import ExportError, NotTheSame
-from sparrow.export.forms import load_form
-from sparrow.export.ort_format import write_ort
-from sparrow.export.preparation import Preparer, compose, draw_raw
-from sparrow.export.report import Figures, Report, measure
-from sparrow.export.running import CHUNK, Parity, Raws, accuracy, batches_of, compare, first_of, predict
-from sparrow.export.samples import Array, Samples, draw_inputs, parity_inputs
-from sparrow.export.source import Source
+from .bounds import samples_at_once
+from .build import ACCURACY_LIMIT, Built, Mode, Precision, build
+from .errors import ExportError, NotTheSame
+from .forms import load_form
+from .ort_format import write_ort
+from .preparation import Preparer, compose, draw_raw
+from .report import Figures, Report, measure
+from .running import CHUNK, Parity, Raws, accuracy, batches_of, compare, first_of, predict
+from .samples import Array, Samples, draw_inputs, parity_inputs
+from .source import Source
 
 __all__ = ["Options", "Reference", "export_model"]
 

@@ -13,8 +13,9 @@ from typing import cast
 from onnx import ModelProto
 
 from sparrow.command_line.installed import installed, load
-from sparrow.export.errors import ExportError
-from sparrow.export.source import Source
+
+from .errors import ExportError
+from .source import Source
 
 GROUP = "sparrow.dynamic_exports"
 

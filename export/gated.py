@@ -28,18 +28,19 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from sparrow.export.building import Building
-from sparrow.export.errors import ExportError
-from sparrow.export.gating import Gate
-from sparrow.export.rows import Rows, by_sample
-from sparrow.export.selection import LARGEST_TABLE, decisions, exact, greedy
-from sparrow.export.skeleton import fill
-from sparrow.export.source import Source
 from sparrow.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.flops import block_flops, budget_groups
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import unpack_whole
+
+from .building import Building
+from .errors import ExportError
+from .gating import Gate
+from .rows import Rows, by_sample
+from .selection import LARGEST_TABLE, decisions, exact, greedy
+from .skeleton import fill
+from .source import Source
 
 GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from sparrow.export.building import Building
-from sparrow.export.errors import ExportError
-from sparrow.export.skeleton import INPUT
 from sparrow.protocol.manifest import Manifest, Tensors
+
+from .building import Building
+from .errors import ExportError
+from .skeleton import INPUT
 
 _EPSILON = 1e-5
 _POOLED = (2, 3, 4)

@@ -17,8 +17,9 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from sparrow.export.errors import ExportError
 from sparrow.protocol.manifest import Array
+
+from .errors import ExportError
 
 BATCHES = (10007, 10009)
 """Sizes tried for the free axes of the inputs: primes, so that no product of a network's own sizes is taken for one."""

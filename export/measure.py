@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.export.errors import ExportError
+from .errors import ExportError
 
 Array = NDArray[Any]
 

@@ -19,13 +19,14 @@ from typing import TypeVar
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from sparrow.export.bounds import check_fields
-from sparrow.export.building import Building
-from sparrow.export.errors import SkeletonError
-from sparrow.export.skeleton import OUTPUT, check_structure, parse
-from sparrow.export.steps import loss_part, name_outputs
 from sparrow.protocol.manifest import GraphName, Manifest
 from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
+
+from .bounds import check_fields
+from .building import Building
+from .errors import SkeletonError
+from .skeleton import OUTPUT, check_structure, parse
+from .steps import loss_part, name_outputs
 
 RESPONSIBILITIES = "responsibilities"
 LOSS, ERROR, TARGET = "loss", "error", "target"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparrow.export.errors import ExportError
-from sparrow.export.running import runtime
+from .errors import ExportError
+from .running import runtime
 
 
 @dataclass(frozen=True)

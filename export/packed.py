@@ -27,8 +27,9 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from sparrow.export.errors import ExportError
 from sparrow.protocol.manifest import Array
+
+from .errors import ExportError
 
 MIN_VALUES = 256
 """Smaller weights stay plain: the nodes that unpack one take 380 to 450 bytes."""

@@ -18,7 +18,7 @@ def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:
 def answer(request: bytes) -> bytes:
     """Return the step, faster, and with errors for as many neurons as such a mask has."""
     # onnx, which the coordinator that makes the request does not load
-    from sparrow.export.steps import step_of_neurons
+    from .steps import step_of_neurons
 
     parts, ratio = checkpoint.load(request)
     manifest = Manifest.model_validate_json(parts["manifest"].tobytes())

@@ -6,7 +6,8 @@ import onnx.checker
 from onnx import ModelProto
 
 from sparrow.command_line.installed import installed, load
-from sparrow.export.errors import ExportError
+
+from .errors import ExportError
 
 
 def installed_passes(model: ModelProto) -> ModelProto:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow.export.measure import LOADS, Latency, LoadCost, latencies, load_costs
-from sparrow.export.ort_format import OrtFile
-from sparrow.export.running import Parity
-from sparrow.export.samples import Array
 from sparrow.protocol.errors import MissingPart
+
+from .measure import LOADS, Latency, LoadCost, latencies, load_costs
+from .ort_format import OrtFile
+from .running import Parity
+from .samples import Array
 
 __all__ = ["Costs", "Figures", "Report"]
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.export.errors import ExportError
 from sparrow.protocol.errors import MissingPart
+
+from .errors import ExportError
 
 Array = NDArray[Any]
 

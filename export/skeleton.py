@@ -20,9 +20,10 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from sparrow.export.bounds import check_fields, check_sizes, has_data
-from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
+
+from .bounds import check_fields, check_sizes, has_data
+from .errors import ExportError, SkeletonError
 
 MAX_MODEL = 2**31 - 1
 """Largest ONNX file without external data, in bytes: protobuf's limit."""

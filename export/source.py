@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparrow.export.errors import ExportError, NotThere
-from sparrow.export.metadata import properties
-from sparrow.export.preparation import check_preparation, complete
 from sparrow.protocol import checkpoint, personal, values
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest, Tensors
+
+from .errors import ExportError, NotThere
+from .metadata import properties
+from .preparation import check_preparation, complete
 
 __all__ = ["Source", "read_source"]
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from edge_sdk.join import join
     from edge_sdk.publish import publish
     from edge_sdk.tasks import Seeded, Task
-    from sparrow.client import Client
-    from sparrow.simulation.simulate import simulate
+
+    from .client import Client
+    from .simulation.simulate import simulate
 
 __all__ = ["Client", "DeviceProgress", "SdkError", "Seeded", "Task", "join", "publish", "simulate"]
 

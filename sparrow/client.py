@@ -21,9 +21,10 @@ from pydantic import BaseModel, ValidationError
 from edge_sdk.arguments import check_federation_name
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NotFound, translated
-from sparrow.command_line.faults import faults
-from sparrow.protocol import tls
-from sparrow.protocol.messages import (
+
+from .command_line.faults import faults
+from .protocol import tls
+from .protocol.messages import (
     ChangeDevice,
     ChangeFederation,
     DeviceHistory,
@@ -33,7 +34,7 @@ from sparrow.protocol.messages import (
     ModelInfo,
     RoundRecord,
 )
-from sparrow.protocol.overview import Overview
+from .protocol.overview import Overview
 
 FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
 """The endings of a model's file, and what the coordinator calls the model in this format."""

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import shtab
 
 from edge_sdk.device.trainable import CannotTrain
-from sparrow.command_line.command import Command, Parser
-from sparrow.main import COMMANDS, build
-from sparrow.protocol.errors import MissingPart
+
+from .command_line.command import Command, Parser
+from .main import COMMANDS, build
+from .protocol.errors import MissingPart
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -17,14 +17,15 @@ from edge_sdk import arguments as read
 from edge_sdk.device.transport import connect, token_of
 from edge_sdk.tasks import OWN, Task, collect_targets, count_examples, load_data_of, load_task
 from edge_sdk.tasks.preparing import Statistics
-from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.options import add_json, add_server, add_skip_unreadable, add_wait, with_skipped
-from sparrow.command_line.table import printable, table
-from sparrow.protocol import tls
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.messages import FederationInfo
-from sparrow.protocol.preparation import Preparation
-from sparrow.protocol.settings import FederationSettings
+
+from .command_line.command import Command, Parser
+from .command_line.options import add_json, add_server, add_skip_unreadable, add_wait, with_skipped
+from .command_line.table import printable, table
+from .protocol import tls
+from .protocol.manifest import Manifest
+from .protocol.messages import FederationInfo
+from .protocol.preparation import Preparation
+from .protocol.settings import FederationSettings
 
 DEVICE = "check"
 """The name under which the file is read."""

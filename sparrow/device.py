@@ -14,12 +14,13 @@ import sys
 from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
-from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.nearest import nearest
-from sparrow.command_line.options import add_yes, sure
-from sparrow.command_line.table import printable, table
-from sparrow.operating import add_coordinator, connected
-from sparrow.protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
+
+from .command_line.command import Command, Parser
+from .command_line.nearest import nearest
+from .command_line.options import add_yes, sure
+from .command_line.table import printable, table
+from .operating import add_coordinator, connected
+from .protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
 
 SHOWN = 20
 """Pieces of work of a device that are shown to a person."""

@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from edge_sdk.arguments import add_federation, read_setting
 from edge_sdk.device.transport import Transport
-from sparrow.command_line.command import Command, Parser, WrongUsage
-from sparrow.command_line.faults import faults
-from sparrow.command_line.options import add_help_settings, add_yes, sure
-from sparrow.command_line.table import printable, table
-from sparrow.operating import add_coordinator, connected
-from sparrow.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
-from sparrow.protocol.settings import FederationSettings
+
+from .command_line.command import Command, Parser, WrongUsage
+from .command_line.faults import faults
+from .command_line.options import add_help_settings, add_yes, sure
+from .command_line.table import printable, table
+from .operating import add_coordinator, connected
+from .protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
+from .protocol.settings import FederationSettings
 
 STEERING = {
     "pause": "open no further round",

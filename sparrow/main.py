@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from edge_sdk.device import trainable
-from sparrow.command_line.command import Command, Parser, ended, interruptible
-from sparrow.command_line.exits import Exit
-from sparrow.command_line.nearest import nearest
-from sparrow.protocol.errors import MissingPart
 
-OURS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "export", "sparrow")
+from .command_line.command import Command, Parser, ended, interruptible
+from .command_line.exits import Exit
+from .command_line.nearest import nearest
+from .protocol.errors import MissingPart
+
+OURS = ("benchmarks", "coordinator", "devices", "edge_sdk", "export", "sparrow")
 DISTRIBUTION = "sparrow-fl"
 
 

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 from edge_sdk.arguments import add_federation
-from sparrow.client import FORMATS
-from sparrow.command_line.command import Command, Parser, WrongUsage
-from sparrow.command_line.table import table
-from sparrow.operating import add_coordinator, connected
-from sparrow.protocol.messages import ModelInfo
+
+from .client import FORMATS
+from .command_line.command import Command, Parser, WrongUsage
+from .command_line.table import table
+from .operating import add_coordinator, connected
+from .protocol.messages import ModelInfo
 
 
 def _options(parser: Parser) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from sparrow.command_line.options import add_json, add_server, add_wait
-from sparrow.protocol import tls
+
+from .command_line.options import add_json, add_server, add_wait
+from .protocol import tls
 
 
 def add_coordinator(parser: argparse.ArgumentParser) -> None:

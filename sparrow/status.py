@@ -21,16 +21,17 @@ import segno
 
 from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
-from sparrow.command_line.command import Command, Parser, WrongUsage
-from sparrow.command_line.options import add_json, add_server, add_wait, coloured
-from sparrow.command_line.table import printable, table
-from sparrow.device import as_table as as_table_of_devices
-from sparrow.federation import NONE, as_table
-from sparrow.protocol import tls
-from sparrow.protocol.addresses import in_network, means_caller
-from sparrow.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, MakeJoinLink, OpenWork, RoundRecord
-from sparrow.protocol.overview import Overview
-from sparrow.protocol.signatures import fingerprint
+
+from .command_line.command import Command, Parser, WrongUsage
+from .command_line.options import add_json, add_server, add_wait, coloured
+from .command_line.table import printable, table
+from .device import as_table as as_table_of_devices
+from .federation import NONE, as_table
+from .protocol import tls
+from .protocol.addresses import in_network, means_caller
+from .protocol.messages import DeviceInfo, FederationInfo, FederationStatus, MakeJoinLink, OpenWork, RoundRecord
+from .protocol.overview import Overview
+from .protocol.signatures import fingerprint
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20

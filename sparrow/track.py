@@ -16,11 +16,12 @@ from contextlib import ExitStack
 
 from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport, connect, token_of
-from sparrow.command_line.command import Command, Parser, WrongUsage
-from sparrow.command_line.options import add_json, add_server, add_wait
-from sparrow.protocol import tls
-from sparrow.protocol.messages import FederationStatus, RoundRecord
-from sparrow.trackers import MLflow, TensorBoard, Tracker
+
+from .command_line.command import Command, Parser, WrongUsage
+from .command_line.options import add_json, add_server, add_wait
+from .protocol import tls
+from .protocol.messages import FederationStatus, RoundRecord
+from .trackers import MLflow, TensorBoard, Tracker
 
 __all__ = ["curves", "follow"]
 

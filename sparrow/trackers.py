@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from sparrow.protocol.errors import MissingPart, SdkError
-from sparrow.protocol.messages import FederationInfo
+from .protocol.errors import MissingPart, SdkError
+from .protocol.messages import FederationInfo
 
 EVERY_ROUND = "devices/updates"
 """A curve that has a point for every round: its steps are the rounds that were written."""

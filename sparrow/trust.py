@@ -14,9 +14,10 @@ from edge_sdk.device.state import StateFolder, default_root
 from edge_sdk.device.trust import accept
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import default_name
-from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.options import add_json, add_server
-from sparrow.protocol.signatures import is_fingerprint
+
+from .command_line.command import Command, Parser
+from .command_line.options import add_json, add_server
+from .protocol.signatures import is_fingerprint
 
 
 def _options(parser: Parser) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("coordinator", "edge_sdk", "export", "devices", "sparrow", "command_line", "benchmarks")
+FOLDERS = ("coordinator", "edge_sdk", "export", "devices", "sparrow", "benchmarks")
 
 # Names that only the authors understood, and the plural forms of some.
 PRIVATE_WORDS = {

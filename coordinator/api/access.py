@@ -12,11 +12,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
-from sparrow.coordinator.api.middleware.authentication import Identity
-from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import NotAuthenticated, WrongHost
-from sparrow.coordinator.fleet.access import Holder, Kind
-from sparrow.coordinator.fleet.devices import UNKNOWN, Caller
+from ..app import Coordinator
+from ..errors import NotAuthenticated, WrongHost
+from ..fleet.access import Holder, Kind
+from ..fleet.devices import UNKNOWN, Caller
+from .middleware.authentication import Identity
 
 bearer = HTTPBearer(auto_error=False)  # read by the middleware; here so that the OpenAPI document names it
 

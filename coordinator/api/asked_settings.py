@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from sparrow.coordinator.api.access import AdminOnly
-from sparrow.coordinator.api.packing import PackedRoute
-from sparrow.coordinator.fleet.federations import completed
 from sparrow.protocol.settings import FederationSettings
+
+from ..fleet.federations import completed
+from .access import AdminOnly
+from .packing import PackedRoute
 
 router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)
 

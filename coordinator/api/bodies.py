@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge
+from ..errors import BadContent, LengthRequired, TooLarge
+from .problems import problem
 
 LARGEST_REQUEST = 64 * 1024
 """Longest JSON of a request, in bytes: of 1 MiB, naming what is wrong with 80,000 fields takes half a second."""

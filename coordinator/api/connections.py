@@ -33,11 +33,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sparrow.coordinator.api.buckets import RateLimit, address_key
-from sparrow.coordinator.api.headers import below_root
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.errors import TooLarge
-from sparrow.coordinator.settings import Settings
+from ..errors import TooLarge
+from ..settings import Settings
+from .buckets import RateLimit, address_key
+from .headers import below_root
+from .problems import problem
 
 log = logging.getLogger(__name__)
 

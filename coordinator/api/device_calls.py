@@ -23,19 +23,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from sparrow.coordinator.api.bodies import InParts, ranged
-from sparrow.coordinator.api.headers import header
-from sparrow.coordinator.api.middleware.base import Middleware
-from sparrow.coordinator.api.problems import answer_of
-from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import NotAllowed
-from sparrow.coordinator.fleet.devices import Caller
-from sparrow.coordinator.models.payloads import Packed
-from sparrow.coordinator.reports.metrics import counted_refusals
-from sparrow.coordinator.rounds.dispatch import Ask
 from sparrow.protocol import bundle
 from sparrow.protocol.fields import Digest
 from sparrow.protocol.messages import ASSIGNMENT_TYPE, UpdateAccepted, UploadCost
+
+from ..app import Coordinator
+from ..errors import NotAllowed
+from ..fleet.devices import Caller
+from ..models.payloads import Packed
+from ..reports.metrics import counted_refusals
+from ..rounds.dispatch import Ask
+from .bodies import InParts, ranged
+from .headers import header
+from .middleware.base import Middleware
+from .problems import answer_of
 
 log = logging.getLogger(__name__)
 

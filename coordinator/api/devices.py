@@ -6,20 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from sparrow.coordinator.api.access import (
-    EnrollerOnly,
-    KnownDevice,
-    ObserverOnly,
-    TheCoordinator,
-    TheIdentity,
-    check_admin,
-)
-from sparrow.coordinator.api.device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
-from sparrow.coordinator.api.packing import PackedRoute
-from sparrow.coordinator.errors import NotAllowed
-from sparrow.coordinator.fleet.access import Holder
-from sparrow.coordinator.fleet.devices import Caller
-from sparrow.coordinator.reports.device_list import DeviceQuery, Order
 from sparrow.protocol import bundle
 from sparrow.protocol.messages import (
     ASSIGNMENT_TYPE,
@@ -37,6 +23,21 @@ from sparrow.protocol.messages import (
     UpdateAccepted,
     UpdateReceived,
 )
+
+from ..errors import NotAllowed
+from ..fleet.access import Holder
+from ..fleet.devices import Caller
+from ..reports.device_list import DeviceQuery, Order
+from .access import (
+    EnrollerOnly,
+    KnownDevice,
+    ObserverOnly,
+    TheCoordinator,
+    TheIdentity,
+    check_admin,
+)
+from .device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
+from .packing import PackedRoute
 
 router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
 

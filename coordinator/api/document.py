@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
-from sparrow.coordinator.api.problems import MEDIA_TYPE, STATUS
 from sparrow.protocol.messages import CreateFederation, Problem
+
+from .problems import MEDIA_TYPE, STATUS
 
 FILES = ("get_payload", "get_model", "get_model_onnx", "get_frozen", "get_first", "get_fast_step", "get_graph")
 """Calls that are answered with a file."""

@@ -14,23 +14,6 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from sparrow.coordinator.api.access import (
-    AdminOnly,
-    MemberOnly,
-    ObserverOnly,
-    ProspectiveMemberOnly,
-    TheCoordinator,
-    TheIdentity,
-    observer,
-)
-from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
-from sparrow.coordinator.api.live import follow, seen_by
-from sparrow.coordinator.api.middleware.authentication import Identity, identify
-from sparrow.coordinator.api.packing import HEADERS, PackedRoute, packed_events, takes_gzip
-from sparrow.coordinator.api.signals import LongPoll
-from sparrow.coordinator.errors import WrongMediaType, callers_data
-from sparrow.coordinator.web import links
-from sparrow.coordinator.web.steps import check_ratio
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import GraphName, Values
 from sparrow.protocol.messages import (
@@ -48,6 +31,24 @@ from sparrow.protocol.messages import (
 )
 from sparrow.protocol.overview import Overview
 from sparrow.protocol.signatures import Published
+
+from ..errors import WrongMediaType, callers_data
+from ..web import links
+from ..web.steps import check_ratio
+from .access import (
+    AdminOnly,
+    MemberOnly,
+    ObserverOnly,
+    ProspectiveMemberOnly,
+    TheCoordinator,
+    TheIdentity,
+    observer,
+)
+from .bodies import LARGEST_REQUEST, ranged, read_body
+from .live import follow, seen_by
+from .middleware.authentication import Identity, identify
+from .packing import HEADERS, PackedRoute, packed_events, takes_gzip
+from .signals import LongPoll
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 

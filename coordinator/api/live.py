@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from sparrow.coordinator.api.access import is_admin, own_federation
-from sparrow.coordinator.api.live_views import LiveView
-from sparrow.coordinator.api.middleware.authentication import Identity
-from sparrow.coordinator.errors import NotAuthenticated, NotFound, Unavailable
-from sparrow.coordinator.fleet.access import Holder
 from sparrow.protocol.overview import Overview, RoundPoint
+
+from ..errors import NotAuthenticated, NotFound, Unavailable
+from ..fleet.access import Holder
+from .access import is_admin, own_federation
+from .live_views import LiveView
+from .middleware.authentication import Identity
 
 STILL_HERE_SECONDS = 15.0
 

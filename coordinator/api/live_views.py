@@ -11,9 +11,10 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from sparrow.coordinator.api.signals import Signal
-from sparrow.coordinator.reports.overview import Overviews
 from sparrow.protocol.overview import Overview
+
+from ..reports.overview import Overviews
+from .signals import Signal
 
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5

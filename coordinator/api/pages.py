@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from sparrow.coordinator import dashboard, web
-from sparrow.coordinator.api import sign_in
-from sparrow.coordinator.api.access import TheCoordinator, TheIdentity, may_look, own_federation
-from sparrow.coordinator.api.bodies import ranged
-from sparrow.coordinator.api.packing import takes_gzip
-from sparrow.coordinator.web import runtime
 from sparrow.protocol.fields import FederationName
+
+from .. import dashboard, web
+from ..web import runtime
+from . import sign_in
+from .access import TheCoordinator, TheIdentity, may_look, own_federation
+from .bodies import ranged
+from .packing import takes_gzip
 
 router = APIRouter(include_in_schema=False)
 

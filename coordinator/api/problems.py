@@ -10,8 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from sparrow.coordinator import errors
 from sparrow.protocol.messages import Problem
+
+from .. import errors
 
 log = logging.getLogger(__name__)
 

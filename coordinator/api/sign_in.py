@@ -15,13 +15,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
-from sparrow.coordinator import dashboard
-from sparrow.coordinator.api.bodies import read_body
-from sparrow.coordinator.api.headers import header
-from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import BadContent, NotAuthenticated
-from sparrow.coordinator.fleet.access import Holder
 from sparrow.protocol.fields import FederationName
+
+from .. import dashboard
+from ..app import Coordinator
+from ..errors import BadContent, NotAuthenticated
+from ..fleet.access import Holder
+from .bodies import read_body
+from .headers import header
 
 LONGEST_FORM = 4096
 """Of a token, the name of a federation, and a page's."""

@@ -13,11 +13,11 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
-from sparrow.coordinator import dashboard
-from sparrow.coordinator.api import sign_in
-from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity, may_look
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.fleet.access import KINDS
+from .. import dashboard
+from ..fleet.access import KINDS
+from . import sign_in
+from .access import ObserverOnly, TheCoordinator, TheIdentity, may_look
+from .problems import problem
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["status"])

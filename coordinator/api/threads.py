@@ -18,7 +18,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from sparrow.coordinator.errors import Unavailable
+from ..errors import Unavailable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

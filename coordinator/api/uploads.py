@@ -31,16 +31,16 @@ from fastapi import Request
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
-from sparrow.coordinator.api.bodies import read_body
-from sparrow.coordinator.api.connections import STATE
-from sparrow.coordinator.api.threads import Batches, Threads
-from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
-from sparrow.coordinator.rounds.acceptance import Acceptance, Sent
-from sparrow.coordinator.rounds.dispatch import Ask, Asked, Dispatch
-from sparrow.coordinator.storage.blobs import make_folder, map_file, private
-from sparrow.coordinator.storage.database import BUSY_SECONDS
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment
+from ..errors import BadContent, LengthRequired, TooLarge, WrongRange
+from ..rounds.acceptance import Acceptance, Sent
+from ..rounds.dispatch import Ask, Asked, Dispatch
+from ..storage.blobs import make_folder, map_file, private
+from ..storage.database import BUSY_SECONDS
+from ..storage.store import Store
+from ..storage.tables import Assignment
+from .bodies import read_body
+from .connections import STATE
+from .threads import Batches, Threads
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0

@@ -33,16 +33,17 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_json
-from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import file_keys, keys_of
-from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
-from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
-from sparrow.coordinator.storage.database import check_sqlite, connect
-from sparrow.coordinator.storage.failing import database_errors
-from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
-from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Round
 from sparrow.protocol.manifest import Manifest
+
+from ..errors import BackupFailed, Damaged, MissingProgram, NoRecords
+from ..models.global_models import file_keys, keys_of
+from ..rounds.assignments import BUNDLE_KINDS, update_key
+from ..settings import Settings, read_settings
+from ..storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
+from ..storage.database import check_sqlite, connect
+from ..storage.failing import database_errors
+from ..storage.store import RECORDS_FILE, open_blobs
+from ..storage.tables import Assignment, Federation, Model, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50

@@ -21,9 +21,10 @@ import numpy as np
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.options import add_json, add_server
-from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
 from sparrow.protocol import checkpoint, tls
 from sparrow.protocol.messages import Evaluation, Problem
+
+from ..errors import BadTestFile, EvaluationRefused, NoAnswer
 
 SECONDS = 600.0
 

@@ -20,7 +20,14 @@ from pathlib import Path
 from sqlalchemy import inspect
 
 from sparrow.command_line.command import Command, Parser
-from sparrow.coordinator.commands.backup import (
+
+from ..errors import BackupFailed, NoRecords
+from ..settings import Settings, read_settings
+from ..storage.blobs import FolderBlobs, flush, flush_folder, make_folder, private
+from ..storage.database import connect
+from ..storage.failing import database_errors
+from ..storage.store import RECORDS_FILE, lock_folder, open_blobs
+from .backup import (
     BLOBS_FOLDER,
     DUMP_FILE,
     FORMAT,
@@ -28,12 +35,6 @@ from sparrow.coordinator.commands.backup import (
     check_copy,
     run_postgresql,
 )
-from sparrow.coordinator.errors import BackupFailed, NoRecords
-from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.blobs import FolderBlobs, flush, flush_folder, make_folder, private
-from sparrow.coordinator.storage.database import connect
-from sparrow.coordinator.storage.failing import database_errors
-from sparrow.coordinator.storage.store import RECORDS_FILE, lock_folder, open_blobs
 
 
 def bring_back(settings: Settings, source: Path) -> None:

@@ -20,10 +20,11 @@ import uvicorn
 
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_help_settings, coloured
-from sparrow.coordinator.commands.starting import Listening
-from sparrow.coordinator.errors import NoPort, StartFailed
-from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.failing import database_errors
+
+from ..errors import NoPort, StartFailed
+from ..settings import Settings, read_settings
+from ..storage.failing import database_errors
+from .starting import Listening
 
 LAST_PORT = 65535
 
@@ -87,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
         raise WrongUsage("--ssl-keyfile is of no use alone; give --ssl-certfile as well")
     with listen(options.host, options.port) as listener:
-        from sparrow.coordinator.main import create_app  # it looks at the environment when it is imported
+        from ..main import create_app  # it looks at the environment when it is imported
 
         host, port = listener.getsockname()[:2]
         listening = Listening(host, port, options.ssl_certfile is not None)

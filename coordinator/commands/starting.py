@@ -16,11 +16,12 @@ from pathlib import Path
 
 from click import ClickException
 
-from sparrow.coordinator.fleet.access import Kind
-from sparrow.coordinator.settings import Settings
-from sparrow.coordinator.storage.blobs import flush_folder, private
-from sparrow.coordinator.storage.store import RECORDS_FILE
 from sparrow.protocol.addresses import in_network, in_url, is_loopback, is_unspecified
+
+from ..fleet.access import Kind
+from ..settings import Settings
+from ..storage.blobs import flush_folder, private
+from ..storage.store import RECORDS_FILE
 
 TOKENS_FILE = "tokens.sh"
 """In the data folder: the tokens that ``sparrow serve`` has made."""

@@ -26,16 +26,17 @@ from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.options import add_json, add_yes, sure
 from sparrow.command_line.table import table
-from sparrow.coordinator.clock import SteadyClock
-from sparrow.coordinator.errors import NoRecords, NotFound
-from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, new_token
-from sparrow.coordinator.fleet.devices import revoke as revoke_device
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.reports.summary import iso
-from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.database import WRITING, open_database
-from sparrow.coordinator.storage.failing import database_errors
-from sparrow.coordinator.storage.tables import Device, Federation, Token
+
+from ..clock import SteadyClock
+from ..errors import NoRecords, NotFound
+from ..fleet.access import KINDS, REMEMBER_SECONDS, new_token
+from ..fleet.devices import revoke as revoke_device
+from ..fleet.federations import find
+from ..reports.summary import iso
+from ..settings import Settings, read_settings
+from ..storage.database import WRITING, open_database
+from ..storage.failing import database_errors
+from ..storage.tables import Device, Federation, Token
 
 UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 

@@ -19,8 +19,9 @@ import httpx
 from tqdm import tqdm
 
 from sparrow.command_line.command import Command, Parser
-from sparrow.coordinator.errors import BadRuntime, StartFailed
-from sparrow.coordinator.web import runtime
+
+from ..errors import BadRuntime, StartFailed
+from ..web import runtime
 
 PUBLIC_REGISTRY = "https://registry.npmjs.org"
 LARGEST_PACKAGE = 128 * 1024 * 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from sparrow.coordinator import web
+from .. import web
 
 OWN = Path(__file__).with_name("static")
 HEADERS = {

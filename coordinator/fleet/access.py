@@ -22,9 +22,9 @@ from typing import Literal, cast, get_args
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import NotAuthenticated
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Federation, Token
+from ..errors import NotAuthenticated
+from ..storage.store import Store
+from ..storage.tables import Federation, Token
 
 Kind = Literal["admin", "observer", "enrolment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -13,7 +13,10 @@ from typing import Any
 from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import (
+from sparrow.protocol.failures import in_words
+from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
+
+from ..errors import (
     FederationDeleted,
     NameTaken,
     NotAllowed,
@@ -21,7 +24,12 @@ from sparrow.coordinator.errors import (
     NotFound,
     TokenExpired,
 )
-from sparrow.coordinator.fleet.access import (
+from ..methods import load_method
+from ..rounds.assignments import note_failure, rests, touch
+from ..rounds.candidates import reaches, smallest_budget
+from ..storage.store import Store
+from ..storage.tables import Assignment, DeletedDevice, Device, Federation
+from .access import (
     MOST_REMEMBERED,
     REMEMBER_SECONDS,
     digest_of,
@@ -29,14 +37,7 @@ from sparrow.coordinator.fleet.access import (
     secret_after,
     spend,
 )
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import note_failure, rests, touch
-from sparrow.coordinator.rounds.candidates import reaches, smallest_budget
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
-from sparrow.protocol.failures import in_words
-from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
+from .federations import find
 
 log = logging.getLogger(__name__)
 

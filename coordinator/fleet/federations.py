@@ -19,48 +19,6 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
-from sparrow.coordinator.errors import (
-    BadContent,
-    DifferentFederation,
-    NameTaken,
-    NoGlobalModel,
-    NoSuchMethod,
-    NoSuchTask,
-    NotFound,
-    TooLarge,
-    Unavailable,
-    UnknownMethod,
-    Unreadable,
-    WrongState,
-    callers_data,
-    explain,
-)
-from sparrow.coordinator.fleet import publications
-from sparrow.coordinator.methods import CoordinatorMethod, PublishedModel, Situation, load_method
-from sparrow.coordinator.models import judging
-from sparrow.coordinator.models.global_models import Models, carry_out_replacement, record_publication, settings_of
-from sparrow.coordinator.rounds import rollback
-from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted, open_round
-from sparrow.coordinator.rounds.buffered import check_buffer
-from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
-from sparrow.coordinator.rounds.cleanup import clear_deleted
-from sparrow.coordinator.rounds.draws import new_secret, why_predictable
-from sparrow.coordinator.rounds.intake import clips_relatively, fault_of_model
-from sparrow.coordinator.rounds.privacy import check_privacy, spent
-from sparrow.coordinator.rounds.robust import check_robust
-from sparrow.coordinator.rounds.secure import check_secure
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import (
-    Assignment,
-    DeletedDevice,
-    DeletedFederation,
-    Device,
-    Federation,
-    Model,
-    Round,
-    Token,
-)
-from sparrow.coordinator.web import why_no_pages
 from sparrow.export.metadata import properties
 from sparrow.protocol import checkpoint, values
 from sparrow.protocol.auto import chosen
@@ -87,6 +45,49 @@ from sparrow.protocol.messages import (
 from sparrow.protocol.preparation import Targets
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Publication, Published
+
+from ..errors import (
+    BadContent,
+    DifferentFederation,
+    NameTaken,
+    NoGlobalModel,
+    NoSuchMethod,
+    NoSuchTask,
+    NotFound,
+    TooLarge,
+    Unavailable,
+    UnknownMethod,
+    Unreadable,
+    WrongState,
+    callers_data,
+    explain,
+)
+from ..methods import CoordinatorMethod, PublishedModel, Situation, load_method
+from ..models import judging
+from ..models.global_models import Models, carry_out_replacement, record_publication, settings_of
+from ..rounds import rollback
+from ..rounds.assignments import extend_deadlines, forget_adapted, open_round
+from ..rounds.buffered import check_buffer
+from ..rounds.candidates import what_is_missing, why_over
+from ..rounds.cleanup import clear_deleted
+from ..rounds.draws import new_secret, why_predictable
+from ..rounds.intake import clips_relatively, fault_of_model
+from ..rounds.privacy import check_privacy, spent
+from ..rounds.robust import check_robust
+from ..rounds.secure import check_secure
+from ..storage.store import Store
+from ..storage.tables import (
+    Assignment,
+    DeletedDevice,
+    DeletedFederation,
+    Device,
+    Federation,
+    Model,
+    Round,
+    Token,
+)
+from ..web import why_no_pages
+from . import publications
 
 log = logging.getLogger(__name__)
 

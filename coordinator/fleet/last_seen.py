@@ -14,8 +14,8 @@ from typing import cast
 
 from sqlalchemy import Table, bindparam, update
 
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Device
+from ..storage.store import Store
+from ..storage.tables import Device
 
 WRITE_SECONDS = 15.0
 

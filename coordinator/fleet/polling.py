@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from sqlalchemy import func, select
 
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Device, Federation
 from sparrow.protocol.messages import FederationStatus
+
+from ..storage.store import Store
+from ..storage.tables import Device, Federation
 
 COUNT_SECONDS = 10.0
 """The time for which a count of the fleet is used."""

@@ -10,14 +10,15 @@ from importlib.util import find_spec
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import BadContent, NotFound, Unreadable
-from sparrow.coordinator.storage.tables import Federation
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.publication import Terms
 from sparrow.protocol.ranges import faults
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Publication, Published, check_signature, fingerprint
+
+from ..errors import BadContent, NotFound, Unreadable
+from ..storage.tables import Federation
 
 
 def checked(

@@ -14,10 +14,10 @@ from dataclasses import replace
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import NotAuthenticated
-from sparrow.coordinator.fleet.access import Holder, Remembered, Tokens, digest_of, new_secret, valid_holder
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import BrowserSession, Token
+from ..errors import NotAuthenticated
+from ..storage.store import Store
+from ..storage.tables import BrowserSession, Token
+from .access import Holder, Remembered, Tokens, digest_of, new_secret, valid_holder
 
 SESSION_SECONDS = 12 * 3600.0
 

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from sparrow.command_line.installed import load_method_record
-from sparrow.coordinator.errors import BadContent, UnknownMethod
-from sparrow.coordinator.rounds.sums import MaskedSums, Sums
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import FileName, Manifest, Tensors
@@ -27,6 +25,9 @@ from sparrow.protocol.messages import Kind
 from sparrow.protocol.neurons import Scores, fits_ratio
 from sparrow.protocol.parts import Numbers, Part, Plan
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent, UnknownMethod
+from ..rounds.sums import MaskedSums, Sums
 
 
 class MethodSettings(BaseModel):

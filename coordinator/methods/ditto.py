@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
-from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
+from . import CoordinatorMethod, needs_sums_alone, whole_model
+from .last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 
 class DittoSettings(LastRoundsSettings):

@@ -25,8 +25,16 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent, WrongState
-from sparrow.coordinator.methods import (
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
+
+from ..errors import BadContent, WrongState
+from ..rounds.sums import ElementSums, Sum, quotient
+from . import (
     Aggregation,
     CoordinatorMethod,
     DeviceMasks,
@@ -38,14 +46,7 @@ from sparrow.coordinator.methods import (
     own_settings,
     refuse_mask,
 )
-from sparrow.coordinator.methods.sparse import Interval, check_counts, weights_per_layer
-from sparrow.coordinator.rounds.sums import ElementSums, Sum, quotient
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.manifest import Array, Manifest, Tensors
-from sparrow.protocol.masks import Mask
-from sparrow.protocol.messages import Kind
-from sparrow.protocol.settings import FederationSettings
-from sparrow.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
+from .sparse import Interval, check_counts, weights_per_layer
 
 USUAL_INTERVAL = 10
 """Rounds of the stage masks between those that replace weights: the paper's, of 300."""

@@ -8,8 +8,8 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
-from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
+from . import CoordinatorMethod, needs_sums_alone, whole_model
+from .last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 FEDAVG = CoordinatorMethod(
     smallest_budget=whole_model,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
+from . import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
 
 
 class FedDropSettings(MethodSettings):

@@ -11,9 +11,9 @@ cuts layers that its densities keep whole, and grows over active weights. Here i
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import GlobalModel, Situation
-from sparrow.coordinator.methods.sparse import SparseTrainingSettings, average_and_prune, replacing_method
-from sparrow.coordinator.rounds.sums import ElementSums
+from ..rounds.sums import ElementSums
+from . import GlobalModel, Situation
+from .sparse import SparseTrainingSettings, average_and_prune, replacing_method
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:

@@ -19,15 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
-    CoordinatorMethod,
-    MethodSettings,
-    PublishedModel,
-    needs_sums_alone,
-    own_settings,
-    whole_model,
-)
 from sparrow.protocol.manifest import (
     MAX_GRAPH,
     MOST_NODES,
@@ -41,6 +32,16 @@ from sparrow.protocol.manifest import (
 )
 from sparrow.protocol.mixture import mixture_of, name_in
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from . import (
+    CoordinatorMethod,
+    MethodSettings,
+    PublishedModel,
+    needs_sums_alone,
+    own_settings,
+    whole_model,
+)
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,14 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask
+from sparrow.protocol.parts import Numbers, Signs, all_maskable
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from . import (
     Aggregation,
     CoordinatorMethod,
     DeviceMasks,
@@ -31,11 +37,6 @@ from sparrow.coordinator.methods import (
     own_settings,
     whole_model,
 )
-from sparrow.protocol.blocks import BlockMask
-from sparrow.protocol.manifest import Array, Manifest, Tensors
-from sparrow.protocol.masks import Mask
-from sparrow.protocol.parts import Numbers, Signs, all_maskable
-from sparrow.protocol.settings import FederationSettings
 
 FEWEST = 2
 """Devices that must have a weight in common for its bit to be averaged."""

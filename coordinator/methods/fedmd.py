@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from . import (
     Aggregation,
     CoordinatorMethod,
     MethodSettings,
     own_settings,
     whole_model,
 )
-from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
-from sparrow.protocol.settings import FederationSettings
 
 SCORES = "public.scores"
 """The name of the table of scores."""

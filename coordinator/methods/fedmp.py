@@ -46,7 +46,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import (
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.neurons import Scores, first_neurons, norm_scores
+from sparrow.protocol.settings import FederationSettings
+
+from ..rounds.sums import MaskedSums, Sums
+from . import (
     ActiveNeurons,
     Aggregation,
     CoordinatorMethod,
@@ -60,10 +65,6 @@ from sparrow.coordinator.methods import (
     close_with_mean,
     own_settings,
 )
-from sparrow.coordinator.rounds.sums import MaskedSums, Sums
-from sparrow.protocol.flops import training_flops
-from sparrow.protocol.neurons import Scores, first_neurons, norm_scores
-from sparrow.protocol.settings import FederationSettings
 
 LEAST_DEVIATION = 0.1
 """Added to a time's deviation from the mean, as a share of it: no reward is infinite."""

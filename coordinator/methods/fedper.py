@@ -8,8 +8,8 @@ are named by the setting ``private``: a device's own adapter beside a shared one
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
-from sparrow.coordinator.methods.parts import PrivateSettings, private_part
+from . import CoordinatorMethod, needs_sums_alone, whole_model
+from .parts import PrivateSettings, private_part
 
 FEDPER = CoordinatorMethod(
     smallest_budget=whole_model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from . import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
 
 
 class FedProxSettings(MethodSettings):

@@ -6,8 +6,8 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod, needs_sums_alone, whole_model
-from sparrow.coordinator.methods.parts import PrivateSettings, private_part
+from . import CoordinatorMethod, needs_sums_alone, whole_model
+from .parts import PrivateSettings, private_part
 
 FEDREP = CoordinatorMethod(
     smallest_budget=whole_model,

@@ -30,18 +30,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from sparrow.coordinator.methods import GlobalModel, Situation
-from sparrow.coordinator.methods.sparse import (
+from sparrow.protocol.elements import Points
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import Block
+from sparrow.protocol.parts import Numbers
+
+from ..rounds.sums import ElementSums
+from . import GlobalModel, Situation
+from .sparse import (
     SparseTrainingSettings,
     average_and_prune,
     replacing_method,
     rounds_between,
 )
-from sparrow.coordinator.rounds.sums import ElementSums
-from sparrow.protocol.elements import Points
-from sparrow.protocol.manifest import Tensors
-from sparrow.protocol.masks import Block
-from sparrow.protocol.parts import Numbers
 
 PAPER = {
     "rest": "all",

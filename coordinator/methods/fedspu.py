@@ -17,11 +17,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone, own_settings
-from sparrow.coordinator.methods.last_rounds import LAST_ROUNDS, LastRoundsSettings
 from sparrow.protocol.manifest import Data, Manifest
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from . import ActiveNeurons, CoordinatorMethod, any_budget, needs_sums_alone, own_settings
+from .last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 
 class FedSPUSettings(LastRoundsSettings):

@@ -12,8 +12,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
 from sparrow.protocol.neurons import first_neurons
+
+from . import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, needs_sums_alone
 
 
 class FjordSettings(MethodSettings):

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, DeviceMasks, GlobalModel, Situation
-from sparrow.coordinator.methods.prepared import (
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.sparsity import weight_budget
+
+from ..errors import BadContent
+from . import Aggregation, CoordinatorMethod, DeviceMasks, GlobalModel, Situation
+from .prepared import (
     BELIEVED,
     ONE_DEVICE,
     PreparedSettings,
@@ -26,8 +29,6 @@ from sparrow.coordinator.methods.prepared import (
     start_whole,
     sums_of_prepared,
 )
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.sparsity import weight_budget
 
 
 class GraSPSettings(PreparedSettings):

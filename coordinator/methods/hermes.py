@@ -14,7 +14,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import (
+from sparrow.protocol.masks import Mask, NeuronMask
+from sparrow.protocol.neurons import is_within, reaches_ratio
+from sparrow.protocol.settings import FederationSettings
+
+from . import (
     ActiveNeurons,
     CoordinatorMethod,
     DeviceChoice,
@@ -23,9 +27,6 @@ from sparrow.coordinator.methods import (
     any_budget,
     own_settings,
 )
-from sparrow.protocol.masks import Mask, NeuronMask
-from sparrow.protocol.neurons import is_within, reaches_ratio
-from sparrow.protocol.settings import FederationSettings
 
 
 class HermesSettings(MethodSettings):

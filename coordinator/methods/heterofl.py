@@ -17,10 +17,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, own_settings
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.neurons import CLASSES, first_neurons_up, with_classes
 from sparrow.protocol.settings import FederationSettings
+
+from . import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget, own_settings
 
 
 class HeteroFLSettings(MethodSettings):

@@ -18,8 +18,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.masks import Mask, unpack
+from sparrow.protocol.neurons import first_neurons_up
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..rounds.sums import MaskedSums, Sum, quotient
+from . import (
     ActiveNeurons,
     Aggregation,
     CoordinatorMethod,
@@ -27,11 +33,6 @@ from sparrow.coordinator.methods import (
     Situation,
     any_budget,
 )
-from sparrow.coordinator.rounds.sums import MaskedSums, Sum, quotient
-from sparrow.protocol.manifest import Array, Manifest, Tensors
-from sparrow.protocol.masks import Mask, unpack
-from sparrow.protocol.neurons import first_neurons_up
-from sparrow.protocol.settings import FederationSettings
 
 
 def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.methods import Aggregation, GlobalModel, MethodSettings, Situation
+from . import Aggregation, GlobalModel, MethodSettings, Situation
 
 COUNT, MEAN = "count", "mean."
 """Key of the number of rounds in the mean, and what stands before the names of its tensors."""

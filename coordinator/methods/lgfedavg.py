@@ -14,8 +14,13 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.blocks import BlockMask
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..rounds.sums import BlockSums, MaskedSums, Sums
+from . import (
     Aggregation,
     CoordinatorMethod,
     DeviceMasks,
@@ -28,11 +33,7 @@ from sparrow.coordinator.methods import (
     refuse_mask,
     whole_model,
 )
-from sparrow.coordinator.methods.parts import check_apart, linear_layers
-from sparrow.coordinator.rounds.sums import BlockSums, MaskedSums, Sums
-from sparrow.protocol.blocks import BlockMask
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.settings import FederationSettings
+from .parts import check_apart, linear_layers
 
 
 class LGFedAvgSettings(MethodSettings):

@@ -6,8 +6,9 @@ global model stays what it was. Reports and evaluations are collected as for any
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Schedule, Situation, Work, whole_model
 from sparrow.protocol.messages import Kind
+
+from . import Aggregation, CoordinatorMethod, Schedule, Situation, Work, whole_model
 
 
 def work(situation: Situation) -> Work:

@@ -7,10 +7,11 @@ from fnmatch import fnmatchcase
 
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import MethodSettings, own_settings
 from sparrow.protocol.manifest import Layer, Manifest
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from . import MethodSettings, own_settings
 
 
 class PrivateSettings(MethodSettings):

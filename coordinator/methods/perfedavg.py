@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from . import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
 
 
 class PerFedAvgSettings(MethodSettings):

@@ -30,8 +30,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
+from sparrow.protocol.flops import block_flops, budget_groups
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..rounds.sums import BlockSums
+from . import (
     Aggregation,
     CoordinatorMethod,
     DeviceMasks,
@@ -42,11 +48,6 @@ from sparrow.coordinator.methods import (
     Work,
     own_settings,
 )
-from sparrow.coordinator.rounds.sums import BlockSums
-from sparrow.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
-from sparrow.protocol.flops import block_flops, budget_groups
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.settings import FederationSettings
 
 MOST_BLOCKS = 30
 

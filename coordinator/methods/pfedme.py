@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.methods import (
+from sparrow.protocol.manifest import Tensors
+
+from . import (
     Aggregation,
     CoordinatorMethod,
     GlobalModel,
@@ -23,7 +25,6 @@ from sparrow.coordinator.methods import (
     needs_sums_alone,
     whole_model,
 )
-from sparrow.protocol.manifest import Tensors
 
 
 class PFedMeSettings(MethodSettings):

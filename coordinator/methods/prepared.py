@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import GlobalModel, MethodSettings, Situation, refuse_mask
-from sparrow.coordinator.methods.sparse import check_maskable
-from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import merge_in_place
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import weight_budget
+
+from ..errors import BadContent
+from ..rounds.sums import ElementSums, OneUpdate, Sums
+from . import GlobalModel, MethodSettings, Situation, refuse_mask
+from .sparse import check_maskable
 
 BELIEVED = "one device alone prepares the model, with nobody to compare it with"
 """The reason why no robust rule can take the mean's place."""

@@ -29,8 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.manifest import Array, Manifest, Tensors
+from sparrow.protocol.parts import Plan, all_maskable
+from sparrow.protocol.sparsity import prunefl_interval, readjust
+
+from ..errors import BadContent
+from ..rounds.sums import ElementSums, OneUpdate, Sums
+from . import (
     Aggregation,
     CoordinatorMethod,
     DeviceMasks,
@@ -40,7 +46,7 @@ from sparrow.coordinator.methods import (
     UpdatePart,
     Work,
 )
-from sparrow.coordinator.methods.prepared import (
+from .prepared import (
     ONE_DEVICE,
     PreparedSettings,
     check_prepared,
@@ -49,12 +55,7 @@ from sparrow.coordinator.methods.prepared import (
     start_whole,
     sums_of_prepared,
 )
-from sparrow.coordinator.methods.sparse import Interval
-from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.manifest import Array, Manifest, Tensors
-from sparrow.protocol.parts import Plan, all_maskable
-from sparrow.protocol.sparsity import prunefl_interval, readjust
+from .sparse import Interval
 
 
 class PruneFLSettings(PreparedSettings):

@@ -14,7 +14,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.coordinator.methods import (
+from sparrow.protocol.masks import FULL_RATIO, NeuronMask
+from sparrow.protocol.settings import FederationSettings
+
+from . import (
     ActiveNeurons,
     CoordinatorMethod,
     DeviceChoice,
@@ -24,8 +27,6 @@ from sparrow.coordinator.methods import (
     fits_choice,
     own_settings,
 )
-from sparrow.protocol.masks import FULL_RATIO, NeuronMask
-from sparrow.protocol.settings import FederationSettings
 
 
 class PruneFLNeuronsSettings(MethodSettings):

@@ -10,20 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
-    Aggregation,
-    CoordinatorMethod,
-    DeviceMasks,
-    GlobalModel,
-    MethodSettings,
-    Schedule,
-    Situation,
-    Work,
-    own_settings,
-    refuse_mask,
-)
-from sparrow.coordinator.rounds.sums import ElementSums
 from sparrow.protocol.elements import ElementMask, Points
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import Block
@@ -39,6 +25,21 @@ from sparrow.protocol.sparsity import (
     random_mask,
     shortening,
     trim,
+)
+
+from ..errors import BadContent
+from ..rounds.sums import ElementSums
+from . import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    MethodSettings,
+    Schedule,
+    Situation,
+    Work,
+    own_settings,
+    refuse_mask,
 )
 
 Interval = Annotated[int, Field(ge=0)] | Literal["auto"]

@@ -30,8 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import (
+from sparrow.protocol.elements import ElementMask, Index
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.parts import Plan, Signs
+from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
+
+from ..errors import BadContent
+from ..rounds.sums import ElementSums
+from . import (
     Aggregation,
     CoordinatorMethod,
     GlobalModel,
@@ -41,19 +48,13 @@ from sparrow.coordinator.methods import (
     Work,
     own_settings,
 )
-from sparrow.coordinator.methods.sparse import (
+from .sparse import (
     OneSparseModelSettings,
     check_maskable,
     counts_of,
     rounds_between,
     sparse_model,
 )
-from sparrow.coordinator.rounds.sums import ElementSums
-from sparrow.protocol.elements import ElementMask, Index
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.parts import Plan, Signs
-from sparrow.protocol.settings import FederationSettings
-from sparrow.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 
 VOTED = "votes decide which weights exist, and no rule bounds what one device's votes change"
 

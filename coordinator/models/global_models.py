@@ -29,12 +29,6 @@ from pydantic import ValidationError
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
-from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
-from sparrow.coordinator.models.payloads import Packed, Payloads
-from sparrow.coordinator.rounds.draws import neurons_of
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
 from sparrow.protocol import bundle, checkpoint, values
 from sparrow.protocol.elements import ElementMask, from_bits
 from sparrow.protocol.manifest import FileName, GraphName, Manifest, Tensors, Values
@@ -44,6 +38,13 @@ from sparrow.protocol.neurons import Scores, best_neurons, counts_at, mask_diges
 from sparrow.protocol.secure.consistency import model_digest
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
+
+from ..errors import Damaged, NotFound, Unavailable, Unreadable, explain
+from ..methods import GlobalModel, ServerPruning, Situation, load_method
+from ..rounds.draws import neurons_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Model, Round
+from .payloads import Packed, Payloads
 
 log = logging.getLogger(__name__)
 

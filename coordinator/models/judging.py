@@ -11,7 +11,6 @@ import threading
 
 import numpy as np
 
-from sparrow.coordinator.errors import BadContent, Unavailable
 from sparrow.limited import Crashed, Stopped, TookTooLong, TookTooMuchMemory, run_limited
 from sparrow.protocol import checkpoint
 from sparrow.protocol.errors import BundleError
@@ -19,6 +18,8 @@ from sparrow.protocol.fields import bounded
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.messages import Evaluation
 from sparrow.protocol.preparation import RAW_TYPES
+
+from ..errors import BadContent, Unavailable
 
 CHUNK = 256
 """Most samples run at a time."""

@@ -10,15 +10,6 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
 
-from sparrow.coordinator.errors import NotFound, read_stored
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.reports.summary import iso
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS
-from sparrow.coordinator.rounds.candidates import SLACK, smallest_budget
-from sparrow.coordinator.rounds.secure import PHASES
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.messages import (
     BudgetLimit,
@@ -37,6 +28,16 @@ from sparrow.protocol.messages import (
     Receipt,
     UpdateReport,
 )
+
+from ..errors import NotFound, read_stored
+from ..fleet.federations import find
+from ..models.global_models import settings_of
+from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS
+from ..rounds.candidates import SLACK, smallest_budget
+from ..rounds.secure import PHASES
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation
+from .summary import iso
 
 # fmt: off
 Order = Literal[

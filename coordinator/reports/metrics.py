@@ -24,12 +24,13 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import Unavailable, Unreadable, read_stored
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol.messages import PrivacySpent
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import Unavailable, Unreadable, read_stored
+from ..models.global_models import settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)

@@ -14,19 +14,20 @@ from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.fleet.federations import Federations
-from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.reports.device_list import DeviceLists
-from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.reports.records import Records
-from sparrow.coordinator.reports.summary import iso
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
-from sparrow.coordinator.rounds.candidates import smallest_budget
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol.failures import explain
 from sparrow.protocol.messages import Doing, FederationInfo, Kind
 from sparrow.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
+
+from ..fleet.federations import Federations
+from ..models.global_models import Models, settings_of
+from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
+from ..rounds.candidates import smallest_budget
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
+from .device_list import DeviceLists
+from .metrics import Metrics
+from .records import Records
+from .summary import iso
 
 MOST_POINTS = 240
 MOST_NAMES = 100

@@ -14,15 +14,6 @@ from contextlib import suppress
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import NotFound, Unavailable, read_stored
-from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.fleet.last_seen import LastSeen
-from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.reports.summary import iso, summarise, upload_of
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
-from sparrow.coordinator.storage.failing import RECORDS
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Round
 from sparrow.protocol.messages import (
     DeviceReport,
     FederationStatus,
@@ -33,6 +24,16 @@ from sparrow.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
+
+from ..errors import NotFound, Unavailable, read_stored
+from ..fleet.federations import find
+from ..fleet.last_seen import LastSeen
+from ..methods import load_method
+from ..rounds.assignments import COHORT_KINDS, UNCOUNTED
+from ..storage.failing import RECORDS
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Round
+from .summary import iso, summarise, upload_of
 
 RECORDS_AT_A_TIME = 10
 """Records that are made, and then written, together: of a long training that nobody looked at there are many."""

@@ -9,10 +9,6 @@ from datetime import datetime, timezone
 from statistics import fmean, median
 from typing import Any
 
-from sparrow.coordinator.errors import read_stored
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, weight_of
-from sparrow.coordinator.rounds.secure import PHASES
-from sparrow.coordinator.storage.tables import Assignment, Round
 from sparrow.protocol.manifest import MOST_METRICS
 from sparrow.protocol.messages import (
     Evaluation,
@@ -25,6 +21,11 @@ from sparrow.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
+
+from ..errors import read_stored
+from ..rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, weight_of
+from ..rounds.secure import PHASES
+from ..storage.tables import Assignment, Round
 
 MOST_NAMES = 50
 """Different names of counts in a record, as devices choose these names."""

@@ -21,7 +21,13 @@ from pydantic import BaseModel
 from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import (
+from sparrow.protocol import bundle
+from sparrow.protocol import messages as wire
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.masks import Mask, NeuronMask, count_values
+from sparrow.protocol.parts import expected
+
+from ..errors import (
     BadContent,
     DifferentUpdate,
     NotFound,
@@ -30,9 +36,11 @@ from sparrow.coordinator.errors import (
     WrongMediaType,
     callers_data,
 )
-from sparrow.coordinator.methods import Situation, load_method
-from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import (
+from ..methods import Situation, load_method
+from ..models.global_models import Models, settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation
+from .assignments import (
     BUNDLE_KINDS,
     COHORT_KINDS,
     JUDGING_KINDS,
@@ -43,18 +51,11 @@ from sparrow.coordinator.rounds.assignments import (
     update_key,
     weight_of,
 )
-from sparrow.coordinator.rounds.buffered import number_arrival
-from sparrow.coordinator.rounds.checking import check_form, check_mask, check_parts, check_values
-from sparrow.coordinator.rounds.cleanup import drop_unneeded
-from sparrow.coordinator.rounds.intake import DecodedUpdates
-from sparrow.coordinator.rounds.secure import ANSWERS, check_answer, check_statement_of
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation
-from sparrow.protocol import bundle
-from sparrow.protocol import messages as wire
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.masks import Mask, NeuronMask, count_values
-from sparrow.protocol.parts import expected
+from .buffered import number_arrival
+from .checking import check_form, check_mask, check_parts, check_values
+from .cleanup import drop_unneeded
+from .intake import DecodedUpdates
+from .secure import ANSWERS, check_answer, check_statement_of
 
 log = logging.getLogger(__name__)
 

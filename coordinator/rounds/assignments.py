@@ -13,11 +13,12 @@ from typing import NamedTuple
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import FederationDeleted, NotAllowed, NotFound
-from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol.messages import JUDGING, Kind
+
+from ..errors import FederationDeleted, NotAllowed, NotFound
+from ..methods import load_method
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
 """The kinds of work of a round's cohort; a federation's method decides which of them."""

@@ -23,16 +23,17 @@ from numpy.typing import NDArray
 from sqlalchemy import bindparam, literal_column, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod, why_not_buffered
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.rounds.assignments import UNCOUNTED
-from sparrow.coordinator.rounds.sums import difference
-from sparrow.coordinator.storage.tables import Assignment, Federation
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..methods import CoordinatorMethod, why_not_buffered
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Federation
+from .assignments import UNCOUNTED
+from .sums import difference
 
 
 @dataclass(frozen=True)

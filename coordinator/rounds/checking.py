@@ -6,16 +6,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, load_method
-from sparrow.coordinator.rounds.intake import fault_of_update
-from sparrow.coordinator.rounds.secure import masked_fault
-from sparrow.coordinator.rounds.sums import difference
-from sparrow.coordinator.storage.tables import Assignment
 from sparrow.protocol.bundle import Bundle
 from sparrow.protocol.masks import Mask, NeuronMask, same_mask
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.parts import Expected
+
+from ..errors import BadContent
+from ..methods import CoordinatorMethod, GlobalModel, Situation, load_method
+from ..storage.tables import Assignment
+from .intake import fault_of_update
+from .secure import masked_fault
+from .sums import difference
 
 
 def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from sqlalchemy import and_, bindparam, literal_column, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.models.global_models import Models, mask_key
-from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
-from sparrow.coordinator.rounds.buffered import Arrival, arrivals
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, DeletedFederation, Device, Federation, Round
+from ..errors import Unavailable
+from ..models.global_models import Models, mask_key
+from ..storage.store import Store
+from ..storage.tables import Assignment, DeletedFederation, Device, Federation, Round
+from .assignments import assignment_of, update_folder, update_key
+from .buffered import Arrival, arrivals
 
 log = logging.getLogger(__name__)
 

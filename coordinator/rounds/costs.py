@@ -9,11 +9,12 @@ from typing import cast
 
 from sqlalchemy import Table, bindparam, update
 
-from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.rounds.assignments import touch
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device
 from sparrow.protocol.messages import UploadCost
+
+from ..errors import Unavailable
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device
+from .assignments import touch
 
 MOST_OF_ONE = 16
 """Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""

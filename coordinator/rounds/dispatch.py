@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import FederationDeleted, Finished, NotFound, RoundClosed
-from sparrow.coordinator.methods import Situation, load_method, sends_values
-from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.models.payloads import Packed
-from sparrow.coordinator.rounds.assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
-from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
-from sparrow.coordinator.rounds.draws import neurons_of
-from sparrow.coordinator.rounds.secure import ANSWERS, secure_work
-from sparrow.coordinator.rounds.skew import adjustment
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 from sparrow.protocol import messages as wire
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.secure.messages import SecureWork
+
+from ..errors import FederationDeleted, Finished, NotFound, RoundClosed
+from ..methods import Situation, load_method, sends_values
+from ..models.global_models import Models, settings_of
+from ..models.payloads import Packed
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation
+from .assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
+from .candidates import able, most_examples, reaches, situation_of, smallest_budget
+from .draws import neurons_of
+from .secure import ANSWERS, secure_work
+from .skew import adjustment
 
 log = logging.getLogger(__name__)
 

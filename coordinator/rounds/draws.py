@@ -24,8 +24,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sparrow.coordinator.storage.tables import Assignment
 from sparrow.protocol.settings import FederationSettings
+
+from ..storage.tables import Assignment
 
 CohortPolicy = Literal["uniform", "least_recently", "budget"]
 

@@ -47,12 +47,17 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, literal_column, or_, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import Damaged, Unavailable
-from sparrow.coordinator.fleet.last_seen import LastSeen
-from sparrow.coordinator.logs import about
-from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
-from sparrow.coordinator.models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
-from sparrow.coordinator.rounds.assignments import (
+from sparrow.protocol import messages as wire
+from sparrow.protocol.settings import FederationSettings
+
+from ..errors import Damaged, Unavailable
+from ..fleet.last_seen import LastSeen
+from ..logs import about
+from ..methods import GlobalModel, Situation, Work, load_method
+from ..models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
+from .assignments import (
     COHORT_KINDS,
     DAMAGED,
     JUDGING_KINDS,
@@ -69,21 +74,17 @@ from sparrow.coordinator.rounds.assignments import (
     update_folder,
     update_key,
 )
-from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
-from sparrow.coordinator.rounds.candidates import chosen_ratios, draw, drawable, most_examples, situation_of, why_over
-from sparrow.coordinator.rounds.cleanup import clear, models_in_use
-from sparrow.coordinator.rounds.costs import UploadCosts
-from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
-from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
-from sparrow.coordinator.rounds.lengths import usual_before
-from sparrow.coordinator.rounds.privacy import spent
-from sparrow.coordinator.rounds.rollback import carry_out, newest_version
-from sparrow.coordinator.rounds.secure import PHASES, SecureRounds
-from sparrow.coordinator.rounds.skew import adjustment, note_of
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
-from sparrow.protocol import messages as wire
-from sparrow.protocol.settings import FederationSettings
+from .buffered import arrivals, count_in, working
+from .candidates import chosen_ratios, draw, drawable, most_examples, situation_of, why_over
+from .cleanup import clear, models_in_use
+from .costs import UploadCosts
+from .evaluations import ask_for_evaluation
+from .intake import DecodedUpdates, Folding, next_model
+from .lengths import usual_before
+from .privacy import spent
+from .rollback import carry_out, newest_version
+from .secure import PHASES, SecureRounds
+from .skew import adjustment, note_of
 
 log = logging.getLogger(__name__)
 

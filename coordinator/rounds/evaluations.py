@@ -19,18 +19,19 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import read_stored
-from sparrow.coordinator.methods import load_method, sends_values
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.rounds.assignments import assign, rests
-from sparrow.coordinator.rounds.candidates import devices_of
-from sparrow.coordinator.rounds.draws import Candidate, choose
-from sparrow.coordinator.rounds.privacy import noisy_means
-from sparrow.coordinator.rounds.skew import adjustment
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol.evidence import Pool, pool_of
 from sparrow.protocol.messages import Kind, Receipt
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import read_stored
+from ..methods import load_method, sends_values
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Device, Federation, Round
+from .assignments import assign, rests
+from .candidates import devices_of
+from .draws import Candidate, choose
+from .privacy import noisy_means
+from .skew import adjustment
 
 
 def ask_for_evaluation(

@@ -38,23 +38,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, load_method
-from sparrow.coordinator.models.global_models import Models
-from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of
-from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, staleness_weight
-from sparrow.coordinator.rounds.lengths import LENGTHS, kept, norm_of, usual
-from sparrow.coordinator.rounds.privacy import PrivateSums
-from sparrow.coordinator.rounds.robust import RobustSums
-from sparrow.coordinator.rounds.secure import Ended
-from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Federation
 from sparrow.protocol import bundle
 from sparrow.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from sparrow.protocol.masks import Mask, pack, unpack
 from sparrow.protocol.messages import Kind, UpdateReport
 from sparrow.protocol.parts import Numbers, expected
 from sparrow.protocol.settings import FederationSettings
+
+from ..methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, load_method
+from ..models.global_models import Models
+from ..storage.store import Store
+from ..storage.tables import Federation
+from .assignments import BUNDLE_KINDS, Member, update_key, weight_of
+from .buffered import Arrival, bring_forward, staleness_weight
+from .lengths import LENGTHS, kept, norm_of, usual
+from .privacy import PrivateSums
+from .robust import RobustSums
+from .secure import Ended
+from .sums import OneUpdate, Sums, difference
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,10 @@ import numpy as np
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.storage.tables import Round
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import CHUNK_VALUES, Mask, unpack
+
+from ..storage.tables import Round
 
 WINDOW = 10
 """Rounds whose updates say what is usual."""

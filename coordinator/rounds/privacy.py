@@ -40,10 +40,6 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod, why_not_private
-from sparrow.coordinator.rounds.sums import difference
-from sparrow.coordinator.storage.tables import Assignment, Device
 from sparrow.protocol.accounting import SENSITIVITY, gaussian_epsilon
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.evidence import TOLD, Evidence
@@ -51,6 +47,11 @@ from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack, unpack, unpack_whole
 from sparrow.protocol.messages import Kind, PrivacySpent
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..methods import CoordinatorMethod, why_not_private
+from ..storage.tables import Assignment, Device
+from .sums import difference
 
 USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
 """Scale of each kind of number in ``TOLD``: they are divided by it before their 2-norm is limited to 1."""

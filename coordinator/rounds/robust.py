@@ -48,13 +48,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only
-from sparrow.coordinator.rounds.sums import Sum, blocks_of
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack, unpack, unpack_whole
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only
+from .sums import Sum, blocks_of
 
 Rule = Literal["trimmed_mean", "median", "krum"]
 

@@ -17,12 +17,13 @@ import logging
 from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import NotFound, WrongState
-from sparrow.coordinator.methods import Situation, load_method
-from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import open_round
-from sparrow.coordinator.storage.tables import Federation, Model, Round
 from sparrow.protocol.messages import ModelInfo
+
+from ..errors import NotFound, WrongState
+from ..methods import Situation, load_method
+from ..models.global_models import Models, settings_of
+from ..storage.tables import Federation, Model, Round
+from .assignments import open_round
 
 log = logging.getLogger(__name__)
 

@@ -29,12 +29,6 @@ from pydantic import BaseModel
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod
-from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import assign, update_key
-from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 from sparrow.protocol import bundle
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.masks import Mask, pack
@@ -46,6 +40,13 @@ from sparrow.protocol.secure.groups import choose_sharing, least_cell, make_cell
 from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from sparrow.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import BadContent
+from ..methods import CoordinatorMethod
+from ..models.global_models import Models, settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
+from .assignments import assign, update_key
 
 log = logging.getLogger(__name__)
 

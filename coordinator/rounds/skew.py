@@ -13,12 +13,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import read_stored
-from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.storage.tables import Assignment, Federation, Round
 from sparrow.protocol.messages import Kind, UpdateReport
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.skew import ADJUSTS, skew, skew_of
+
+from ..errors import read_stored
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Federation, Round
 
 NOTE = "label_skew_permille"
 

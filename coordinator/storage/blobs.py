@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparrow.coordinator.storage.failing import Troubles
+from .failing import Troubles
 
 PARTIAL = ".partial"
 MAP_WHOLE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)

@@ -28,10 +28,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
-from sparrow.coordinator.errors import BadDatabase, DamagedRecords, NewerRecords
-from sparrow.coordinator.storage.blobs import FILE_MODE, flush_folder, private
-from sparrow.coordinator.storage.failing import is_damage
-from sparrow.coordinator.storage.tables import Base, Federation
+from ..errors import BadDatabase, DamagedRecords, NewerRecords
+from .blobs import FILE_MODE, flush_folder, private
+from .failing import is_damage
+from .tables import Base, Federation
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from sparrow.coordinator.errors import Damaged, DiskFull, Unavailable
+from ..errors import Damaged, DiskFull, Unavailable
 
 log = logging.getLogger(__name__)
 

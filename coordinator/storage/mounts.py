@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sparrow.coordinator.errors import NetworkFolder
+from ..errors import NetworkFolder
 
 MOUNTS = Path("/proc/self/mountinfo")
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from sparrow.coordinator.errors import BadObjectStore, Unavailable
-from sparrow.coordinator.storage.blobs import Blobs
-from sparrow.coordinator.storage.failing import BLOBS, Troubles
+from ..errors import BadObjectStore, Unavailable
+from .blobs import Blobs
+from .failing import BLOBS, Troubles
 
 SCHEME = "s3://"
 RETRIES = 3

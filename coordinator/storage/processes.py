@@ -28,7 +28,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.errors import Unavailable
+from ..errors import Unavailable
 
 log = logging.getLogger(__name__)
 

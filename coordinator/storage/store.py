@@ -18,15 +18,15 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
-from sparrow.coordinator.errors import DataInUse, Unavailable, WrongBlobs
-from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder, private
-from sparrow.coordinator.storage.database import BUSY_SECONDS, WRITING, open_database, seal
-from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles, advice
-from sparrow.coordinator.storage.mounts import check_local
-from sparrow.coordinator.storage.objects import ObjectBlobs
+from ..errors import DataInUse, Unavailable, WrongBlobs
+from .blobs import Blobs, FolderBlobs, make_folder, private
+from .database import BUSY_SECONDS, WRITING, open_database, seal
+from .failing import BLOBS, RECORDS, Troubles, advice
+from .mounts import check_local
+from .objects import ObjectBlobs
 
 if TYPE_CHECKING:
-    from sparrow.coordinator.storage.processes import SharedDatabase  # needs psycopg
+    from .processes import SharedDatabase  # needs psycopg
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ class Store:
         self.engine.dispose()
 
     def _share(self) -> SharedDatabase:
-        from sparrow.coordinator.storage.processes import SharedDatabase
+        from .processes import SharedDatabase
 
         return SharedDatabase(self.engine)
 

@@ -12,10 +12,11 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from sparrow.coordinator.errors import NotFound
-from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import NotFound
+from ..methods import CoordinatorMethod
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -13,13 +13,14 @@ from urllib.parse import quote, urlsplit
 
 import segno
 
-from sparrow.coordinator.errors import BadContent, NotAllowed, NotFound
-from sparrow.coordinator.fleet.access import Tokens
-from sparrow.coordinator.web import runtime
 from sparrow.protocol.addresses import in_network, in_url, means_caller
 from sparrow.protocol.fields import LONGEST_LINK
 from sparrow.protocol.messages import FederationInfo, JoinLink
 from sparrow.protocol.signatures import fingerprint
+
+from ..errors import BadContent, NotAllowed, NotFound
+from ..fleet.access import Tokens
+from . import runtime
 
 
 def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -> JoinLink:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sparrow.coordinator.errors import BadRuntime, NotFound, Unavailable
-from sparrow.coordinator.web import MEDIA_TYPES, File
+from ..errors import BadRuntime, NotFound, Unavailable
+from . import MEDIA_TYPES, File
 
 
 @dataclass(frozen=True)

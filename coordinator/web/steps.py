@@ -13,13 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from sparrow.coordinator.api.threads import Threads
-from sparrow.coordinator.errors import BadContent, Unavailable
-from sparrow.coordinator.models.payloads import Packed
 from sparrow.export import page_steps
 from sparrow.limited import NotAnswered, run_limited
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.neurons import counts_at
+
+from ..api.threads import Threads
+from ..errors import BadContent, Unavailable
+from ..models.payloads import Packed
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
-from edge_sdk.engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
-from edge_sdk.methods import BudgetTooSmall, load_method
-from edge_sdk.tasks import Task, count_examples
 from sparrow.devices import memory
 from sparrow.devices.simulation import Board
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
+from ..methods import BudgetTooSmall, load_method
+from ..tasks import Task, count_examples
 
 BUDGETS = tuple(tenths / 10 for tenths in range(1, 11))
 """The budgets among which a device chooses."""
@@ -225,7 +226,7 @@ def rehearse_torch(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
     """Return a rehearsal with PyTorch."""
-    from edge_sdk.training.rehearsal import TorchRehearsal  # here, because the other engine needs no PyTorch
+    from ..training.rehearsal import TorchRehearsal  # here, because the other engine needs no PyTorch
 
     return TorchRehearsal(task, manifest, settings, narrow=narrow, clock=clock)
 

@@ -16,19 +16,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from edge_sdk.arguments import MIB
-from edge_sdk.budget.prediction import Predictor, held, rehearse_torch, room
-from edge_sdk.budget.search import NOTHING, BudgetController, Choice, Learned, Limits, choose
-from edge_sdk.engines.rehearsal import Rehearsal, Rehearse, Unpredictable
-from edge_sdk.engines.training import TrainingDiverged
-from edge_sdk.errors import BadArgument
-from edge_sdk.methods import load_method
-from edge_sdk.tasks import Task
-from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, FederationInfo
 from sparrow.protocol.settings import FederationSettings
+
+from ..arguments import MIB
+from ..engines.rehearsal import Rehearsal, Rehearse, Unpredictable
+from ..engines.training import TrainingDiverged
+from ..errors import BadArgument
+from ..methods import load_method
+from ..tasks import Task
+from ..tasks.compute import Compute
+from .prediction import Predictor, held, rehearse_torch, room
+from .search import NOTHING, BudgetController, Choice, Learned, Limits, choose
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,15 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_sdk.arguments import MIB
-from edge_sdk.budget.prediction import Prediction, Predictor
-from edge_sdk.methods import load_method
-from edge_sdk.tasks import Task
 from sparrow.devices.simulation import Board
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, Phase
 from sparrow.protocol.settings import FederationSettings
+
+from ..arguments import MIB
+from ..methods import load_method
+from ..tasks import Task
+from .prediction import Prediction, Predictor
 
 DEADLINE_SHARE = 0.75
 """The part of a round's deadline that a device plans with: predictions are off by up to a quarter, and other devices

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_sdk.engines import Engine
-from edge_sdk.engines.training import Batch, TrainingDiverged
-from edge_sdk.methods import DeviceMethod, Job
-from edge_sdk.methods.alone import alone_of
-from edge_sdk.methods.merging import mixed, whole_model
-from edge_sdk.tasks import Batches, as_arrays, count_examples
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL, LARGEST_GAIN, MOST_PARTS, Evidence
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.messages import Evaluation
+
+from ..engines import Engine
+from ..engines.training import Batch, TrainingDiverged
+from ..methods import DeviceMethod, Job
+from ..methods.alone import alone_of
+from ..methods.merging import mixed, whole_model
+from ..tasks import Batches, as_arrays, count_examples
 
 SHARE = 0.5
 """Of the global model in a mixture, and in that which is trained once more."""

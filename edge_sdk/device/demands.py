@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edge_sdk.errors import BadArgument
 from sparrow.protocol.ranges import Ranges
 from sparrow.protocol.secure.messages import SecureWork
+
+from ..errors import BadArgument
 
 _LINE = re.compile(r"^(\S+)\s+([0-9a-f]{64})$")
 

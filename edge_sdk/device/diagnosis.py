@@ -11,10 +11,11 @@ from itertools import islice
 
 import numpy as np
 
-from edge_sdk.engines.training import TrainingDiverged, UnsoundModel
-from edge_sdk.tasks import Batches, as_arrays
-from edge_sdk.tasks.intake import random_state_kept
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines.training import TrainingDiverged, UnsoundModel
+from ..tasks import Batches, as_arrays
+from ..tasks.intake import random_state_kept
 
 FIRST_BATCHES = 8
 ORDINARY_DEVIATIONS = (0.1, 10.0)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from edge_sdk.errors import BadArgument
+from ..errors import BadArgument
 
 if TYPE_CHECKING:
-    from edge_sdk.device.session import Session
     from sparrow.protocol.messages import Assignment
+
+    from .session import Session
 
 LOOK_SECONDS = 0.2
 """How often a wait looks whether it is to end."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.engines import Engine
-from edge_sdk.predict import Predictor
-from edge_sdk.tasks import Task, as_arrays
-from edge_sdk.tasks.prepared import fitting
 from sparrow.export.build import dense
 from sparrow.export.exporter import Options, Reference, export_model
 from sparrow.export.source import Source
+
+from ..engines import Engine
+from ..predict import Predictor
+from ..tasks import Task, as_arrays
+from ..tasks.prepared import fitting
 
 SAMPLES = 1000
 SECONDS = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from edge_sdk.device.transport import Transport
+from .transport import Transport
 
 BEATS = 3
 """Heartbeats in the time after which silence ends an assignment: one or two may be lost on the way."""

@@ -23,15 +23,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.engines import Engine
-from edge_sdk.methods import Job, Update
-from edge_sdk.tasks import Batches, Task, collect_targets
 from sparrow.protocol.bundle import Bundle
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.masks import Mask, unpack
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.skew import ADJUSTS, LabelSketch
+
+from ..engines import Engine
+from ..methods import Job, Update
+from ..tasks import Batches, Task, collect_targets
+from .trainable import CannotTrain
 
 PSEUDO_COUNT = 0.5
 """Added to the samples of every class: a class without any has a prior, too."""

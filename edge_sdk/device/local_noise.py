@@ -26,11 +26,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.engines.training import TrainingDiverged
-from edge_sdk.errors import BadArgument, SdkError
-from edge_sdk.methods import DeviceMethod, Job, Trained, Update, load_method
-from edge_sdk.methods.merging import sent_values
 from sparrow.command_line.installed import installed
 from sparrow.protocol.accounting import SENSITIVITY, check_accountant, gaussian_epsilon
 from sparrow.protocol.errors import ProtocolError
@@ -40,8 +35,14 @@ from sparrow.protocol.masks import pack
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
 
+from ..engines.training import TrainingDiverged
+from ..errors import BadArgument, SdkError
+from ..methods import DeviceMethod, Job, Trained, Update, load_method
+from ..methods.merging import sent_values
+from .trainable import CannotTrain
+
 if TYPE_CHECKING:
-    from edge_sdk.device.state import Progress
+    from .state import Progress
 
 DELTA = 1e-5
 """The delta at which epsilon is stated."""

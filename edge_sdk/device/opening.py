@@ -11,17 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edge_sdk.budget.prediction import rehearse_torch
-from edge_sdk.budget.preparation import Prepared
-from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.device.trainable import check as check_trainable
-from edge_sdk.engines import Engine, EngineChoice, EngineName, Graphs
-from edge_sdk.errors import BadArgument
-from edge_sdk.methods import load_method
-from edge_sdk.tasks import Task, as_arrays
-from edge_sdk.tasks.compute import PROCESSOR, Compute, choose_device
-from edge_sdk.tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
-from edge_sdk.tasks.loading import ArrayBatches, Reshaped
 from sparrow.protocol.errors import GraphError, ManifestError
 from sparrow.protocol.manifest import (
     Array,
@@ -34,12 +23,24 @@ from sparrow.protocol.manifest import (
 )
 from sparrow.protocol.messages import FederationInfo
 
+from ..budget.prediction import rehearse_torch
+from ..budget.preparation import Prepared
+from ..engines import Engine, EngineChoice, EngineName, Graphs
+from ..errors import BadArgument
+from ..methods import load_method
+from ..tasks import Task, as_arrays
+from ..tasks.compute import PROCESSOR, Compute, choose_device
+from ..tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
+from ..tasks.loading import ArrayBatches, Reshaped
+from .trainable import CannotTrain
+from .trainable import check as check_trainable
+
 if TYPE_CHECKING:
     from torch import nn
 
-    from edge_sdk.engines.checking import Needs
-    from edge_sdk.engines.onnx import Sessions
-    from edge_sdk.engines.rehearsal import Rehearse
+    from ..engines.checking import Needs
+    from ..engines.onnx import Sessions
+    from ..engines.rehearsal import Rehearse
 
 Prepare = Callable[[Task, Manifest, FederationInfo, "Rehearse"], Prepared]
 
@@ -101,11 +102,11 @@ def open_torch(
     values: the federation's, of what nobody trains, and of how what stays on devices begins. Model and data are tried
     first. Raises BadArgument, ManifestError, DoesNotFit.
     """
-    from edge_sdk.training.checking import (  # here, because the other engine needs no PyTorch
+    from ..training.checking import (  # here, because the other engine needs no PyTorch
         check_task,
         suited_to_model,
     )
-    from edge_sdk.training.engine import TorchEngine
+    from ..training.engine import TorchEngine
 
     task = load_method(info.method).task_of(task, manifest, info.settings.seed)
     check_model(task.model, manifest)
@@ -133,8 +134,8 @@ def open_onnx(
     needs: of the graphs. free: bytes that training may add. trial: whether the step first runs once, in a process of
     its own. Raises as ``share_onnx``, and TooCostly if the device cannot afford the graphs for batches of its task.
     """
-    from edge_sdk.engines.onnx import Sessions
-    from edge_sdk.engines.rehearsal import OnnxRehearsal
+    from ..engines.onnx import Sessions
+    from ..engines.rehearsal import OnnxRehearsal
 
     task = suited(replace(task, compute=Compute(threads=task.compute.threads)), types_of(graphs))
     _check_costs(task, manifest, graphs, needs, free=free, trial=trial)
@@ -150,7 +151,7 @@ def _check_costs(
     task: Task, manifest: Manifest, graphs: Graphs, needs: tuple[Needs, Needs], *, free: int, trial: bool
 ) -> None:
     """Raise TooCostly if a device cannot afford a federation's graphs for batches of its task."""
-    from edge_sdk.engines.affordable import check_affordable, try_step
+    from ..engines.affordable import check_affordable, try_step
 
     with random_state_kept(task.train, task.held_out):
         batch, held_out = (next(map(as_arrays, loader), None) for loader in (task.train, task.held_out))
@@ -183,8 +184,8 @@ def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: S
 
 
 def _engine_of(task: Task, manifest: Manifest, info: FederationInfo, sessions: Sessions) -> Engine:
-    from edge_sdk.engines.engine import OnnxEngine
-    from edge_sdk.engines.onnx import Network
+    from ..engines.engine import OnnxEngine
+    from ..engines.onnx import Network
 
     network = Network(manifest, sessions)
     network.load(own_initial_values(manifest, info.settings.seed, sessions.graphs.first))
@@ -205,7 +206,7 @@ def fetch_graphs(
     """
     if "step" not in manifest.graphs:
         return None
-    from edge_sdk.engines.checking import check_graphs  # onnx, which training with PyTorch does without
+    from ..engines.checking import check_graphs  # onnx, which training with PyTorch does without
 
     graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {}, first or {})
     check_digest(manifest, "step", graphs.step)
@@ -252,7 +253,7 @@ def types_of(graphs: Graphs) -> Taken:
 
 def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
     """Give a model values of the federation's, and have it train what the manifest says, and no more."""
-    from edge_sdk.training.local import set_tensors
+    from ..training.local import set_tensors
 
     set_tensors(model, values)
     trainable = {spec.name for spec in manifest.tensors if spec.trainable}

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from edge_sdk.arguments import MIB
-from edge_sdk.errors import BadArgument
 from sparrow.command_line.faults import faults
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.readings import Reason
 from sparrow.devices.system import System
+
+from ..arguments import MIB
+from ..errors import BadArgument
 
 __all__ = ["Policy"]
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.methods import Job, Update
-from edge_sdk.methods.merging import sent_values
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import NeuronMask, merge_in_place, pack, unpack
 from sparrow.protocol.quantization import LARGEST, Quantised, quantise, row_lengths
+
+from ..methods import Job, Update
+from ..methods.merging import sent_values
 
 
 def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised, Tensors]:

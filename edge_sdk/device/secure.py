@@ -15,12 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.device.demands import SecureOnly
-from edge_sdk.device.state import StateFolder
-from edge_sdk.device.trust import Trust
-from edge_sdk.methods import Job, Update, load_method
-from edge_sdk.methods.merging import is_whole, sent_values
-from edge_sdk.tasks import count_examples
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.errors import ProtocolError
@@ -36,6 +30,13 @@ from sparrow.protocol.secure.messages import SecureWork, Statement
 from sparrow.protocol.secure.numbers import Scale, Words
 from sparrow.protocol.secure.pads import BadSecret
 from sparrow.protocol.settings import FederationSettings
+
+from ..methods import Job, Update, load_method
+from ..methods.merging import is_whole, sent_values
+from ..tasks import count_examples
+from .demands import SecureOnly
+from .state import StateFolder
+from .trust import Trust
 
 SECRETS, PEERS = "secure.json", "peers.json"
 

@@ -26,58 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.budget.prediction import held
-from edge_sdk.budget.preparation import Prepared
-from edge_sdk.budget.search import Choice
-from edge_sdk.device.candidates import SHARE, SHARES, Candidates, Ending
-from edge_sdk.device.demands import Demands
-from edge_sdk.device.diagnosis import diagnose
-from edge_sdk.device.heartbeat import Heartbeat
-from edge_sdk.device.label_prior import LabelPrior, asks_for_labels
-from edge_sdk.device.local_noise import WITHHELD, LocalNoise, check_history, count_update, withhold
-from edge_sdk.device.opening import (
-    Prepare,
-    as_taken,
-    check_digest,
-    choose_engine,
-    fetch_graphs,
-    open_onnx,
-    open_torch,
-)
-from edge_sdk.device.rounding import round_update
-from edge_sdk.device.state import Best, Identity, NewData, Pending, StateFolder, Totals
-from edge_sdk.device.telemetry import Telemetry as Meter
-from edge_sdk.device.trainable import CannotTrain
-from edge_sdk.device.transport import Traffic, Transport
-from edge_sdk.device.trust import Trust
-from edge_sdk.device.validation import digest_of
-from edge_sdk.device.values import load_values
-from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
-from edge_sdk.engines import Engine, EngineChoice, Graphs, evaluate_held_out
-from edge_sdk.engines.training import VALUES, TrainingDiverged, UnsoundModel, count_steps
-from edge_sdk.errors import (
-    BadArgument,
-    Damaged,
-    FederationDeleted,
-    FederationOver,
-    ModelReplaced,
-    NameTaken,
-    NotAllowed,
-    NotAuthenticated,
-    NotFound,
-    Refused,
-    RoundOver,
-    SdkError,
-    TokenExpired,
-    failure_of,
-)
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
-from edge_sdk.methods.early_stopping import gives_way
-from edge_sdk.methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
-from edge_sdk.tasks import Task, count_examples
-from edge_sdk.tasks.compute import PROCESSOR
-from edge_sdk.tasks.intake import take_in
-from edge_sdk.tasks.metrics import METRICS
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.memory import available
@@ -116,8 +64,61 @@ from sparrow.protocol.secure.messages import Statement
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.skew import LabelSketch
 
+from ..budget.prediction import held
+from ..budget.preparation import Prepared
+from ..budget.search import Choice
+from ..engines import Engine, EngineChoice, Graphs, evaluate_held_out
+from ..engines.training import VALUES, TrainingDiverged, UnsoundModel, count_steps
+from ..errors import (
+    BadArgument,
+    Damaged,
+    FederationDeleted,
+    FederationOver,
+    ModelReplaced,
+    NameTaken,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    Refused,
+    RoundOver,
+    SdkError,
+    TokenExpired,
+    failure_of,
+)
+from ..methods import DeviceState, Evaluated, Job, Trained, Update, load_method
+from ..methods.early_stopping import gives_way
+from ..methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
+from ..tasks import Task, count_examples
+from ..tasks.compute import PROCESSOR
+from ..tasks.intake import take_in
+from ..tasks.metrics import METRICS
+from .candidates import SHARE, SHARES, Candidates, Ending
+from .demands import Demands
+from .diagnosis import diagnose
+from .heartbeat import Heartbeat
+from .label_prior import LabelPrior, asks_for_labels
+from .local_noise import WITHHELD, LocalNoise, check_history, count_update, withhold
+from .opening import (
+    Prepare,
+    as_taken,
+    check_digest,
+    choose_engine,
+    fetch_graphs,
+    open_onnx,
+    open_torch,
+)
+from .rounding import round_update
+from .state import Best, Identity, NewData, Pending, StateFolder, Totals
+from .telemetry import Telemetry as Meter
+from .trainable import CannotTrain
+from .transport import Traffic, Transport
+from .trust import Trust
+from .validation import digest_of
+from .values import load_values
+from .watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
+
 if TYPE_CHECKING:
-    from edge_sdk.device.secure import SecureRound
+    from .secure import SecureRound
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class Known:
         if self.preparation is None:
             return take_in(as_taken(task, self.manifest), self.manifest)
         task = take_in(task, self.manifest)
-        from edge_sdk.tasks.prepared import prepared_hosted
+        from ..tasks.prepared import prepared_hosted
 
         return prepared_hosted(task, self.manifest, self.preparation)
 
@@ -426,7 +427,7 @@ class Session:
         else:
             task = take_in(task, self.manifest)
             # Here, because ONNX Runtime is imported with it.
-            from edge_sdk.tasks.prepared import compute_own, differences, load_preparer, prepared, raw_statistics
+            from ..tasks.prepared import compute_own, differences, load_preparer, prepared, raw_statistics
 
             digest = str(self.manifest.preparation_sha256)
             if description.own:
@@ -563,7 +564,7 @@ class Session:
 
     @cached_property
     def _secure(self) -> SecureRound:
-        from edge_sdk.device.secure import SecureRound  # cryptography, an extra
+        from .secure import SecureRound  # cryptography, an extra
 
         identity = bytes.fromhex(self._identity.identity_key)
         return SecureRound(self._folder, self._identity.name, identity, self._demands.secure, self._trust)
@@ -913,7 +914,7 @@ class Session:
         """
         if self._step_checked or not self._own_graphs:
             return
-        from edge_sdk.engines.engine import OnnxEngine  # here, because PyTorch's engine does without ONNX Runtime
+        from ..engines.engine import OnnxEngine  # here, because PyTorch's engine does without ONNX Runtime
 
         engine = self.engine
         assert isinstance(engine, OnnxEngine), "it trains with the published graphs"

@@ -40,12 +40,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_sdk.device import difference
-from edge_sdk.errors import StateError
 from sparrow.protocol import checkpoint, personal
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
+
+from ..errors import StateError
+from . import difference
 
 OUTBOX, OWED = "outbox.bundle", "owed.safetensors"
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from edge_sdk.device.transport import Traffic
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.simulation import Board
 from sparrow.protocol.fields import CELSIUS, MOST_JOULES, MOST_SECONDS
 from sparrow.protocol.messages import Phase
+
+from .transport import Traffic
 
 COMPUTING = ("train", "evaluate", "adapt")
 """Phases that compute; the others only transfer."""

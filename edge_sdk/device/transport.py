@@ -29,30 +29,6 @@ import httpx
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from edge_sdk.errors import (
-    BadArgument,
-    BadContent,
-    CoordinatorFull,
-    Damaged,
-    DifferentFederation,
-    DifferentUpdate,
-    FederationDeleted,
-    FederationOver,
-    NameTaken,
-    NoCoordinator,
-    NoGlobalModel,
-    NotAllowed,
-    NotAuthenticated,
-    NotFound,
-    NotInstalled,
-    Refused,
-    RoundOver,
-    TokenExpired,
-    TooManyRequests,
-    Unreachable,
-    WrongSettings,
-    WrongState,
-)
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.table import printable
 from sparrow.protocol import checkpoint, tls, values
@@ -88,6 +64,31 @@ from sparrow.protocol.messages import (
 from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import MAX_STATEMENT, Published
+
+from ..errors import (
+    BadArgument,
+    BadContent,
+    CoordinatorFull,
+    Damaged,
+    DifferentFederation,
+    DifferentUpdate,
+    FederationDeleted,
+    FederationOver,
+    NameTaken,
+    NoCoordinator,
+    NoGlobalModel,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    NotInstalled,
+    Refused,
+    RoundOver,
+    TokenExpired,
+    TooManyRequests,
+    Unreachable,
+    WrongSettings,
+    WrongState,
+)
 
 log = logging.getLogger(__name__)
 

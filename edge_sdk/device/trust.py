@@ -18,10 +18,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_sdk.device.demands import Demands
-from edge_sdk.device.state import StateFolder
-from edge_sdk.errors import StateError
-from edge_sdk.methods import DeviceMethod, load_method
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.messages import FederationInfo
@@ -36,6 +32,11 @@ from sparrow.protocol.signatures import (
     is_fingerprint,
     same_fingerprint,
 )
+
+from ..errors import StateError
+from ..methods import DeviceMethod, load_method
+from .demands import Demands
+from .state import StateFolder
 
 log = logging.getLogger(__name__)
 

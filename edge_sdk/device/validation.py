@@ -6,8 +6,8 @@ import hashlib
 
 import numpy as np
 
-from edge_sdk.tasks import Batches, as_arrays
-from edge_sdk.tasks.intake import random_state_kept
+from ..tasks import Batches, as_arrays
+from ..tasks.intake import random_state_kept
 
 MOST_BYTES = 2**28
 """Of inputs and targets, as many are looked at."""

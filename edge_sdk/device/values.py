@@ -23,12 +23,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from edge_sdk.device.state import PARTIAL, make_folder, state_home
-from edge_sdk.device.transport import Transport
-from edge_sdk.errors import Damaged, StateError
 from sparrow.protocol import personal, values
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest, Tensors, Values
+
+from ..errors import Damaged, StateError
+from .state import PARTIAL, make_folder, state_home
+from .transport import Transport
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,15 @@ from functools import cache
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_sdk.arguments import MIB
-from edge_sdk.device.policy import Policy
-from edge_sdk.errors import SdkError
 from sparrow.command_line.installed import installed, load
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.readings import Reading, Reason
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.messages import PauseReason
+
+from ..arguments import MIB
+from ..errors import SdkError
+from .policy import Policy
 
 LOOK_SECONDS = 5.0
 """The shortest time between two looks."""

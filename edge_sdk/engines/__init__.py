@@ -13,12 +13,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
-from edge_sdk.tasks import Batches
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import NeuronMask
 from sparrow.protocol.messages import Evaluation
 from sparrow.protocol.settings import FederationSettings
+
+from ..tasks import Batches
+from .training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
 
 EngineName = Literal["onnx", "torch"]
 EngineChoice = Literal["auto", "onnx", "torch"]

@@ -12,9 +12,6 @@ import sys
 
 import numpy as np
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import Needs
-from edge_sdk.engines.speed import measured_speed
 from sparrow import trial
 from sparrow.export.bounds import MIB, MOST_SECONDS
 from sparrow.limited import NotAnswered, TookTooLong, TookTooMuchMemory, run_limited
@@ -22,6 +19,10 @@ from sparrow.protocol import checkpoint
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Array, Manifest, Tensors
+
+from . import Graphs
+from .checking import Needs
+from .speed import measured_speed
 
 SPARE = 64 * MIB
 """Bytes beyond what is free that are left to ``budget.preparation``: it measures, and names a budget that fits."""

@@ -18,7 +18,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from edge_sdk.engines import Graphs
 from sparrow.export.bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, names, too_slow
 from sparrow.export.costs import FLOP, REFERENCE, Speed
 from sparrow.export.errors import SkeletonError
@@ -26,6 +25,8 @@ from sparrow.export.skeleton import check_node, check_structure, parse, refuse_e
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.flops import forward_flops
 from sparrow.protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
+
+from . import Graphs
 
 OPSET = 21
 """Version of the standard operators that steps are published with."""

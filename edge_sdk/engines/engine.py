@@ -10,12 +10,20 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Progress
-from edge_sdk.engines.narrow import Narrow
-from edge_sdk.engines.onnx import Array, Network, Training
-from edge_sdk.engines.optimiser import rule_of
-from edge_sdk.engines.plausibility import Plausibility, check_gradients
-from edge_sdk.engines.training import (
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
+
+from ..tasks import Batches, as_arrays, count_examples, passes
+from ..tasks.intake import random_state_kept
+from ..tasks.metrics import Metric, measure
+from . import Progress
+from .narrow import Narrow
+from .onnx import Array, Network, Training
+from .optimiser import rule_of
+from .plausibility import Plausibility, check_gradients
+from .training import (
     EVERYTHING,
     Adjustment,
     Batch,
@@ -28,13 +36,6 @@ from edge_sdk.engines.training import (
     evaluation_of,
     weight_of,
 )
-from edge_sdk.tasks import Batches, as_arrays, count_examples, passes
-from edge_sdk.tasks.intake import random_state_kept
-from edge_sdk.tasks.metrics import Metric, measure
-from sparrow.protocol.manifest import Tensors
-from sparrow.protocol.masks import NeuronMask
-from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.settings import FederationSettings
 
 Chance = np.random.Generator
 

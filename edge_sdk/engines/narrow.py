@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.engines.cutting import ALWAYS, Label, cut_graph
-from edge_sdk.engines.onnx import Index, Network, Sessions
 from sparrow.protocol.manifest import Segment
 from sparrow.protocol.masks import NeuronMask, axis_index
 from sparrow.protocol.neurons import Narrowing
+
+from .cutting import ALWAYS, Label, cut_graph
+from .onnx import Index, Network, Sessions
 
 KEPT = 8
 """Widths whose sessions are kept; those that were not used for longest are forgotten first."""

@@ -18,21 +18,22 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.optimiser import Optimiser, Rule
-from edge_sdk.engines.parts import bits_of, frozen_in_part, leaves_of
-from edge_sdk.engines.tangents import ALONG, FLOW, flow_graph
-from edge_sdk.engines.training import (
+from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask
+
+from . import Graphs
+from .optimiser import Optimiser, Rule
+from .parts import bits_of, frozen_in_part, leaves_of
+from .tangents import ALONG, FLOW, flow_graph
+from .training import (
     EVERYTHING,
     Change,
     Part,
     Pull,
     check_loadable,
 )
-from edge_sdk.engines.variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
-from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.masks import NeuronMask
+from .variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
 
 Array = NDArray[Any]
 Index = NDArray[np.int64]

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import Flags, Part
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import Block, neuron_block
+
+from .training import Flags, Part
 
 Array = NDArray[np.float32]
 

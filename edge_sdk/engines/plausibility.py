@@ -40,10 +40,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.onnx import Array, Network
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Tensors
+
+from .onnx import Array, Network
 
 SAMPLES = 8
 """Samples of the batch that are used, at most."""

@@ -18,11 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from edge_sdk.engines import Engine
-from edge_sdk.engines.training import Batch, Part
-from edge_sdk.errors import SdkError
-from edge_sdk.tasks import Batches, Task, as_arrays
-from edge_sdk.tasks.compute import Compute
 from sparrow.command_line.exits import Exit
 from sparrow.devices import memory
 from sparrow.protocol.flops import training_flops
@@ -30,9 +25,15 @@ from sparrow.protocol.manifest import Manifest, own_initial_values
 from sparrow.protocol.masks import NeuronMask, count_values
 from sparrow.protocol.settings import FederationSettings
 
+from ..errors import SdkError
+from ..tasks import Batches, Task, as_arrays
+from ..tasks.compute import Compute
+from . import Engine
+from .training import Batch, Part
+
 if TYPE_CHECKING:
-    from edge_sdk.engines.engine import OnnxEngine
-    from edge_sdk.engines.onnx import Sessions
+    from .engine import OnnxEngine
+    from .onnx import Sessions
 
 LEAST = 8
 """Samples of the larger of the batches that memory is measured on, at least; otherwise half of those wanted."""
@@ -186,8 +187,8 @@ class OnnxRehearsal(Rehearsal):
 
     def engine(self, mask: NeuronMask | None = None, compute: Compute | None = None) -> OnnxEngine:
         """Return an engine of a model with the federation's first weights."""
-        from edge_sdk.engines.engine import OnnxEngine  # here, because PyTorch's rehearsals need no ONNX Runtime
-        from edge_sdk.engines.onnx import Network
+        from .engine import OnnxEngine  # here, because PyTorch's rehearsals need no ONNX Runtime
+        from .onnx import Network
 
         sessions = self._sessions((compute or self.task.compute).threads or 1)
         network = Network(self.manifest, sessions)
@@ -197,7 +198,7 @@ class OnnxRehearsal(Rehearsal):
 
     def peak(self, work: Callable[[int], object], samples: int) -> int:
         """Measure few samples; return what follows for ``samples``, of a model beside the device's own."""
-        from edge_sdk.engines.onnx import give_back
+        from .onnx import give_back
 
         kept = self._sessions
         large = min(max(LEAST, samples // 2), samples)

@@ -19,8 +19,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edge_sdk.engines.training import NoCurvature
 from sparrow.export.steps import Editor, integer
+
+from .training import NoCurvature
 
 ALONG, FLOW, GRADIENT = "along:", "flow:", "grad:"
 

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.errors import SdkError
-from edge_sdk.tasks import Batches
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.fields import bounded
 from sparrow.protocol.masks import NeuronMask
 from sparrow.protocol.messages import Evaluation
 from sparrow.protocol.settings import FederationSettings
+
+from ..errors import SdkError
+from ..tasks import Batches
 
 Flags = NDArray[np.bool_]
 Batch = tuple[Any, Any]

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_sdk.engines import Engine, EngineName
-from edge_sdk.engines.training import derive_seed
-from edge_sdk.errors import SdkError
-from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import load_method_record
 from sparrow.protocol.bundle import Bundle
@@ -33,12 +29,17 @@ from sparrow.protocol.parts import Numbers, Part
 from sparrow.protocol.secure.numbers import Words
 from sparrow.protocol.settings import FederationSettings
 
+from ..engines import Engine, EngineName
+from ..engines.training import derive_seed
+from ..errors import SdkError
+from ..tasks import Task
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
-    from edge_sdk.training.engine import TorchEngine
+    from ..engines.rehearsal import Effort, Rehearsal
+    from ..training.engine import TorchEngine
 
 __all__ = [
     "ActiveNeurons",
@@ -214,7 +215,7 @@ def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
 
 def torch_engine(job: Job) -> TorchEngine:
     """Return the job's engine. Raises UnknownWork where it is not PyTorch's."""
-    from edge_sdk.training.engine import TorchEngine
+    from ..training.engine import TorchEngine
 
     if not isinstance(job.engine, TorchEngine):
         raise UnknownWork(
@@ -328,7 +329,7 @@ class DeviceMethod:
     def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
         """Raise ManifestError where rounds would fail with ``model``, tried on ``example`` [N, ...]."""
         if self.narrow:
-            from edge_sdk.training.narrow import check_narrow  # here, because devices need no PyTorch
+            from ..training.narrow import check_narrow  # here, because devices need no PyTorch
 
             check_narrow(model, manifest, example)
         if self.check is not None:
@@ -347,7 +348,7 @@ class DeviceMethod:
         """Return what rounds at ``budget`` have to do, to be tried on this device. Raises BudgetTooSmall."""
         if self.effort is not None:
             return self.effort(rehearsal, budget)
-        from edge_sdk.engines.rehearsal import MaskedEffort
+        from ..engines.rehearsal import MaskedEffort
 
         return MaskedEffort(rehearsal, self.sample_mask(rehearsal.manifest, budget))
 

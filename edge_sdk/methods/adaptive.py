@@ -18,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine
-from edge_sdk.tasks import Batches
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.messages import Evaluation
+
+from ..engines import Engine
+from ..tasks import Batches
 
 Similarity = Literal["logits", "probabilities"]
 Scores = NDArray[np.float32]

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.engines.training import Part
-from edge_sdk.methods import DeviceState, Job, MethodSettings, Trained
-from edge_sdk.methods.rounds import train_loaded
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import NeuronMask
+
+from ..engines.training import Part
+from . import DeviceState, Job, MethodSettings, Trained
+from .rounds import train_loaded
 
 PREFIX = "alone:"
 

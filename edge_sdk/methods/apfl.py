@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.mixing import train_mixture
-from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both
 from sparrow.protocol.masks import pack
+
+from . import DeviceMethod, Job, MethodSettings, Trained, Update
+from .merging import whole_model
+from .mixing import train_mixture
+from .rounds import adapt_as_in_a_round, conclude, evaluate_both
 
 
 class Settings(MethodSettings):

@@ -9,10 +9,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
-from edge_sdk.methods import Job, Trained
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.narrow import drawn, train_narrow
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.neurons import (
     Scores,
@@ -24,6 +20,11 @@ from sparrow.protocol.neurons import (
     incoming,
     no_scores,
 )
+
+from ..engines.training import GRADIENTS, TrainingDiverged
+from . import Job, Trained
+from .merging import whole_model
+from .narrow import drawn, train_narrow
 
 Weights = NDArray[np.float32]
 

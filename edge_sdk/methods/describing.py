@@ -7,15 +7,16 @@ from importlib.metadata import entry_points
 import torch
 from torch import nn
 
-from edge_sdk.methods import DeviceMethod, load_method
-from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.coupling import describe
-from edge_sdk.publishing.graph import UnsupportedLayer
-from edge_sdk.publishing.untraced import describe_whole
 from sparrow.protocol.auto import FOR_ANY_MODEL, FOR_NEURONS
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.settings import AUTO
+
+from ..publishing import RunningStatistics
+from ..publishing.coupling import describe
+from ..publishing.graph import UnsupportedLayer
+from ..publishing.untraced import describe_whole
+from . import DeviceMethod, load_method
 
 LEAST_MASKED = 0.1
 """The share of a model's trained weights that a method which trains some neurons must be able to leave out."""

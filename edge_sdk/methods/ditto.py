@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, train_loaded, train_once_more
-from edge_sdk.methods.whole import pull_of, pulled, train_whole
+from . import DeviceMethod, Job, MethodSettings, Trained
+from .merging import whole_model
+from .rounds import adapt_as_in_a_round, evaluate_both, train_loaded, train_once_more
+from .whole import pull_of, pulled, train_whole
 
 
 class Settings(MethodSettings):

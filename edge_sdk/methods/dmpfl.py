@@ -33,15 +33,6 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.engines.training import LocalResult, Part
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.adaptive import BaseEntropies, Similarity, base_entropies, judge_choice
-from edge_sdk.methods.dual import Dual
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.replacing import Flat, Replacing
-from edge_sdk.methods.rounds import conclude, judge_held_out, train_loaded
-from edge_sdk.methods.whole import part_of, sparse_mask
-from edge_sdk.tasks import count_examples
 from sparrow.protocol.elements import ElementMask, Flags
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
@@ -57,6 +48,16 @@ from sparrow.protocol.sparsity import (
     layer_counts,
     prune,
 )
+
+from ..engines.training import LocalResult, Part
+from ..tasks import count_examples
+from . import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update
+from .adaptive import BaseEntropies, Similarity, base_entropies, judge_choice
+from .dual import Dual
+from .merging import whole_model
+from .replacing import Flat, Replacing
+from .rounds import conclude, judge_held_out, train_loaded
+from .whole import part_of, sparse_mask
 
 
 class Settings(MethodSettings):

@@ -12,8 +12,8 @@ ended, ``adapt`` makes the one that it keeps.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.whole import adapt_global, evaluate_global, train_whole
+from . import DeviceMethod
+from .whole import adapt_global, evaluate_global, train_whole
 
 FEDAVG = DeviceMethod(train=train_whole, evaluate=evaluate_global, adapt=adapt_global, adds_local_noise=True, sums=True)
 """A device has no personal model between rounds, so early stopping means that it contributes no more, and gets the last

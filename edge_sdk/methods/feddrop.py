@@ -35,14 +35,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import Part
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained
-from edge_sdk.methods.narrow import drawn, multiplied, sample_drawn, train_narrow, train_plainly
-from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import adapt_global, evaluate_global
 from sparrow.protocol.flops import forward_flops
 from sparrow.protocol.manifest import MULTIPLYING, Manifest
 from sparrow.protocol.masks import count_values, draw_neurons
+
+from ..engines.training import Part
+from . import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained
+from .narrow import drawn, multiplied, sample_drawn, train_narrow, train_plainly
+from .rounds import conclude, train_loaded
+from .whole import adapt_global, evaluate_global
 
 
 class Settings(MethodSettings):

@@ -8,9 +8,9 @@ anneals over rounds, its released code not at all.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
-from edge_sdk.methods.whole import adapt_global, evaluate_global
+from . import DeviceMethod, Job, Trained
+from .sparse import SparseTrainingSettings, replacing_of, train_replacing
+from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:

@@ -26,10 +26,17 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.optimiser import Optimiser, rule_of
-from edge_sdk.engines.training import Divergence, LocalResult, count_steps
-from edge_sdk.errors import BadArgument
-from edge_sdk.methods import (
+from sparrow.protocol.flops import forward_flops, training_flops
+from sparrow.protocol.manifest import GraphName, Manifest
+from sparrow.protocol.masks import pack
+from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
+from sparrow.protocol.settings import FederationSettings
+
+from ..engines.optimiser import Optimiser, rule_of
+from ..engines.training import Divergence, LocalResult, count_steps
+from ..errors import BadArgument
+from ..tasks import Task, count_examples
+from . import (
     DeviceMethod,
     DeviceState,
     Evaluated,
@@ -39,14 +46,8 @@ from edge_sdk.methods import (
     Update,
     own_settings,
 )
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, judge_held_out
-from edge_sdk.tasks import Task, count_examples
-from sparrow.protocol.flops import forward_flops, training_flops
-from sparrow.protocol.manifest import GraphName, Manifest
-from sparrow.protocol.masks import pack
-from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
-from sparrow.protocol.settings import FederationSettings
+from .merging import whole_model
+from .rounds import conclude, evaluate_both, fine_tuning, judge_held_out
 
 Weights = NDArray[np.float64]
 """π, or the responsibilities of samples: [..., M], of sum 1."""
@@ -57,7 +58,7 @@ MOST_STEPS, SETTLED = 100, 1e-4
 
 def network(task: Task, manifest: Manifest) -> Task:
     """Return the task with the mixture in its model's place. Raises BadArgument where it is no classification."""
-    from edge_sdk.training.mixture import Mixture  # here, because devices need no PyTorch
+    from ..training.mixture import Mixture  # here, because devices need no PyTorch
 
     if not task.classification:
         raise BadArgument("fedem mixes classifiers, and this task has no classes; join a federation of another method")

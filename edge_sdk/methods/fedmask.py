@@ -32,19 +32,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
-from edge_sdk.engines.training import Divergence, LocalResult, count_steps
-from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.merging import is_whole, whole_model
-from edge_sdk.methods.parts import own_tensors
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning
-from edge_sdk.tasks import count_examples
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import unpack_whole
 from sparrow.protocol.parts import Part, Signs, all_maskable
+
+from ..engines.optimiser import Array, Optimiser, rule_of
+from ..engines.training import Divergence, LocalResult, count_steps
+from ..tasks import count_examples
+from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update
+from .merging import is_whole, whole_model
+from .parts import own_tensors
+from .rounds import conclude, evaluate_both, fine_tuning
 
 LEAST = np.float32(1e-12)
 """The least magnitude of a score whose sign comes from the server: 0 counts as positive."""

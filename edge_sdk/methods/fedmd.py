@@ -27,17 +27,18 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
-from edge_sdk.engines.training import Divergence, LocalResult, Teacher
-from edge_sdk.errors import BadArgument
-from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.parts import own_tensors
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
-from edge_sdk.tasks import Task, as_arrays, count_examples
-from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.protocol.flops import forward_flops, training_flops
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines.optimiser import Array, Optimiser, rule_of
+from ..engines.training import Divergence, LocalResult, Teacher
+from ..errors import BadArgument
+from ..tasks import Task, as_arrays, count_examples
+from ..tasks.loading import ArrayBatches, Arrays
+from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
+from .merging import whole_model
+from .parts import own_tensors
+from .rounds import conclude, evaluate_both, fine_tuning, train_loaded
 
 
 class Settings(MethodSettings):

@@ -19,11 +19,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
-from edge_sdk.methods.choosing import STEP, Weights, train_chosen
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
-from edge_sdk.methods.rounds import evaluate_both
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.masks import NeuronMask
 from sparrow.protocol.neurons import (
@@ -34,6 +29,12 @@ from sparrow.protocol.neurons import (
     fits_ratio,
     norm_scores,
 )
+
+from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
+from .choosing import STEP, Weights, train_chosen
+from .merging import whole_model
+from .narrow import adapt_narrow, drawn, train_narrow
+from .rounds import evaluate_both
 
 RATIO = "ratio"
 """The device's note of its last active ratio."""

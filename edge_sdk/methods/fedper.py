@@ -10,8 +10,8 @@ from the federation's seed. A device is judged by its model as a round has left 
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, train_together
+from . import DeviceMethod
+from .parts import adapt_own_part, evaluate_tuned, train_together
 
 FEDPER = DeviceMethod(
     train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",), sums=True

@@ -12,8 +12,8 @@ round is FedAvg's, without the pull.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
+from . import DeviceMethod
+from .whole import adapt_global, evaluate_global, train_pulled
 
 FEDPROX = DeviceMethod(
     train=train_pulled, evaluate=evaluate_global, adapt=adapt_global, acts=("pulled_steps",), sums=True

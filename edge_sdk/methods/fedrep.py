@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_part
+from . import DeviceMethod, Job, Trained
+from .parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_part
 
 
 def train(job: Job) -> Trained:

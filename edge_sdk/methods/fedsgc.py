@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.replacing import Replacing
-from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
-from edge_sdk.methods.whole import adapt_global, evaluate_global
 from sparrow.protocol.parts import Part, all_maskable
+
+from . import DeviceMethod, Job, Trained
+from .replacing import Replacing
+from .sparse import SparseTrainingSettings, replacing_of, train_replacing
+from .whole import adapt_global, evaluate_global
 
 
 class Settings(SparseTrainingSettings):

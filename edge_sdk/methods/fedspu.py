@@ -30,8 +30,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Literal
 
-from edge_sdk.engines.training import Part
-from edge_sdk.methods import (
+from sparrow.protocol.manifest import Tensors, initial_values
+from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
+
+from ..engines.training import Part
+from . import (
     ActiveNeurons,
     DeviceMethod,
     DeviceState,
@@ -41,15 +44,13 @@ from edge_sdk.methods import (
     Update,
     own_settings,
 )
-from edge_sdk.methods.alone import AloneSettings, with_alone
-from edge_sdk.methods.merging import merge, whole_model
-from edge_sdk.methods.narrow import sample_drawn
-from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded, train_once_more
-from sparrow.protocol.manifest import Tensors, initial_values
-from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
+from .alone import AloneSettings, with_alone
+from .merging import merge, whole_model
+from .narrow import sample_drawn
+from .rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded, train_once_more
 
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+    from ..engines.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):
@@ -105,7 +106,7 @@ def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds take them: twice as many where a model is trained alone beside the federation's."""
     # Here, because a rehearsal is of devices that choose their budget.
-    from edge_sdk.engines.rehearsal import MaskedEffort
+    from ..engines.rehearsal import MaskedEffort
 
     mask = FEDSPU.sample_mask(rehearsal.manifest, budget)
     return MaskedEffort(rehearsal, mask, models=1 + own_settings(rehearsal.settings, AloneSettings).alone)

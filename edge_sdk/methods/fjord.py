@@ -44,10 +44,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.optimiser import Optimiser, rule_of
-from edge_sdk.engines.training import Batch, Divergence, LocalResult, Teacher, count_steps
-from edge_sdk.methods import (
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Manifest
+from sparrow.protocol.masks import NeuronMask, count_values
+from sparrow.protocol.neurons import Narrowing, first_neurons
+from sparrow.protocol.settings import FederationSettings
+
+from ..engines import Engine, Progress
+from ..engines.optimiser import Optimiser, rule_of
+from ..engines.training import Batch, Divergence, LocalResult, Teacher, count_steps
+from ..tasks import Batches, count_examples
+from . import (
     ActiveNeurons,
     DeviceMethod,
     DeviceState,
@@ -56,17 +63,11 @@ from edge_sdk.methods import (
     Trained,
     own_settings,
 )
-from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
-from edge_sdk.methods.rounds import conclude, evaluate_both
-from edge_sdk.tasks import Batches, count_examples
-from sparrow.protocol.flops import training_flops
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.masks import NeuronMask, count_values
-from sparrow.protocol.neurons import Narrowing, first_neurons
-from sparrow.protocol.settings import FederationSettings
+from .narrow import adapt_narrow, drawn, train_narrow
+from .rounds import conclude, evaluate_both
 
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+    from ..engines.rehearsal import Effort, Rehearsal
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -224,7 +225,7 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds at ``budget`` take them."""
-    from edge_sdk.engines.rehearsal import MaskedEffort
+    from ..engines.rehearsal import MaskedEffort
 
     own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)
     fixed = MaskedEffort(rehearsal, mask)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.training import Batch, Divergence, LocalResult, count_steps
-from edge_sdk.tasks import Batches, count_examples
 from sparrow.protocol.masks import count_values
 from sparrow.protocol.settings import FederationSettings
 
+from ..engines import Engine, Progress
+from ..engines.training import Batch, Divergence, LocalResult, count_steps
+from ..tasks import Batches, count_examples
+
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Rehearsal
+    from ..engines.rehearsal import Rehearsal
 
 Weights = dict[str, NDArray[np.float32]]
 """Trained parameters, or gradients of them, by name."""

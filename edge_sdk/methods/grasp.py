@@ -32,15 +32,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.training import GRADIENTS, Batch, NoCurvature, TrainingDiverged
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
-from edge_sdk.tasks import Batches, count_examples
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.sparsity import keep_by_score, weight_budget
+
+from ..engines import Engine, Progress
+from ..engines.training import GRADIENTS, Batch, NoCurvature, TrainingDiverged
+from ..tasks import Batches, count_examples
+from . import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
+from .merging import whole_model
+from .whole import adapt_global, evaluate_global, train_pulled
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,

@@ -35,11 +35,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, UnknownWork
-from edge_sdk.methods.choosing import STEP, Weights, train_chosen
-from edge_sdk.methods.merging import merge
-from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
-from edge_sdk.methods.rounds import evaluate_both
 from sparrow.protocol.flops import forward_flops
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import FULL_RATIO, NeuronMask, pack, same_mask
@@ -53,8 +48,14 @@ from sparrow.protocol.neurons import (
     reaches_ratio,
 )
 
+from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, UnknownWork
+from .choosing import STEP, Weights, train_chosen
+from .merging import merge
+from .narrow import adapt_narrow, drawn, train_narrow
+from .rounds import evaluate_both
+
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+    from ..engines.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):
@@ -142,7 +143,7 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return what rounds have to do until the device has pruned: the whole network, whatever its budget."""
-    from edge_sdk.engines.rehearsal import MaskedEffort
+    from ..engines.rehearsal import MaskedEffort
 
     once = rehearsal.settings.method_settings.get("pruning") == "once"
     return MaskedEffort(rehearsal, first_neurons(rehearsal.manifest, budget) if once and budget < FULL_RATIO else None)

@@ -31,16 +31,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import Part
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
-from edge_sdk.methods.narrow import drawn, multiplied, train_narrow
-from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.tasks import collect_targets
 from sparrow.protocol.flops import forward_flops
 from sparrow.protocol.manifest import MULTIPLYING, TensorSpec
 from sparrow.protocol.masks import FULL_RATIO, NeuronMask
 from sparrow.protocol.neurons import CLASSES, first_neurons_up
+
+from ..engines.training import Part
+from ..tasks import collect_targets
+from . import ActiveNeurons, DeviceMethod, Job, Trained
+from .narrow import drawn, multiplied, train_narrow
+from .rounds import conclude, train_loaded
+from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:

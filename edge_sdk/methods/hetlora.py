@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
-from edge_sdk.methods.narrow import drawn, train_narrow
-from edge_sdk.methods.whole import adapt_global, evaluate_global
 from sparrow.protocol.neurons import first_neurons_up
+
+from . import ActiveNeurons, DeviceMethod, Job, Trained
+from .narrow import drawn, train_narrow
+from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:

@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Job, Trained, Update
-from edge_sdk.methods.merging import is_whole, whole_model
-from edge_sdk.methods.parts import adapt_own_part, adapt_part, evaluate_tuned, train_together
-from edge_sdk.methods.rounds import conclude, train_loaded
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import merge_in_place, pack
+
+from . import DeviceMethod, DeviceState, Job, Trained, Update
+from .merging import is_whole, whole_model
+from .parts import adapt_own_part, adapt_part, evaluate_tuned, train_together
+from .rounds import conclude, train_loaded
 
 
 def train(job: Job) -> Trained:

@@ -7,9 +7,9 @@ device does moves it.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
+from . import DeviceMethod, Job, Trained
+from .merging import whole_model
+from .rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
 
 
 def personalise(job: Job) -> Trained:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.optimiser import Array, Optimiser, rule_of
-from edge_sdk.engines.training import LOSS, WEIGHTS, LocalResult, TrainingDiverged, count_steps
-from edge_sdk.tasks import Batches, count_examples
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines import Engine, Progress
+from ..engines.optimiser import Array, Optimiser, rule_of
+from ..engines.training import LOSS, WEIGHTS, LocalResult, TrainingDiverged, count_steps
+from ..tasks import Batches, count_examples
 
 
 @dataclass(frozen=True)

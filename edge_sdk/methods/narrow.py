@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine
-from edge_sdk.methods import DeviceState, Job, Trained, Update
-from edge_sdk.methods.merging import merge
-from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
 from sparrow.protocol.neurons import count_neurons
+
+from ..engines import Engine
+from . import DeviceState, Job, Trained, Update
+from .merging import merge
+from .rounds import conclude, fine_tuning, train_loaded
 
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:

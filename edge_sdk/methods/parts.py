@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.engines.training import Flags, LocalResult, Part
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, judge_choice_of_copy, train_loaded
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Manifest, Tensors, own_initial_values
 from sparrow.protocol.masks import pack
+
+from ..engines.training import Flags, LocalResult, Part
+from . import DeviceState, Evaluated, Job, Trained, Update
+from .merging import whole_model
+from .rounds import conclude, evaluate_both, fine_tune, judge_choice_of_copy, train_loaded
 
 
 def only(manifest: Manifest, *, shared: bool) -> dict[str, Flags]:

@@ -39,10 +39,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.optimiser import Optimiser, rule_of
-from edge_sdk.engines.training import Batch, LocalResult, derive_seed
-from edge_sdk.methods import (
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.masks import pack
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
+
+from ..engines import Engine, Progress
+from ..engines.optimiser import Optimiser, rule_of
+from ..engines.training import Batch, LocalResult, derive_seed
+from ..tasks import Batches
+from . import (
     DeviceMethod,
     DeviceState,
     Evaluated,
@@ -52,17 +58,12 @@ from edge_sdk.methods import (
     Update,
     own_settings,
 )
-from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, judge_held_out
-from edge_sdk.tasks import Batches
-from sparrow.protocol.flops import training_flops
-from sparrow.protocol.masks import pack
-from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.settings import FederationSettings
+from .gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from .merging import whole_model
+from .rounds import conclude, judge_held_out
 
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+    from ..engines.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):

@@ -30,9 +30,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.engines.rehearsal import Effort, Rehearsal
-from edge_sdk.engines.training import LocalResult, derive_seed
-from edge_sdk.methods import (
+from sparrow.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
+from sparrow.protocol.flops import block_flops, budget_groups
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import merge_in_place, pack, unpack_whole
+from sparrow.protocol.messages import Assignment, Kind
+
+from ..engines.rehearsal import Effort, Rehearsal
+from ..engines.training import LocalResult, derive_seed
+from ..publishing.modes import buffers_kept
+from ..tasks import Batches
+from ..training.engine import TorchEngine
+from ..training.gates.gated import (
+    PROBE,
+    Budget,
+    Gated,
+    GatedOptimisation,
+    Gates,
+    gate_tensors,
+    load_gate,
+)
+from ..training.gates.gating import GatingLayer, Sees, fitting_pool
+from ..training.gates.network import check_gated
+from ..training.local import as_tensor, evaluate, take_steps
+from ..training.rehearsal import TorchRehearsal, block_nanoseconds
+from . import (
     BudgetTooSmall,
     DeviceMethod,
     DeviceState,
@@ -44,29 +66,8 @@ from edge_sdk.methods import (
     own_settings,
     torch_engine,
 )
-from edge_sdk.methods.merging import is_whole, whole_model
-from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.publishing.modes import buffers_kept
-from edge_sdk.tasks import Batches
-from edge_sdk.training.engine import TorchEngine
-from edge_sdk.training.gates.gated import (
-    PROBE,
-    Budget,
-    Gated,
-    GatedOptimisation,
-    Gates,
-    gate_tensors,
-    load_gate,
-)
-from edge_sdk.training.gates.gating import GatingLayer, Sees, fitting_pool
-from edge_sdk.training.gates.network import check_gated
-from edge_sdk.training.local import as_tensor, evaluate, take_steps
-from edge_sdk.training.rehearsal import TorchRehearsal, block_nanoseconds
-from sparrow.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
-from sparrow.protocol.flops import block_flops, budget_groups
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.masks import merge_in_place, pack, unpack_whole
-from sparrow.protocol.messages import Assignment, Kind
+from .merging import is_whole, whole_model
+from .rounds import conclude, train_loaded
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""

@@ -36,20 +36,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.engines import Engine, Progress
-from edge_sdk.engines.optimiser import Optimiser, rule_of
-from edge_sdk.engines.training import Batch, LocalResult
-from edge_sdk.methods import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
-from edge_sdk.methods.gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tuning, train_loaded
-from edge_sdk.methods.whole import pull_of
-from edge_sdk.tasks import Batches
 from sparrow.protocol.masks import pack
 from sparrow.protocol.settings import FederationSettings
 
+from ..engines import Engine, Progress
+from ..engines.optimiser import Optimiser, rule_of
+from ..engines.training import Batch, LocalResult
+from ..tasks import Batches
+from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
+from .gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from .merging import whole_model
+from .rounds import conclude, evaluate_both, fine_tuning, train_loaded
+from .whole import pull_of
+
 if TYPE_CHECKING:
-    from edge_sdk.engines.rehearsal import Effort, Rehearsal
+    from ..engines.rehearsal import Effort, Rehearsal
 
 
 class Settings(MethodSettings):

@@ -30,14 +30,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import GRADIENTS, LocalResult, TrainingDiverged
-from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
 from sparrow.protocol.elements import ElementMask, everything
 from sparrow.protocol.flops import growth_flops, training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.sparsity import prunefl_interval, readjust
+
+from ..engines.training import GRADIENTS, LocalResult, TrainingDiverged
+from . import DeviceMethod, Job, MethodSettings, Trained, Update
+from .merging import whole_model
+from .whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
 
 STEADY_CHANGE = 0.1
 """A choice is steady that changes the number of weights by less than this share."""

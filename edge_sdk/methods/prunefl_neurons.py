@@ -28,13 +28,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
-from edge_sdk.methods.choosing import Weights, measure, train_chosen
-from edge_sdk.methods.merging import is_whole
-from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
-from edge_sdk.methods.rounds import evaluate_both
 from sparrow.protocol.masks import FULL_RATIO, NeuronMask
 from sparrow.protocol.neurons import best_neurons, count_neurons, counts_at, first_neurons, fits_ratio
+
+from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
+from .choosing import Weights, measure, train_chosen
+from .merging import is_whole
+from .narrow import adapt_narrow, drawn, train_narrow
+from .rounds import evaluate_both
 
 IMPORTANCE = "importance"
 """The device's own array: importance of the neurons, float64 [neurons], of one group after the other."""

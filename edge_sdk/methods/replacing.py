@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines import Engine
-from edge_sdk.engines.training import GRADIENTS, Batch, Change, TrainingDiverged
 from sparrow.protocol.elements import ElementMask, Flags
 from sparrow.protocol.flops import growth_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.sparsity import Grown, Pruned
+
+from ..engines import Engine
+from ..engines.training import GRADIENTS, Batch, Change, TrainingDiverged
 
 Flat = NDArray[np.float32]
 

@@ -8,15 +8,16 @@ from functools import partial
 
 import numpy as np
 
-from edge_sdk.engines import evaluate_held_out
-from edge_sdk.engines.training import EVERYTHING, Adjustment, LocalResult, Part, Pull, TrainingDiverged
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
-from edge_sdk.methods.early_stopping import judge_round
-from edge_sdk.methods.merging import GLOBAL_SHARES, mixed, whole_model
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import NeuronMask
 from sparrow.protocol.messages import Evaluation
+
+from ..engines import evaluate_held_out
+from ..engines.training import EVERYTHING, Adjustment, LocalResult, Part, Pull, TrainingDiverged
+from . import DeviceState, Evaluated, Job, Trained, Update
+from .early_stopping import judge_round
+from .merging import GLOBAL_SHARES, mixed, whole_model
 
 __all__ = ["adapt_as_in_a_round", "choose_copy", "conclude", "evaluate_both", "fine_tune", "train_loaded"]
 

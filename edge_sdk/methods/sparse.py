@@ -9,11 +9,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.methods import Job, MethodSettings, Trained, Update
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.replacing import Flat, Replacing
-from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import part_of, pull_of, pulled, sparse_mask
 from sparrow.protocol.elements import ElementMask, Flags
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.masks import pack
@@ -29,6 +24,12 @@ from sparrow.protocol.sparsity import (
     over_pruning,
     prune,
 )
+
+from . import Job, MethodSettings, Trained, Update
+from .merging import whole_model
+from .replacing import Flat, Replacing
+from .rounds import conclude, train_loaded
+from .whole import part_of, pull_of, pulled, sparse_mask
 
 Directions = dict[str, NDArray[np.int8]]
 """The direction map of each layer, int8 [n] in -1..1."""

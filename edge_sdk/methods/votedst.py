@@ -21,13 +21,14 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.engines.training import GRADIENTS, TrainingDiverged
-from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.flops import growth_flops
 from sparrow.protocol.sparsity import ballot, draw_candidates, elections
+
+from ..engines.training import GRADIENTS, TrainingDiverged
+from . import DeviceMethod, Job, Trained
+from .merging import whole_model
+from .whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
 
 
 class Settings(PullSettings):

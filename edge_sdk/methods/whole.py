@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.engines.training import LocalResult, Part, Pull
-from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
-from edge_sdk.methods.adaptive import base_entropies, judge_choice
-from edge_sdk.methods.merging import whole_model
-from edge_sdk.methods.rounds import (
+from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.errors import BundleError
+from sparrow.protocol.flops import training_flops
+from sparrow.protocol.manifest import Tensors
+from sparrow.protocol.masks import pack
+
+from ..engines.training import LocalResult, Part, Pull
+from . import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
+from .adaptive import base_entropies, judge_choice
+from .merging import whole_model
+from .rounds import (
     choose_copy,
     conclude,
     fine_tune,
@@ -16,11 +22,6 @@ from edge_sdk.methods.rounds import (
     judge_held_out,
     train_loaded,
 )
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.errors import BundleError
-from sparrow.protocol.flops import training_flops
-from sparrow.protocol.manifest import Tensors
-from sparrow.protocol.masks import pack
 
 __all__ = ["adapt_global", "evaluate_global", "train_whole"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edge_sdk.publishing.translations import CannotCompile
+from .translations import CannotCompile
 
 Kind = Literal["uniform", "normal"]
 KINDS: tuple[Kind, ...] = ("uniform", "normal")

@@ -32,10 +32,6 @@ from typing import Any, cast, get_args
 import torch
 from torch import fx, nn
 
-from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
-from edge_sdk.publishing.modes import frozen_names
-from edge_sdk.publishing.neurons import Axes, Axis, Neurons, Run
 from sparrow.protocol.manifest import (
     Constant,
     Data,
@@ -46,6 +42,11 @@ from sparrow.protocol.manifest import (
     TensorSpec,
     Uniform,
 )
+
+from . import RunningStatistics
+from .graph import Call, Traced, UnsupportedLayer, operation, place_of, shape_of, trace
+from .modes import frozen_names
+from .neurons import Axes, Axis, Neurons, Run
 
 
 def describe(

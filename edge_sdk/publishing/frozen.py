@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edge_sdk.publishing import FrozenPrecision
-from edge_sdk.publishing.modes import evaluating
 from sparrow.protocol import values
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest, Tensors
+
+from . import FrozenPrecision
+from .modes import evaluating
 
 HARMLESS = 0.01
 """Relative L2 distance, of the model's answers, that half precision may make."""

@@ -10,17 +10,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.errors import BadArgument
-from edge_sdk.publishing.graph import UnsupportedLayer
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.publishing.skeleton import export_forward, remove_notes
-from edge_sdk.tasks import Task, as_arrays
-from edge_sdk.tasks.prepared import compute_own, prepared
-from edge_sdk.tasks.preparing import BuiltPreparation, statistics_of
 from sparrow.export.errors import ExportError
 from sparrow.export.preparation import Preparer, complete
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import MOST_COLUMNS, RAW_TYPES, Preparation
+
+from ..errors import BadArgument
+from ..tasks import Task, as_arrays
+from ..tasks.prepared import compute_own, prepared
+from ..tasks.preparing import BuiltPreparation, statistics_of
+from .graph import UnsupportedLayer
+from .modes import evaluating
+from .skeleton import export_forward, remove_notes
 
 CLOSE = 1e-4
 """Largest difference from PyTorch, per unit of the largest prepared value, that rounding explains."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_sdk.errors import BadArgument
 from sparrow.protocol.errors import MissingPart, ProtocolError
 from sparrow.protocol.manifest import GraphName, Manifest
 from sparrow.protocol.publication import Terms
 from sparrow.protocol.ranges import Range, default_ranges, faults
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import MAX_STATEMENT, Publication, fingerprint, signed_text
+
+from ..errors import BadArgument
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from edge_sdk.publishing.graph import UnsupportedLayer
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.publishing.translations import Fourier
 from sparrow.protocol.errors import ManifestError, MissingPart
 from sparrow.protocol.manifest import Manifest
+
+from .graph import UnsupportedLayer
+from .modes import evaluating
+from .translations import Fourier
 
 if TYPE_CHECKING:
     import onnx

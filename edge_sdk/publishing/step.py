@@ -35,14 +35,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from edge_sdk.engines import Graphs
-from edge_sdk.publishing import chance, translations
-from edge_sdk.publishing.modes import begin_training
-from edge_sdk.publishing.skeleton import OPSET, exporting, remove_notes
-from edge_sdk.publishing.targets import ignored_label
-from edge_sdk.publishing.translations import CannotCompile
 from sparrow.export.steps import Editor
 from sparrow.protocol.errors import MissingPart
+
+from ..engines import Graphs
+from . import chance, translations
+from .modes import begin_training
+from .skeleton import OPSET, exporting, remove_notes
+from .targets import ignored_label
+from .translations import CannotCompile
 
 if TYPE_CHECKING:
     import onnx

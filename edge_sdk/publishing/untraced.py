@@ -22,11 +22,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from edge_sdk.publishing import RunningStatistics
-from edge_sdk.publishing.coupling import PARAMETER, names_of, refuse_types, spec_of
-from edge_sdk.publishing.graph import UnsupportedLayer
-from edge_sdk.publishing.modes import frozen_names
 from sparrow.protocol.manifest import Layer, Manifest, TensorSpec
+
+from . import RunningStatistics
+from .coupling import PARAMETER, names_of, refuse_types, spec_of
+from .graph import UnsupportedLayer
+from .modes import frozen_names
 
 
 def describe_whole(

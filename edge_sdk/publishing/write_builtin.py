@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.engines.checking import check_graphs
-from edge_sdk.publishing.coupling import describe
-from edge_sdk.publishing.skeleton import make_skeleton
-from edge_sdk.publishing.step import compile_step
-from edge_sdk.tasks.models import DigitsNet
-from edge_sdk.tasks.public import BY_DEVICES, full_name
-from edge_sdk.tasks.public import MODELS as CHOICES
 from sparrow.protocol import builtin
 from sparrow.protocol.builtin import BuiltinTask, file_name
 from sparrow.protocol.manifest import GraphName
+
+from ..engines.checking import check_graphs
+from ..tasks.models import DigitsNet
+from ..tasks.public import BY_DEVICES, full_name
+from ..tasks.public import MODELS as CHOICES
+from .coupling import describe
+from .skeleton import make_skeleton
+from .step import compile_step
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (DigitsNet, (1, 8, 8)),

@@ -7,10 +7,10 @@ is imported for parquet files, Pillow for pictures, soundfile and soxr for sound
 
 from __future__ import annotations
 
-from edge_sdk.reading.decoded import Decoded, join
-from edge_sdk.reading.files import read_file
-from edge_sdk.reading.media import take
-from edge_sdk.reading.options import ReadOptions, read_options
-from edge_sdk.reading.samples import Raw, class_order
+from .decoded import Decoded, join
+from .files import read_file
+from .media import take
+from .options import ReadOptions, read_options
+from .samples import Raw, class_order
 
 __all__ = ["Decoded", "Raw", "ReadOptions", "class_order", "join", "read_file", "read_options", "take"]

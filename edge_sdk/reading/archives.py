@@ -21,13 +21,14 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.axes import axes_of
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.labels import Decided, Labels, Question, decide
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.roles import RUN, folded, is_person
-from edge_sdk.reading.samples import Raw, plural, some
 from sparrow.protocol.preparation import Preparation, RawType, Targets
+
+from .axes import axes_of
+from .errors import DataError
+from .labels import Decided, Labels, Question, decide
+from .options import ReadOptions
+from .roles import RUN, folded, is_person
+from .samples import Raw, plural, some
 
 USES = ("train", "val", "test", "public")
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.samples import some
 from sparrow.protocol.preparation import Preparation
+
+from .errors import DataError
+from .samples import some
 
 _PLANES = (1, 3, 4)
 """Channels of grey, colour, and colour with transparency."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.numbers import is_missing
-from edge_sdk.reading.samples import class_order, plural, some
 from sparrow.protocol.preparation import MOST_CATEGORIES, UNKNOWN
+
+from .numbers import is_missing
+from .samples import class_order, plural, some
 
 FEW = 50
 """Names of a column that is taken for categories without an option; and at most a fifth of the rows."""

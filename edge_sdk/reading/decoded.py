@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import DataError
+from .errors import DataError
 
 
 @dataclass(frozen=True, eq=False)

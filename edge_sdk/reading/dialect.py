@@ -18,10 +18,10 @@ from typing import IO, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.numbers import is_decimal, is_grouped, is_missing, number
-from edge_sdk.reading.options import DELIMITERS, ReadOptions
-from edge_sdk.reading.roles import find
+from .errors import DataError
+from .numbers import is_decimal, is_grouped, is_missing, number
+from .options import DELIMITERS, ReadOptions
+from .roles import find
 
 BLOCK = 1_024
 """Rows in memory as Python strings."""

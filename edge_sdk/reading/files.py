@@ -6,20 +6,21 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from edge_sdk.reading.archives import read_archive
-from edge_sdk.reading.dialect import open_text
-from edge_sdk.reading.errors import DataError, NoData
-from edge_sdk.reading.folders import read_folder, read_single
-from edge_sdk.reading.listings import files_column, read_listed
-from edge_sdk.reading.media import medium_of, other_reader
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.parquet import open_parquet
-from edge_sdk.reading.recordings import read_recordings
-from edge_sdk.reading.samples import Raw
-from edge_sdk.reading.tables import Table, read_table
-from edge_sdk.reading.times import is_time
-from edge_sdk.reading.windows import is_recordings
 from sparrow.protocol.preparation import Preparation, Targets
+
+from .archives import read_archive
+from .dialect import open_text
+from .errors import DataError, NoData
+from .folders import read_folder, read_single
+from .listings import files_column, read_listed
+from .media import medium_of, other_reader
+from .options import ReadOptions
+from .parquet import open_parquet
+from .recordings import read_recordings
+from .samples import Raw
+from .tables import Table, read_table
+from .times import is_time
+from .windows import is_recordings
 
 ARCHIVES = (".npz", ".npy")
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from edge_sdk.reading.errors import DataError
+from .errors import DataError
 
 
 def fingerprint(what: str, paths: Iterable[Path], *more: object) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.reading.media import Listing, Medium, counted, medium_of, read_listing, take
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import Kind, Raw, plural, some
 from sparrow.protocol.preparation import Preparation, Targets
+
+from .errors import BadOption, DataError
+from .media import Listing, Medium, counted, medium_of, read_listing, take
+from .options import ReadOptions
+from .samples import Kind, Raw, plural, some
 
 USES = ("train", "val", "test")
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.reading.numbers import LARGEST, is_missing, number, numbers
-from edge_sdk.reading.samples import Kind, is_integer, some
 from sparrow.protocol.preparation import MOST_CLASSES, Targets
+
+from .errors import BadOption, DataError
+from .numbers import LARGEST, is_missing, number, numbers
+from .samples import Kind, is_integer, some
 
 MOST_GUESSED = 1_000
 """Classes, unless target=class says that they are."""

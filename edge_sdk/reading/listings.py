@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.labels import Decided, Labels, Question, decide
-from edge_sdk.reading.media import Listing, Medium, medium_named, read_listing
-from edge_sdk.reading.numbers import number
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.roles import find_label, find_person, folded
-from edge_sdk.reading.samples import Raw, plural, some
-from edge_sdk.reading.tables import Table, blocks_of
 from sparrow.protocol.preparation import Preparation, Targets
+
+from .errors import DataError
+from .labels import Decided, Labels, Question, decide
+from .media import Listing, Medium, medium_named, read_listing
+from .numbers import number
+from .options import ReadOptions
+from .roles import find_label, find_person, folded
+from .samples import Raw, plural, some
+from .tables import Table, blocks_of
 
 FILES = ("file", "path", "filename", "wav", "image")
 """Names of the column of files, in any case."""

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import plural
+from .errors import DataError
+from .options import ReadOptions
+from .samples import plural
 
 
 def look_at_each(

@@ -11,14 +11,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.decoded import Decoded
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.pictures import read_pictures
-from edge_sdk.reading.samples import Kind, Raw
-from edge_sdk.reading.sounds import Span, read_sounds
-from edge_sdk.reading.windows import is_recordings
 from sparrow.protocol.preparation import Preparation, Reader
+
+from .decoded import Decoded
+from .errors import DataError
+from .options import ReadOptions
+from .pictures import read_pictures
+from .samples import Kind, Raw
+from .sounds import Span, read_sounds
+from .windows import is_recordings
 
 Medium = Literal["picture", "sound"]
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edge_sdk.reading.errors import BadOption
+from .errors import BadOption
 
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
 DECIMALS = {"point": ".", "comma": ","}

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.dialect import BLOCK
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.options import ReadOptions
 from sparrow.protocol.errors import MissingPart
+
+from .dialect import BLOCK
+from .errors import DataError
+from .options import ReadOptions
 
 Column = NDArray[np.float64] | list[str]
 

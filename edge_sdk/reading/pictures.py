@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.decoded import Decoded
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.fingerprints import fingerprint
-from edge_sdk.reading.looking import look_at_each
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import plural
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.preparation import Preparation
+
+from .decoded import Decoded
+from .errors import DataError
+from .fingerprints import fingerprint
+from .looking import look_at_each
+from .options import ReadOptions
+from .samples import plural
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 KINDS = "PNG, JPEG, WebP, BMP, GIF or TIFF"

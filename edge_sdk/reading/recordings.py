@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.categories import Names
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.media import other_reader
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.roles import find, folded
-from edge_sdk.reading.samples import Raw, plural, some
-from edge_sdk.reading.tables import Rows, Table, blocks_of, read_table
-from edge_sdk.reading.times import UNITS, read_times, said_of_unit, time_column, unit_found, unit_named
-from edge_sdk.reading.windows import cut_of, rate_of, remark, starts
 from sparrow.protocol.preparation import Column, Preparation, Targets
+
+from .categories import Names
+from .errors import DataError
+from .media import other_reader
+from .options import ReadOptions
+from .roles import find, folded
+from .samples import Raw, plural, some
+from .tables import Rows, Table, blocks_of, read_table
+from .times import UNITS, read_times, said_of_unit, time_column, unit_found, unit_named
+from .windows import cut_of, rate_of, remark, starts
 
 SESSIONS = ("recording", "run", "session", "file")
 """Names of columns that say which recording a row is of, in any case."""

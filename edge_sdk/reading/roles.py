@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.numbers import number
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import plural, some
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.preparation import MOST_COLUMNS, Preparation, Targets
+
+from .errors import DataError
+from .numbers import number
+from .options import ReadOptions
+from .samples import plural, some
 
 PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
 """What the entry or column is called that says who made a sample, on which device, or of which domain it is. Case and

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.decoded import Decoded
 from sparrow.protocol.preparation import Column, Reader
+
+from .decoded import Decoded
 
 Kind = Literal["classes", "numbers"]
 

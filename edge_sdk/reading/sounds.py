@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.decoded import Decoded
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.reading.fingerprints import fingerprint
-from edge_sdk.reading.looking import look_at_each
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import plural, some
-from edge_sdk.reading.windows import cut_of, is_recordings, rate_of, remark, starts
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.preparation import Preparation
+
+from .decoded import Decoded
+from .errors import BadOption, DataError
+from .fingerprints import fingerprint
+from .looking import look_at_each
+from .options import ReadOptions
+from .samples import plural, some
+from .windows import cut_of, is_recordings, rate_of, remark, starts
 
 KINDS = "WAV, FLAC, OGG, AIFF or MP3"
 

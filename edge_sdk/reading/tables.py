@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.categories import Names
-from edge_sdk.reading.dialect import Block, TextTable, explain
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.labels import Decided, Labels, Question, decide
-from edge_sdk.reading.numbers import is_missing
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.parquet import ParquetBlock, ParquetTable
-from edge_sdk.reading.roles import Roles, assign
-from edge_sdk.reading.samples import Raw, is_integer, plural, some
-from edge_sdk.reading.tally import Tally
 from sparrow.protocol.preparation import Column, Preparation, Targets
+
+from .categories import Names
+from .dialect import Block, TextTable, explain
+from .errors import DataError
+from .labels import Decided, Labels, Question, decide
+from .numbers import is_missing
+from .options import ReadOptions
+from .parquet import ParquetBlock, ParquetTable
+from .roles import Roles, assign
+from .samples import Raw, is_integer, plural, some
+from .tally import Tally
 
 Table = TextTable | ParquetTable
 

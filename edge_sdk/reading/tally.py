@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.numbers import LARGEST, looks_like_number, numbers
+from .numbers import LARGEST, looks_like_number, numbers
 
 Cells = Sequence[str] | NDArray[np.float64]
 

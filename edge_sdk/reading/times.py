@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import DataError
-from edge_sdk.reading.numbers import is_missing, numbers
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.roles import columns_of, find
-from edge_sdk.reading.tables import Table, blocks_of
 from sparrow.command_line.nearest import nearest
+
+from .errors import DataError
+from .numbers import is_missing, numbers
+from .options import ReadOptions
+from .roles import columns_of, find
+from .tables import Table, blocks_of
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.reading.options import ReadOptions
-from edge_sdk.reading.samples import class_order, plural, some
 from sparrow.protocol.preparation import Preparation
+
+from .errors import BadOption, DataError
+from .options import ReadOptions
+from .samples import class_order, plural, some
 
 SHORTEST = 4
 """Readings of a window."""

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from edge_sdk.errors import BadArgument, SdkError
-from edge_sdk.tasks.compute import USUAL, Compute
-from edge_sdk.tasks.metrics import METRICS, Metric
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import MOST_METRICS, Array, Manifest
 from sparrow.protocol.preparation import Targets
+
+from ..errors import BadArgument, SdkError
+from .compute import USUAL, Compute
+from .metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from torch import nn

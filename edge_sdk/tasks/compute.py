@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_sdk.errors import BadArgument
+from ..errors import BadArgument
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PROCESSOR = "cpu"

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import BadOption, DataError
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import BadOption, DataError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,9 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from edge_sdk.reading.errors import BadOption, DataError, NoData
-from edge_sdk.tasks.formats import SampleFormat, read
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import BadOption, DataError, NoData
+from .formats import SampleFormat, read
 
 __all__ = ["Dataset"]
 

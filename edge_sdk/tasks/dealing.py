@@ -19,13 +19,14 @@ from typing import Literal, Protocol, cast, get_type_hints
 
 import numpy as np
 
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.tasks.corruption import check_corruption, check_severity
-from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.partition import Index, Split, drawn, people_of, shifted, split
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import BadOption, DataError
+from .corruption import check_corruption, check_severity
+from .datasets import Dataset
+from .partition import Index, Split, drawn, people_of, shifted, split
 
 __all__ = ["Dealing", "Partition", "deal", "read_dealing"]
 

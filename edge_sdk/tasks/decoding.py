@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from edge_sdk.reading.errors import DataError
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import DataError
 
 IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""

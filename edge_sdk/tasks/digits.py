@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.tasks import Seeded, Task
-from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.dealing import deal, public_samples, read_dealing
-from edge_sdk.tasks.loading import Arrays, classification
+from . import Seeded, Task
+from .datasets import Dataset
+from .dealing import deal, public_samples, read_dealing
+from .loading import Arrays, classification
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +51,6 @@ def load_images() -> Dataset:
 
 
 def _build() -> nn.Module:
-    from edge_sdk.tasks.models import DigitsNet
+    from .models import DigitsNet
 
     return DigitsNet()

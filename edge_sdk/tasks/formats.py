@@ -30,13 +30,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading import Decoded, ReadOptions, read_file
-from edge_sdk.reading.errors import DataError, NoData
-from edge_sdk.reading.roles import PEOPLE
-from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
-from edge_sdk.tasks.loading import label_names
-from edge_sdk.tasks.text import windows
 from sparrow.protocol.manifest import Array
+
+from ..reading import Decoded, ReadOptions, read_file
+from ..reading.errors import DataError, NoData
+from ..reading.roles import PEOPLE
+from .decoding import IMAGES, decode_files, decode_jpegs
+from .loading import label_names
+from .text import windows
 
 WATCH = "watch"
 """The entry that says whether a sample is of a watch; those that are not are a phone's."""

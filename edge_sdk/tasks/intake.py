@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.errors import BadArgument
-from edge_sdk.reading import Decoded
-from edge_sdk.tasks import Batches, Task
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Reshaped, label_names
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation
+
+from ..errors import BadArgument
+from ..reading import Decoded
+from . import Batches, Task
+from .loading import ArrayBatches, Arrays, Chosen, Reshaped, label_names
 
 LOADERS = ("train", "validation", "test", "public")
 MOST_NAMED = 12

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading import Decoded
-from edge_sdk.reading.errors import DataError
-from edge_sdk.tasks import Seeded, Task, as_arrays
 from sparrow.protocol.manifest import Array
+
+from ..reading import Decoded
+from ..reading.errors import DataError
+from . import Seeded, Task, as_arrays
 
 if TYPE_CHECKING:
     import torch

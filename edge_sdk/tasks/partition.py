@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading.errors import BadOption, DataError
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import BadOption, DataError
 
 Index = NDArray[np.intp]
 

@@ -22,19 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from edge_sdk.errors import BadArgument
-from edge_sdk.reading import Decoded
-from edge_sdk.reading.errors import DataError
-from edge_sdk.tasks import Batches, Prepared, Task, as_arrays
-from edge_sdk.tasks.decoding import cache_folder
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Samples
-from edge_sdk.tasks.preparing import Statistics, own_constants, statistics_of
 from sparrow.devices import memory
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.preparation import Preparer, check_preparation, complete
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation
+
+from ..errors import BadArgument
+from ..reading import Decoded
+from ..reading.errors import DataError
+from . import Batches, Prepared, Task, as_arrays
+from .decoding import cache_folder
+from .loading import ArrayBatches, Arrays, Chosen, Samples
+from .preparing import Statistics, own_constants, statistics_of
 
 SHARE = 0.25
 """Of the memory that is available, the most that prepared samples may take."""

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from edge_sdk.tasks import Seeded, Task, UnknownTask
-from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
-from edge_sdk.tasks.datasets import Dataset, read_dataset
-from edge_sdk.tasks.dealing import Dealing, deal, place, public_samples, read_dealing
-from edge_sdk.tasks.formats import SampleFormat
-from edge_sdk.tasks.loading import Chosen, Scale, classification
-from edge_sdk.tasks.partition import Index
 from sparrow.protocol.manifest import Array
+
+from . import Seeded, Task, UnknownTask
+from .corruption import PUBLISHED, Images, corrupt, read_published
+from .datasets import Dataset, read_dataset
+from .dealing import Dealing, deal, place, public_samples, read_dealing
+from .formats import SampleFormat
+from .loading import Chosen, Scale, classification
+from .partition import Index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +118,7 @@ class Choice:
 
     def build(self) -> nn.Module:
         """Make the network, which needs PyTorch."""
-        from edge_sdk.tasks import models
+        from . import models
 
         made: nn.Module = getattr(models, self.network)()
         return made

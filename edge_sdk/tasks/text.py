@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_sdk.reading.errors import DataError
 from sparrow.protocol.manifest import Array
+
+from ..reading.errors import DataError
 
 STEP = 10
 """Characters from one window to the next."""

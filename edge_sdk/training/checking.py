@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from edge_sdk.errors import BadArgument
-from edge_sdk.publishing.modes import begin_training, buffers_kept, evaluating
-from edge_sdk.tasks import Task
-from edge_sdk.tasks.intake import Fitted, Taken, random_state_kept, suited, unwrapped
-from edge_sdk.training.local import as_tensor, device_of
 from sparrow.protocol.manifest import Manifest
+
+from ..errors import BadArgument
+from ..publishing.modes import begin_training, buffers_kept, evaluating
+from ..tasks import Task
+from ..tasks.intake import Fitted, Taken, random_state_kept, suited, unwrapped
+from .local import as_tensor, device_of
 
 SAMPLES = 16
 """Of a batch, so many go through model and loss."""

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from edge_sdk.training.active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
 from sparrow.protocol.elements import Flags
+
+from .active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
 
 DENSEST_ROWS = 0.1
 """Up to this density compressed rows are faster than dense ones (measured on one core, batches of 32 and 128: a step

@@ -15,15 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from edge_sdk.engines import Progress
-from edge_sdk.engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
-from edge_sdk.publishing.modes import begin_training, evaluating, frozen_norms
-from edge_sdk.tasks import Batches, Task, passes
-from edge_sdk.training.elements import tensors_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.gradients import curvature, visit_gradients
-from edge_sdk.training.layout import Layout
-from edge_sdk.training.local import (
+from sparrow.protocol.manifest import Manifest, Tensors
+from sparrow.protocol.masks import NeuronMask
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
+
+from ..engines import Progress
+from ..engines.training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Teacher
+from ..publishing.modes import begin_training, evaluating, frozen_norms
+from ..tasks import Batches, Task, passes
+from .elements import tensors_of
+from .freezing import Freezing
+from .gradients import curvature, visit_gradients
+from .layout import Layout
+from .local import (
     as_tensor,
     as_tensors,
     device_of,
@@ -33,12 +38,8 @@ from edge_sdk.training.local import (
     set_tensors,
     train_locally,
 )
-from edge_sdk.training.mixture import mixture_in
-from edge_sdk.training.narrow import Narrow
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.masks import NeuronMask
-from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.settings import FederationSettings
+from .mixture import mixture_in
+from .narrow import Narrow
 
 
 class TorchEngine:

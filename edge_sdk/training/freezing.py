@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.training.active import ActiveBlock, Kernel, kernel_of
-from edge_sdk.training.elements import Bits, Elements, run_of
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import NeuronMask, neuron_block
+
+from .active import ActiveBlock, Kernel, kernel_of
+from .elements import Bits, Elements, run_of
 
 _LARGE = 2**16
 """From this many values on a parameter's whole gradient goes before the next one is made. Small ones wait until all are

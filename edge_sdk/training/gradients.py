@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from edge_sdk.engines.training import Batch, NoCurvature
-from edge_sdk.publishing.modes import buffers_kept
-from edge_sdk.tasks import Task
+from ..engines.training import Batch, NoCurvature
+from ..publishing.modes import buffers_kept
+from ..tasks import Task
 
 
 def visit_gradients(

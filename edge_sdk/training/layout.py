@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.tasks import Task
+from ..publishing.modes import evaluating
+from ..tasks import Task
 
 _SLOWER = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 

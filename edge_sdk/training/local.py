@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from edge_sdk.engines.training import (
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Manifest, Tensors, TensorSpec
+from sparrow.protocol.messages import Evaluation
+from sparrow.protocol.settings import FederationSettings
+
+from ..engines.training import (
     Adjustment,
     Batch,
     Divergence,
@@ -26,17 +31,13 @@ from edge_sdk.engines.training import (
     evaluation_of,
     weight_of,
 )
-from edge_sdk.publishing.modes import begin_training, evaluating
-from edge_sdk.publishing.targets import ignored_label
-from edge_sdk.tasks import Batches, Task, count_examples, passes
-from edge_sdk.tasks.metrics import measure
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.layout import Layout
-from edge_sdk.training.optimisation import Optimisation
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import Manifest, Tensors, TensorSpec
-from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.settings import FederationSettings
+from ..publishing.modes import begin_training, evaluating
+from ..publishing.targets import ignored_label
+from ..tasks import Batches, Task, count_examples, passes
+from ..tasks.metrics import measure
+from .freezing import Freezing
+from .layout import Layout
+from .optimisation import Optimisation
 
 
 class Steps(Protocol):

@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.engines.training import Batch
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.training.local import as_tensor, device_of, get_tensors, set_tensors
 from sparrow.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from sparrow.protocol.masks import NeuronMask, merge_in_place, pack
 from sparrow.protocol.neurons import CannotNarrow, Narrowing, first_neurons
+
+from ..engines.training import Batch
+from ..publishing.modes import evaluating
+from .local import as_tensor, device_of, get_tensors, set_tensors
 
 _CLOSE = 1e-3
 """Answers may differ by this share of the largest: rounding. What the comparison is for differs by more."""

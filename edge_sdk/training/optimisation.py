@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from edge_sdk.engines.training import Change
-from edge_sdk.training.elements import tensors_of
-from edge_sdk.training.freezing import Freezing
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines.training import Change
+from .elements import tensors_of
+from .freezing import Freezing
 
 
 class Optimisation:

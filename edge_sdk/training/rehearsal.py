@@ -26,19 +26,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_sdk.engines.rehearsal import Rehearsal, Unpredictable
-from edge_sdk.engines.training import Batch
-from edge_sdk.publishing.modes import buffers_kept
-from edge_sdk.tasks import Task
-from edge_sdk.tasks.compute import Compute
-from edge_sdk.training.engine import TorchEngine
-from edge_sdk.training.layout import gains
-from edge_sdk.training.local import as_tensors
-from edge_sdk.training.narrow import Narrow
 from sparrow.protocol.blocks import Costs
 from sparrow.protocol.manifest import MULTIPLYING, Manifest
 from sparrow.protocol.masks import NeuronMask
 from sparrow.protocol.settings import FederationSettings
+
+from ..engines.rehearsal import Rehearsal, Unpredictable
+from ..engines.training import Batch
+from ..publishing.modes import buffers_kept
+from ..tasks import Task
+from ..tasks.compute import Compute
+from .engine import TorchEngine
+from .layout import gains
+from .local import as_tensors
+from .narrow import Narrow
 
 REPEATS = 3
 """Passes through each layer, of which the fastest counts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sparrow.protocol.errors import MissingPart
+from .errors import MissingPart
 
 SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
 """The largest difference between neighbours, in clips: one clipped update vanishes, or becomes another."""

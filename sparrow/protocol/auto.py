@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.settings import AUTO, FederationSettings
+from .manifest import Manifest
+from .settings import AUTO, FederationSettings
 
 FOR_NEURONS, FOR_ANY_MODEL = "fedspu", "fedavg"
 FINETUNE_EPOCHS = 3

@@ -53,15 +53,15 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.blocks import BlockMask
-from sparrow.protocol.elements import ElementMask, apply_difference, difference, from_bits
-from sparrow.protocol.errors import BundleError, ManifestError
-from sparrow.protocol.manifest import Array, Manifest
-from sparrow.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
-from sparrow.protocol.neurons import neuron_bits, neurons_from_bits
-from sparrow.protocol.parts import RESERVED, WIRE_TYPES, Expected, Numbers, pack_signs, type_of, unpack_signs
-from sparrow.protocol.quantization import LARGEST, Quantised, row_lengths
-from sparrow.protocol.secure.numbers import Words
+from .blocks import BlockMask
+from .elements import ElementMask, apply_difference, difference, from_bits
+from .errors import BundleError, ManifestError
+from .manifest import Array, Manifest
+from .masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+from .neurons import neuron_bits, neurons_from_bits
+from .parts import RESERVED, WIRE_TYPES, Expected, Numbers, pack_signs, type_of, unpack_signs
+from .quantization import LARGEST, Quantised, row_lengths
+from .secure.numbers import Words
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 

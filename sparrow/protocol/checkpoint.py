@@ -16,8 +16,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from sparrow.protocol.errors import BundleError
-from sparrow.protocol.manifest import Tensors
+from .errors import BundleError
+from .manifest import Tensors
 
 MEDIA_TYPE = "application/octet-stream"
 MAX_HEADER = 16 * 1024 * 1024

@@ -19,8 +19,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import Array, Manifest, Tensors
+from .errors import ManifestError
+from .manifest import Array, Manifest, Tensors
 
 Index = NDArray[np.intp]
 Flags = NDArray[np.bool_]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sparrow.command_line.exits import Exit
-from sparrow.protocol.failures import Failure
+from ..command_line.exits import Exit
+from .failures import Failure
 
 
 class SdkError(Exception):

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.blocks import BudgetPer, Groups
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.manifest import COUNTED, Manifest, Tensors
-from sparrow.protocol.masks import Mask, block_of
+from .blocks import BudgetPer, Groups
+from .elements import ElementMask
+from .manifest import COUNTED, Manifest, Tensors
+from .masks import Mask, block_of
 
 
 def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:

@@ -33,9 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sparrow.protocol.blocks import BlockTable, BudgetPer, Groups
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.preparation import Preparation, Targets
+from .blocks import BlockTable, BudgetPer, Groups
+from .errors import ManifestError
+from .preparation import Preparation, Targets
 
 Array = NDArray[np.generic]
 Tensors = dict[str, Array]

@@ -25,10 +25,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.blocks import BlockMask, Runs
-from sparrow.protocol.elements import ElementMask, Index, Points, check_elements
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
+from .blocks import BlockMask, Runs
+from .elements import ElementMask, Index, Points, check_elements
+from .errors import ManifestError
+from .manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
 
 FULL_RATIO = 0.99
 """Active ratios from here on count as 1 (method card, 4.2)."""

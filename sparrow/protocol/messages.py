@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sparrow.protocol.evidence import Evidence
-from sparrow.protocol.fields import (
+from .evidence import Evidence
+from .fields import (
     CELSIUS,
     LONGEST_LINK,
     Answer,
@@ -30,11 +30,11 @@ from sparrow.protocol.fields import (
     Share,
     Total,
 )
-from sparrow.protocol.manifest import MOST_METRICS, MetricName
-from sparrow.protocol.secure.messages import Key32, SecureWork, Statement
-from sparrow.protocol.settings import FederationSettings
-from sparrow.protocol.signatures import Publication
-from sparrow.protocol.skew import LabelSketch
+from .manifest import MOST_METRICS, MetricName
+from .secure.messages import Key32, SecureWork, Statement
+from .settings import FederationSettings
+from .signatures import Publication
+from .skew import LabelSketch
 
 
 class Moved(Request):

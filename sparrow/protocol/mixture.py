@@ -10,7 +10,7 @@ in the place of a classifier's scores: softmax, argmax and cross-entropy of it a
 
 from __future__ import annotations
 
-from sparrow.protocol.manifest import Constant, Layer, Manifest, TensorSpec
+from .manifest import Constant, Layer, Manifest, TensorSpec
 
 WEIGHTS = "mixture_weights"
 SMALLEST_WEIGHT = 1e-30

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.elements import ElementMask, from_bits
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
-from sparrow.protocol.masks import FULL_RATIO, Block, Mask, NeuronMask, active_count, check_mask, neuron_block
+from .elements import ElementMask, from_bits
+from .errors import ManifestError
+from .manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
+from .masks import FULL_RATIO, Block, Mask, NeuronMask, active_count, check_mask, neuron_block
 
 CLASSES = "classes of the output"
 """The group of the output layer's rows, where devices may send some of them (HeteroFL)."""

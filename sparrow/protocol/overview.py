@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparrow.protocol.fields import Answer
-from sparrow.protocol.messages import Doing, FederationInfo, FederationStatus, OpenAssignment
+from .fields import Answer
+from .messages import Doing, FederationInfo, FederationStatus, OpenAssignment
 
 
 class RoundPoint(Answer):

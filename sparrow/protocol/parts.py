@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import BundleError
-from sparrow.protocol.manifest import Manifest
+from .errors import BundleError
+from .manifest import Manifest
 
 PartType = Literal["float32", "sign"]
 Plan = Mapping[str, bool | int | float | str]

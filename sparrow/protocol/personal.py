@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from sparrow.protocol import checkpoint
-from sparrow.protocol.errors import BundleError
-from sparrow.protocol.manifest import Array, GraphName, Tensors, Values
-from sparrow.protocol.messages import FederationInfo
+from . import checkpoint
+from .errors import BundleError
+from .manifest import Array, GraphName, Tensors, Values
+from .messages import FederationInfo
 
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST = "manifest.json"

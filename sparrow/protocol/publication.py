@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparrow.protocol.fields import FederationName
-from sparrow.protocol.manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
-from sparrow.protocol.ranges import Range
-from sparrow.protocol.signatures import BadPublication, Publication
+from .fields import FederationName
+from .manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
+from .ranges import Range
+from .signatures import BadPublication, Publication
 
 
 class Terms(BaseModel):

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.blocks import Runs
-from sparrow.protocol.elements import Points
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.masks import Mask, blocks
+from .blocks import Runs
+from .elements import Points
+from .manifest import Manifest
+from .masks import Mask, blocks
 
 LARGEST = 127
 

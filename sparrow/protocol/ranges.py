@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sparrow.protocol.errors import ProtocolError
-from sparrow.protocol.settings import FederationSettings
+from .errors import ProtocolError
+from .settings import FederationSettings
 
 Value = bool | int | float | str | None
 

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sparrow.protocol.bundle import Precision
-from sparrow.protocol.fields import Limit, OwnSetting, Request, Share
-from sparrow.protocol.secure.messages import LARGEST_RANGE
+from .bundle import Precision
+from .fields import Limit, OwnSetting, Request, Share
+from .secure.messages import LARGEST_RANGE
 
 AUTO = "auto"
 """The method of settings that leave the choice of one to ``sparrow.protocol.auto``."""

@@ -9,9 +9,9 @@ import hashlib
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparrow.protocol.errors import MissingPart, ProtocolError
-from sparrow.protocol.failures import Failure
-from sparrow.protocol.manifest import Digest
+from .errors import MissingPart, ProtocolError
+from .failures import Failure
+from .manifest import Digest
 
 MAX_STATEMENT = 4 * 2**20
 """Largest statement, in bytes: digests of some 40,000 tensors."""

@@ -38,8 +38,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.elements import ElementMask, Flags, Index
-from sparrow.protocol.manifest import MULTIPLYING, Manifest, Tensors
+from .elements import ElementMask, Flags, Index
+from .manifest import MULTIPLYING, Manifest, Tensors
 
 Reals = NDArray[np.floating[Any]]
 Directions = NDArray[np.int8]

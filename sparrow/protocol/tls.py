@@ -10,8 +10,8 @@ from pathlib import Path
 import certifi
 import httpx
 
-from sparrow.command_line.exits import Exit
-from sparrow.protocol.errors import SdkError
+from ..command_line.exits import Exit
+from .errors import SdkError
 
 __all__ = ["BadCertificate", "Tls"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import Array, Manifest, Tensors, TensorSpec, Values
+from .errors import ManifestError
+from .manifest import Array, Manifest, Tensors, TensorSpec, Values
 
 File = bytes | memoryview | NDArray[np.uint8]
 

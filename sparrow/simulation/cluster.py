@@ -22,11 +22,12 @@ from edge_sdk.device.state import default_root
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
-from sparrow.protocol.errors import MissingPart
-from sparrow.protocol.tls import Tls
-from sparrow.simulation.fleet import run_fleet
-from sparrow.simulation.host import Plan
-from sparrow.simulation.result import Result
+
+from ..protocol.errors import MissingPart
+from ..protocol.tls import Tls
+from .fleet import run_fleet
+from .host import Plan
+from .result import Result
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0

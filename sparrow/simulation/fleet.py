@@ -38,12 +38,13 @@ from edge_sdk.device.values import load_values
 from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.tasks import Task
-from sparrow.protocol import checkpoint, tls
-from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
-from sparrow.simulation import in_process
-from sparrow.simulation.host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
-from sparrow.simulation.result import Result, read_ended
+
+from ..protocol import checkpoint, tls
+from ..protocol.manifest import Manifest, Tensors
+from ..protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
+from . import in_process
+from .host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
+from .result import Result, read_ended
 
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a host that failed is noticed no later."""

@@ -32,8 +32,9 @@ from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import USUAL, Compute
 from sparrow.devices import EnergyMeter
 from sparrow.devices.simulation import Board
-from sparrow.protocol.manifest import Tensors, TensorSpec
-from sparrow.protocol.messages import DeviceProfile, FederationInfo, Kind
+
+from ..protocol.manifest import Tensors, TensorSpec
+from ..protocol.messages import DeviceProfile, FederationInfo, Kind
 
 if TYPE_CHECKING:
     from edge_sdk.engines.onnx import Sessions

@@ -11,9 +11,10 @@ from typing import Any
 
 from edge_sdk.engines import EngineName
 from edge_sdk.errors import BadArgument
-from sparrow.protocol.errors import MissingPart
-from sparrow.protocol.messages import JUDGING, DeviceReport, FederationStatus, Kind, RoundRecord
-from sparrow.simulation.host import Stepped
+
+from ..protocol.errors import MissingPart
+from ..protocol.messages import JUDGING, DeviceReport, FederationStatus, Kind, RoundRecord
+from .host import Stepped
 
 __all__ = ["Ended", "Result"]
 

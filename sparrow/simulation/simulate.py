@@ -38,16 +38,17 @@ from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, 
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import ACCELERATORS
-from sparrow.command_line.command import Command, Parser, WrongUsage
-from sparrow.command_line.options import add_help_settings, add_json, add_server, add_wait
 from sparrow.devices.simulation import BOARDS, Board, load_boards
-from sparrow.protocol import tls
-from sparrow.protocol.settings import FederationSettings
-from sparrow.simulation import in_process
-from sparrow.simulation.cluster import run_on_ray
-from sparrow.simulation.fleet import connect_to, run_fleet
-from sparrow.simulation.host import Plan
-from sparrow.simulation.result import Result, installed
+
+from ..command_line.command import Command, Parser, WrongUsage
+from ..command_line.options import add_help_settings, add_json, add_server, add_wait
+from ..protocol import tls
+from ..protocol.settings import FederationSettings
+from . import in_process
+from .cluster import run_on_ray
+from .fleet import connect_to, run_fleet
+from .host import Plan
+from .result import Result, installed
 
 
 @translated()

@@ -120,7 +120,7 @@ class Root:
         shutil.rmtree(sources, ignore_errors=True)
         sources.mkdir()
         # From a copy: setuptools leaves folders where it builds, and would put what lies there into the next wheel.
-        for name in ("sparrow", "command_line", "edge_sdk", "coordinator", "export", "devices"):
+        for name in ("sparrow", "edge_sdk", "coordinator", "export", "devices"):
             shutil.copytree(repository / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(repository / name, sources / name)

@@ -17,7 +17,7 @@ from sparrow.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = r"(?:benchmarks|command_line|coordinator|deploy|devices|docs|edge_sdk|export|sparrow|tests)"
+FOLDERS = r"(?:benchmarks|coordinator|deploy|devices|docs|edge_sdk|export|sparrow|tests)"
 EXAMPLES = re.compile(r"\b(x|NAME|my_\w+)\b")
 """Words that stand for a name of the reader's own."""
 NOT_MODULES = {"sparrow.tasks", "sparrow.partitions", "sparrow.device_methods", "sparrow.coordinator_methods"}

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-FOLDERS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "export", "sparrow")
+FOLDERS = ("benchmarks", "coordinator", "devices", "edge_sdk", "export", "sparrow")
 LEAST = 25
 """Messages; those that a user meets first."""
 OF_OTHERS = {

@@ -303,7 +303,7 @@ def run_alone(*command):
 @pytest.mark.timeout(600)
 def test_predict_runs_with_its_extra_alone(tmp_path):
     sources = tmp_path / "sources"  # building leaves folders behind
-    for package in ("sparrow", "command_line", "edge_sdk", "coordinator", "export", "devices"):
+    for package in ("sparrow", "edge_sdk", "coordinator", "export", "devices"):
         shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)

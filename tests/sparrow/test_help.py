@@ -105,7 +105,7 @@ def test_settings_are_explained_without_the_documentation(capsys, words, setting
 
 def test_no_message_names_a_page_that_a_wheel_has_not():
     named = []
-    for package in ("sparrow", "command_line", "coordinator", "edge_sdk", "export", "devices"):
+    for package in ("sparrow", "coordinator", "edge_sdk", "export", "devices"):
         for path in (ROOT / package).rglob("*.py"):
             if path.is_symlink() or any(each.is_symlink() for each in path.relative_to(ROOT).parents):
                 continue

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
-NAMES = ("benchmarks", "command_line", "coordinator", "export")
+NAMES = ("benchmarks", "coordinator", "export")
 ROOT = Path(__file__).parents[2]
 INSIDE = "theirs was imported by Sparrow"
 
@@ -56,8 +56,8 @@ except PredictError as error:
 import sparrow.export.build, sparrow.devices.board, sparrow.benchmarks.experiment, sparrow.coordinator.main
 
 os.environ["WANTED"] = "1"
-import benchmarks, command_line, coordinator, devices, export
-assert all(module.MINE for module in (benchmarks, command_line, coordinator, devices, export))
+import benchmarks, coordinator, devices, export
+assert all(module.MINE for module in (benchmarks, coordinator, devices, export))
 print("both")
 """
 

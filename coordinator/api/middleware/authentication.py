@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sparrow.coordinator.api.headers import header
-from sparrow.coordinator.api.middleware.base import READY, Middleware
-from sparrow.coordinator.api.problems import CHALLENGE, problem, unavailable
-from sparrow.coordinator.api.sign_in import PAGES, kept_session
-from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
-from sparrow.coordinator.fleet.access import KINDS, PREFIXES, Holder, Kind
-from sparrow.coordinator.fleet.devices import Caller
-from sparrow.coordinator.logs import about
+from ...app import Coordinator
+from ...errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
+from ...fleet.access import KINDS, PREFIXES, Holder, Kind
+from ...fleet.devices import Caller
+from ...logs import about
+from ..headers import header
+from ..problems import CHALLENGE, problem, unavailable
+from ..sign_in import PAGES, kept_session
+from .base import READY, Middleware
 
 TOKEN_NEEDED = (
     "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "

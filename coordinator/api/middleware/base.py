@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparrow.coordinator.app import Coordinator, coordinator_of
+from ...app import Coordinator, coordinator_of
 
 HEALTH = "/healthz"
 READY = "/readyz"

@@ -16,10 +16,10 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparrow.coordinator.api.connections import STATE, LimitedConnection
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.errors import RequestError
-from sparrow.coordinator.settings import Settings
+from ...errors import RequestError
+from ...settings import Settings
+from ..connections import STATE, LimitedConnection
+from ..problems import problem
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from sparrow.coordinator.api.headers import header
-from sparrow.coordinator.api.middleware.base import Middleware
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.app import Coordinator
+from ...app import Coordinator
+from ..headers import header
+from ..problems import problem
+from .base import Middleware
 
 SAFE = ("GET", "HEAD", "OPTIONS")
 CROSS_SITE = "a page of another site may not make this call; use the coordinator's own page, or send a token as Bearer"

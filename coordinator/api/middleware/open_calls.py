@@ -7,10 +7,10 @@ import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparrow.coordinator.api.middleware.authentication import Identity
-from sparrow.coordinator.app import coordinator_of
-from sparrow.coordinator.fleet.access import KINDS
-from sparrow.coordinator.settings import Settings
+from ...app import coordinator_of
+from ...fleet.access import KINDS
+from ...settings import Settings
+from .authentication import Identity
 
 log = logging.getLogger(__name__)
 

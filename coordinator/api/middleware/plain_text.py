@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparrow.coordinator.api.problems import problem
+from ..problems import problem
 
 
 class PlainText:

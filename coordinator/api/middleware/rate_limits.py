@@ -11,13 +11,13 @@ import re
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sparrow.coordinator.api import connections
-from sparrow.coordinator.api.buckets import RateLimit, address_key
-from sparrow.coordinator.api.middleware.authentication import Identity, was_known
-from sparrow.coordinator.api.middleware.base import Middleware
-from sparrow.coordinator.api.problems import problem
-from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.fleet.devices import Caller
+from ...app import Coordinator
+from ...fleet.devices import Caller
+from .. import connections
+from ..buckets import RateLimit, address_key
+from ..problems import problem
+from .authentication import Identity, was_known
+from .base import Middleware
 
 FAILURE_COST = 20.0
 """Calls that a wrong token counts as."""

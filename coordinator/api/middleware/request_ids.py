@@ -8,9 +8,9 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparrow.coordinator.api.headers import header
-from sparrow.coordinator.app import coordinator_of
-from sparrow.coordinator.logs import about
+from ...app import coordinator_of
+from ...logs import about
+from ..headers import header
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

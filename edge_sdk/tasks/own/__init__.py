@@ -22,15 +22,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.reading import Raw, class_order, read_file, read_options, take
-from edge_sdk.reading.errors import BadOption
-from edge_sdk.tasks import Task
-from edge_sdk.tasks.loading import Arrays
-from edge_sdk.tasks.own.labels import PLAIN, Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
-from edge_sdk.tasks.own.making import build_preparation, describe, make_task
-from edge_sdk.tasks.own.whole import load_part
-from edge_sdk.tasks.partition import Split, split
 from sparrow.protocol.manifest import Manifest
+
+from ...reading import Raw, class_order, read_file, read_options, take
+from ...reading.errors import BadOption
+from .. import Task
+from ..loading import Arrays
+from ..partition import Split, split
+from .labels import PLAIN, Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
+from .making import build_preparation, describe, make_task
+from .whole import load_part
 
 SETS = 3
 """Training, validation and test."""

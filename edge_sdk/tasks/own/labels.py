@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.reading import Raw, class_order
-from edge_sdk.reading.errors import BadOption, DataError
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation, Targets
+
+from ...reading import Raw, class_order
+from ...reading.errors import BadOption, DataError
 
 NAMED = 12
 """Classes, columns and people that a message names."""

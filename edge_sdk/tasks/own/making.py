@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_sdk.reading import Decoded, Raw, class_order
-from edge_sdk.reading.errors import BadOption
-from edge_sdk.tasks import OWN, Seeded, Task
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Samples, ScaledError, cross_entropy
-from edge_sdk.tasks.own.labels import Known, Labelled, Publishing, some
-from edge_sdk.tasks.preparing import (
+from sparrow.protocol.manifest import Array
+
+from ...reading import Decoded, Raw, class_order
+from ...reading.errors import BadOption
+from .. import OWN, Seeded, Task
+from ..loading import EVALUATION_BATCH, ArrayBatches, Samples, ScaledError, cross_entropy
+from ..preparing import (
     BuiltPreparation,
     Hearing,
     prepare_array,
@@ -23,7 +24,7 @@ from edge_sdk.tasks.preparing import (
     prepare_sounds,
     statistics_of,
 )
-from sparrow.protocol.manifest import Array
+from .labels import Known, Labelled, Publishing, some
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +152,7 @@ def _hears(preparation: BuiltPreparation | None, known: Known) -> bool:
 
 
 def _build(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None, sounds: bool) -> nn.Module:
-    from edge_sdk.tasks.models import build_model
+    from ..models import build_model
 
     return build_model(shape, outputs, scale, sounds=sounds)
 

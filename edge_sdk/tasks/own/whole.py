@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from edge_sdk.reading import Decoded, Raw, ReadOptions, class_order, join, read_file
-from edge_sdk.reading.errors import BadOption, DataError, NoData
-from edge_sdk.tasks import OWN, Task
-from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.dealing import (
+from sparrow.command_line.nearest import nearest
+from sparrow.protocol.manifest import Array
+from sparrow.protocol.preparation import Preparation, Targets
+
+from ...reading import Decoded, Raw, ReadOptions, class_order, join, read_file
+from ...reading.errors import BadOption, DataError, NoData
+from .. import OWN, Task
+from ..datasets import Dataset
+from ..dealing import (
     Dealing,
     all_training_samples,
     check_keys,
@@ -22,14 +26,11 @@ from edge_sdk.tasks.dealing import (
     public_samples,
     read_dealing,
 )
-from edge_sdk.tasks.loading import Chosen
-from edge_sdk.tasks.own.labels import Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
-from edge_sdk.tasks.own.making import build_preparation, describe, make_task
-from edge_sdk.tasks.partition import people_of
-from edge_sdk.tasks.preparing import BuiltPreparation
-from sparrow.command_line.nearest import nearest
-from sparrow.protocol.manifest import Array
-from sparrow.protocol.preparation import Preparation, Targets
+from ..loading import Chosen
+from ..partition import people_of
+from ..preparing import BuiltPreparation
+from .labels import Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
+from .making import build_preparation, describe, make_task
 
 LABEL_SKEWS = ("dirichlet", "grouped", "shards", "classes")
 """Partitions by class, which a regression has not."""

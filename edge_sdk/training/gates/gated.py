@@ -19,16 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from edge_sdk.publishing.modes import evaluating
-from edge_sdk.training.gates.gating import GatingLayer, over_window
-from edge_sdk.training.gates.network import GatedModel
-from edge_sdk.training.gates.per_sample import ScaledRows
-from edge_sdk.training.layout import gains
-from edge_sdk.training.local import device_of
-from edge_sdk.training.optimisation import optimizer_of
 from sparrow.protocol.blocks import BlockTable, Costs, Groups, Importance, Rule, Selection
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.settings import FederationSettings
+
+from ...publishing.modes import evaluating
+from ..layout import gains
+from ..local import device_of
+from ..optimisation import optimizer_of
+from .gating import GatingLayer, over_window
+from .network import GatedModel
+from .per_sample import ScaledRows
 
 PROBE = 0.125
 """Share of a batch that gates of off blocks learn from where their gradients are estimated."""

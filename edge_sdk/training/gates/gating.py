@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.training.local import seed_generators
+from ..local import seed_generators
 
 LARGEST_SHARE = 0.1
 """Of the model's parameters: a gate that would have more pools its input (card, 4.1)."""

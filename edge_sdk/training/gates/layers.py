@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Channels, Cut, Index, columns_of, index, total
-from edge_sdk.training.gates.values import Echo, Partial
+from .tensors import Batch, BlockedTensor, Channels, Cut, Index, columns_of, index, total
+from .values import Echo, Partial
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 

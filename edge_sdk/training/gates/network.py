@@ -35,11 +35,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from edge_sdk.training.gates import layers as gates_layers
-from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Needed, Vectors, adapt
-from edge_sdk.training.gates.values import Partial, like
 from sparrow.protocol.blocks import BlockTable, Selection
 from sparrow.protocol.errors import ManifestError
+
+from . import layers as gates_layers
+from .tensors import Batch, BlockedTensor, Needed, Vectors, adapt
+from .values import Partial, like
 
 
 class DefaultsTracer(fx.Tracer):

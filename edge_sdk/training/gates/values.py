@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edge_sdk.training.gates.tensors import Channels, Flags, Index, index, true
+from .tensors import Channels, Flags, Index, index, true
 
 Step = Callable[[torch.Tensor, Index], torch.Tensor]
 """What an operation does to the echo's channels [P, Q, ...], given which of the constant channels they are."""

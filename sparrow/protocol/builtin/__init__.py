@@ -13,9 +13,9 @@ from importlib import resources
 
 import numpy as np
 
-from sparrow.protocol import checkpoint
-from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import GraphName, Manifest, Tensors
+from .. import checkpoint
+from ..errors import ManifestError
+from ..manifest import GraphName, Manifest, Tensors
 
 SUFFIX = ".safetensors"
 

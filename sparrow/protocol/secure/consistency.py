@@ -17,11 +17,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sparrow.protocol.elements import ElementMask
-from sparrow.protocol.manifest import Array, Manifest
-from sparrow.protocol.masks import Mask
-from sparrow.protocol.ranges import OPERATORS, binding
-from sparrow.protocol.settings import FederationSettings
+from ..elements import ElementMask
+from ..manifest import Array, Manifest
+from ..masks import Mask
+from ..ranges import OPERATORS, binding
+from ..settings import FederationSettings
 
 SEPARATOR = "|"
 

@@ -25,13 +25,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparrow.protocol.failures import Failure
-from sparrow.protocol.secure import pads
-from sparrow.protocol.secure.groups import least_cell, most_of
-from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
-from sparrow.protocol.secure.numbers import Words
-from sparrow.protocol.secure.pads import BadSecret as BadSecret
-from sparrow.protocol.secure.shamir import SHARE_BYTES, split
+from ..failures import Failure
+from . import pads
+from .groups import least_cell, most_of
+from .messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+from .numbers import Words
+from .pads import BadSecret as BadSecret
+from .shamir import SHARE_BYTES, split
 
 PADS, SHARES, SEEDS, COMMITMENT, STORY = "pads", "shares", "seeds", "commitment", "story"
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol import evidence, skew
-from sparrow.protocol.manifest import Array, Manifest
-from sparrow.protocol.masks import Mask, blocks
-from sparrow.protocol.secure.numbers import Scale, Words
+from .. import evidence, skew
+from ..manifest import Array, Manifest
+from ..masks import Mask, blocks
+from .numbers import Scale, Words
 
 STATISTICS_RANGE = 16.0
 """By how many times 1 and its magnitude a running statistic may move in a round; more of it comes with the next."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparrow.protocol.secure.shamir import SHARE_BYTES
+from .shamir import SHARE_BYTES
 
 MOST_PEERS = 10_000
 LARGEST_RANGE = 1e6

@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from sparrow.protocol.errors import ProtocolError
-from sparrow.protocol.secure import pads
-from sparrow.protocol.secure.device import PADS, commitment, pad_key, public_key, seed_key
-from sparrow.protocol.secure.messages import Keys
-from sparrow.protocol.secure.numbers import Words
-from sparrow.protocol.secure.shamir import SECRET_BYTES, at, join
+from ..errors import ProtocolError
+from . import pads
+from .device import PADS, commitment, pad_key, public_key, seed_key
+from .messages import Keys
+from .numbers import Words
+from .shamir import SECRET_BYTES, at, join
 
 Kept = Mapping[int, int]
 """Shares of one secret: point -> value."""

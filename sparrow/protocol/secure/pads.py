@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from sparrow.protocol.errors import ProtocolError
-from sparrow.protocol.failures import Failure
-from sparrow.protocol.secure.numbers import WORDS, Words
-from sparrow.protocol.secure.shamir import PRIME, SECRET_BYTES
+from ..errors import ProtocolError
+from ..failures import Failure
+from .numbers import WORDS, Words
+from .shamir import PRIME, SECRET_BYTES
 
 NONCE_BYTES = 12
 PART_BYTES = 2**16

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-from sparrow.command_line.exits import Exit
-from sparrow.command_line.nearest import nearest
+from .exits import Exit
+from .nearest import nearest
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"

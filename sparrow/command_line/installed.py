@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from sparrow.command_line.nearest import nearest
+from .nearest import nearest
 
 Record = TypeVar("Record")
 

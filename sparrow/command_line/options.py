@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from sparrow.command_line.command import WrongUsage, drop_output
+from .command import WrongUsage, drop_output
 
 SERVER_VARIABLE = "SPARROW_SERVER"
 LOOPBACK = "http://127.0.0.1:8000"
@@ -102,7 +102,7 @@ def add_help_settings(parser: argparse._ActionsContainer, model: Any, what: str,
             option_string: str | None = None,
         ) -> None:
             try:
-                print(_described(model, prefix), flush=True)  # noqa: T201
+                print(_described(model, prefix), flush=True)
             except BrokenPipeError:  # whoever read along has seen enough
                 drop_output()
             parser.exit()

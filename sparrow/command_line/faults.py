@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sparrow.command_line.nearest import nearest
+from .nearest import nearest
 
 WANTED = {
     "greater_than": "a number above {gt:g}",
