@@ -1,7 +1,7 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
 # make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there; then 19,500 random training steps
-# make dist   a wheel in dist/, to install on other machines
+# make dist   a wheel in dist/, to install on other machines; make release checks and makes what is published
 # make rows   the committed list of long trials, on what one core has to spare; DATA=DIR has their data
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
@@ -12,7 +12,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo rows dist test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
+.PHONY: demo rows dist release test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -91,6 +91,11 @@ dist:
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -rf build *.egg-info
 
+# A release of the version in setup.py, from a clean tree: both archives in dist/, tried in a new environment, and notes.
+release: setup
+	$(PIP) build twine
+	$(BIN)/python .ci/release.py
+
 # Broken links fail it; tests/docs finds most of them sooner.
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -108,7 +113,7 @@ $(VENV)/.made:
 	touch $@
 
 # What the demo needs, a small part of what the tests need, and no PyTorch.
-$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.demo: $(VENV)/.made pyproject.toml setup.py constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
@@ -117,7 +122,7 @@ $(VENV)/.torch: | $(VENV)/.made
 	$(PIP) $(TORCH)
 	touch $@
 
-$(READY): $(VENV)/.torch pyproject.toml constraints.txt
+$(READY): $(VENV)/.torch pyproject.toml setup.py constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 

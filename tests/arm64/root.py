@@ -122,7 +122,7 @@ class Root:
         # From a copy: setuptools leaves folders where it builds, and would put what lies there into the next wheel.
         for name in ("sparrow", "edge_sdk", "coordinator", "export", "devices"):
             shutil.copytree(repository / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             shutil.copy2(repository / name, sources / name)
         self._pip(["--upgrade", "--no-build-isolation", str(sources)])
         inside = self.path / "sparrow"

@@ -305,7 +305,7 @@ def test_predict_runs_with_its_extra_alone(tmp_path):
     sources = tmp_path / "sources"  # building leaves folders behind
     for package in ("sparrow", "edge_sdk", "coordinator", "export", "devices"):
         shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     run_alone(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sources)
     (wheel,) = tmp_path.glob("*.whl")
