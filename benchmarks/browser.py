@@ -26,7 +26,6 @@ import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part
@@ -34,6 +33,7 @@ from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import coordinator
 from sparrow.benchmarks.training import FOLDER
+from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.masks import NeuronDraw, draw_neurons

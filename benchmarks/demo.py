@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.device.transport import Transport, connect
-from edge_sdk.engines import Engine, Graphs, evaluate_held_out
+from edge_sdk.engines import Engine, evaluate_held_out
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import derive_seed
@@ -37,6 +37,7 @@ from edge_sdk.predict import Predictor
 from edge_sdk.tasks import Task, load_task
 from sparrow.benchmarks import plots
 from sparrow.benchmarks.server import coordinator, machine, stop
+from sparrow.graphs import Graphs
 from sparrow.protocol import checkpoint
 from sparrow.protocol.builtin import BuiltinTask, load_builtin
 from sparrow.protocol.manifest import Tensors, initial_values

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from edge_sdk.engines import EngineName, Graphs
+from edge_sdk.engines import EngineName
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.engines.training import EVERYTHING, Part
@@ -41,6 +41,7 @@ from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.steps import LEARNING_RATE, Setting, Step
 from sparrow.benchmarks.training import FOLDER, Row, alternate
+from sparrow.graphs import Graphs
 from sparrow.simulation.fleet import run_fleet
 from sparrow.simulation.host import Plan
 

@@ -27,7 +27,7 @@ from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.export.alignment import align
 from sparrow.export.compact import compact
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import BuiltinTask, load_builtin
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, neuron_block

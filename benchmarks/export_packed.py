@@ -31,7 +31,7 @@ from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.export.packed import pack
 from sparrow.export.precision import Choice, choose, to_half
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import Array, Manifest, Tensors, initial_values
 

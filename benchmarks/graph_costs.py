@@ -19,12 +19,12 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.onnx import Network, Sessions, give_back
 from edge_sdk.engines.speed import measured_speed
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.devices import memory
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import check_graphs
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.manifest import Array, Manifest

@@ -53,7 +53,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from sparrow.command_line.exits import Exit, of_status
-from sparrow.export.errors import SkeletonError
+from sparrow.graphs.errors import SkeletonError
 from sparrow.protocol.errors import ProtocolError
 
 

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import add_help_settings, add_json
 from sparrow.devices import memory
+from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.settings import FederationSettings
@@ -43,7 +44,7 @@ from .arguments import MIB, read_setting
 from .budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
 from .budget.search import Choice, Limits, choose
 from .device.opening import choose_compute, choose_engine
-from .engines import EngineChoice, Graphs
+from .engines import EngineChoice
 from .engines.onnx import Sessions
 from .engines.rehearsal import OnnxRehearsal, Rehearse
 from .errors import BadArgument

@@ -414,7 +414,8 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
         # Here, because a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
         import torch
 
-        from .engines.checking import check_graphs
+        from sparrow.graphs.checking import check_graphs
+
         from .publishing.step import compile_step
 
         with torch.random.fork_rng(devices=[]):

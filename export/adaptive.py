@@ -27,13 +27,13 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs.building import Building
+from sparrow.graphs.skeleton import OUTPUT, fill
 from sparrow.protocol.elements import ElementMask, from_bits
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest, Tensors
 
-from .building import Building
 from .errors import ExportError
-from .skeleton import OUTPUT, fill
 from .source import Source
 
 PERSONAL = "adaptive/personal"

@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
+from sparrow.graphs import graph as plumbing
 from sparrow.protocol.manifest import Array
-
-from . import graph as plumbing
 
 BLOCK = 8
 

@@ -11,9 +11,10 @@ import onnx.checker
 import onnx.helper
 from onnx import ModelProto
 
+from sparrow.graphs.skeleton import MAX_MODEL, fill
+
 from .errors import ExportError
 from .samples import Samples
-from .skeleton import MAX_MODEL, fill
 from .source import Source
 
 __all__ = ["dense"]

@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs import graph as plumbing
+from sparrow.graphs.graph import Shape, attribute
 from sparrow.protocol.manifest import Array
-
-from . import graph as plumbing
-from .graph import Shape, attribute
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

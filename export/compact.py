@@ -25,9 +25,9 @@ import onnx.checker
 import onnx.helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs import graph as plumbing
 from sparrow.protocol.manifest import Array
 
-from . import graph as plumbing
 from .channels import Bools, Contraction, Floats, Flow, padding
 from .errors import ExportError
 

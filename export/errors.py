@@ -11,15 +11,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparrow.command_line.exits import Exit
-from sparrow.protocol.errors import SdkError
+from sparrow.graphs.errors import ExportError, SkeletonError
 
 __all__ = ["ExportError", "NotTheSame", "NotThere", "SkeletonError"]
-
-
-class ExportError(SdkError):
-    """The model cannot be exported as asked."""
-
-    exit_code: ClassVar[Exit] = Exit.FAILED
 
 
 class NotThere(ExportError):
@@ -30,7 +24,3 @@ class NotThere(ExportError):
 
 class NotTheSame(ExportError):
     """The export predicts something else than the model it was made from; it was not written."""
-
-
-class SkeletonError(ExportError):
-    """Bytes that are not the ONNX skeleton of this manifest, or not one that is safe to fill."""

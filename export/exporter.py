@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto
 
-from .bounds import samples_at_once
+from sparrow.graphs.bounds import samples_at_once
+
 from .build import ACCURACY_LIMIT, Built, Mode, Precision, build
 from .errors import ExportError, NotTheSame
 from .forms import load_form

@@ -13,9 +13,8 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
 from sparrow.protocol.manifest import Array
-
-from .graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
 
 
 def fuse(model: ModelProto) -> ModelProto:

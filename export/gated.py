@@ -28,18 +28,18 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
+from sparrow.graphs.building import Building
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.flops import block_flops, budget_groups
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import unpack_whole
 
-from .building import Building
 from .errors import ExportError
 from .gating import Gate
 from .rows import Rows, by_sample
 from .selection import LARGEST_TABLE, decisions, exact, greedy
-from .skeleton import fill
 from .source import Source
 
 GATES = "gate/scales"

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from sparrow.graphs.building import Building
+from sparrow.graphs.skeleton import INPUT
 from sparrow.protocol.manifest import Manifest, Tensors
 
-from .building import Building
 from .errors import ExportError
-from .skeleton import INPUT
 
 _EPSILON = 1e-5
 _POOLED = (2, 3, 4)

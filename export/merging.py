@@ -15,7 +15,7 @@ import onnx.numpy_helper
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
-from .graph import (
+from sparrow.graphs.graph import (
     Shape,
     attribute,
     constants,

@@ -23,11 +23,11 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
+from sparrow.graphs.graph import fresh_name
 from sparrow.protocol.manifest import Array
 
 from .errors import ExportError
 from .fusing import fuse
-from .graph import fresh_name
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""

@@ -20,13 +20,13 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs.bounds import LARGEST_SIZE, Walk, check_fields, has_data, samples_at_once
+from sparrow.graphs.skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
 from sparrow.protocol.manifest import MAX_GRAPH, Array, Manifest
 from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Preparation
 
-from .bounds import LARGEST_SIZE, Walk, check_fields, has_data, samples_at_once
 from .errors import ExportError, SkeletonError
 from .running import CHUNK, Raws, batches_of, runtime
-from .skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
 
 PREFIX = "prepare/"
 """In front of the name of everything that a preparation brings into an exported model."""

@@ -18,13 +18,12 @@ import onnx.helper
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
+from sparrow.graphs.building import Building
+from sparrow.graphs.graph import BATCHES, Shape
+from sparrow.graphs.graph import shapes as shapes_of
+from sparrow.graphs.skeleton import INPUT, OUTPUT
 from sparrow.protocol.blocks import BlockTable
 from sparrow.protocol.manifest import Manifest
-
-from .building import Building
-from .graph import BATCHES, Shape
-from .graph import shapes as shapes_of
-from .skeleton import INPUT, OUTPUT
 
 _CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormalization")
 """Operators whose inputs 1 and 2 are weight and bias of their outputs' axis 1."""

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from edge_sdk.reading import read_file, read_options
+from sparrow.graphs.skeleton import INPUT
 from sparrow.protocol.manifest import Manifest
 
 from .errors import ExportError, NotThere
 from .running import Raws, first_of
-from .skeleton import INPUT
 
 __all__ = ["Samples", "read_samples"]
 

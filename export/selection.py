@@ -27,9 +27,8 @@ import onnx.helper
 from numpy.typing import NDArray
 from onnx import GraphProto, TensorProto
 
+from sparrow.graphs.building import Building
 from sparrow.protocol.blocks import Costs
-
-from .building import Building
 
 LARGEST_TABLE = 100_000
 """Pairs of a state and a count beyond which the exact solution is none for a file: 2 bytes each."""

@@ -16,9 +16,9 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.defs import get_schema
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import OPSET, Needs, check_graphs
-from sparrow.export.bounds import names
+from sparrow.graphs import Graphs
+from sparrow.graphs.bounds import names
+from sparrow.graphs.checking import OPSET, Needs, check_graphs
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.manifest import Manifest
 

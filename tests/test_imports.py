@@ -17,7 +17,7 @@ LIGHT += [
     "edge_sdk.predict",
     "sparrow.devices",
 ]
-LIGHT += ["sparrow.export", "sparrow.export.skeleton", "sparrow.export.__main__", "sparrow.coordinator.main"]
+LIGHT += ["sparrow.export", "sparrow.graphs.skeleton", "sparrow.export.__main__", "sparrow.coordinator.main"]
 
 PROBE = """
 import importlib, json, sys

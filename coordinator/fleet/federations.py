@@ -504,7 +504,7 @@ class Federations:
 
     def _fill(self, federation: Federation) -> bytes:
         from sparrow.export.preparation import compose_bytes  # onnx, as above
-        from sparrow.export.skeleton import fill
+        from sparrow.graphs.skeleton import fill
 
         tensors = self._models.whole(federation, federation.model_version)
         manifest = self._models.manifest(federation)
@@ -625,7 +625,7 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
         if hashlib.sha256(graphs[graph]).hexdigest() != digest:
             raise BadContent(f"{graph}_sha256 of the manifest is not that of the {graph} sent; publish both together")
     if not built_in:
-        from sparrow.export.skeleton import check_skeleton  # onnx: 7 MB, which built-in tasks do without
+        from sparrow.graphs.skeleton import check_skeleton  # onnx: 7 MB, which built-in tasks do without
 
         check_skeleton(graphs["skeleton"], manifest)
         if manifest.preparation is not None:
@@ -633,8 +633,8 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
 
             check_preparation(graphs["preparation"], manifest)
         if "step" in manifest.graphs:
-            from edge_sdk.engines import Graphs
-            from edge_sdk.engines.checking import check_graphs  # the devices' own check; onnx, as above
+            from sparrow.graphs import Graphs
+            from sparrow.graphs.checking import check_graphs  # the devices' own check; onnx, as above
 
             check_graphs(Graphs(graphs["step"], graphs["evaluation"]), manifest)
 

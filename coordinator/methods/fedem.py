@@ -67,7 +67,7 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
     Raises BadContent for a model that does not answer with a score of each class, SkeletonError for one whose targets
     are no classes.
     """
-    from sparrow.export.mixture import MIXED, mix_all  # onnx: 7 MB, which other methods' built-in tasks do without
+    from sparrow.graphs.mixture import MIXED, mix_all  # onnx: 7 MB, which other methods' built-in tasks do without
 
     rules, manifest = own_settings(settings, FedEMSettings), published.manifest
     if len(manifest.output_shape) != 1 or manifest.output_shape[0] < 2:

@@ -68,8 +68,8 @@ def evaluate(
 
 def answer(request: bytes) -> bytes:
     """Return an ``Evaluation`` as JSON, or why there is none: what the process runs."""
-    from sparrow.export.bounds import samples_at_once
-    from sparrow.export.skeleton import check_skeleton
+    from sparrow.graphs.bounds import samples_at_once
+    from sparrow.graphs.skeleton import check_skeleton
 
     parts, _ = checkpoint.load(request)
     manifest = Manifest.model_validate_json(parts["manifest"].tobytes())

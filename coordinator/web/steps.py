@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from sparrow.export import page_steps
+from sparrow.graphs import page_steps
 from sparrow.limited import NotAnswered, run_limited
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.neurons import counts_at

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparrow.graphs import Graphs
 from sparrow.protocol.errors import GraphError, ManifestError
 from sparrow.protocol.manifest import (
     Array,
@@ -25,7 +26,7 @@ from sparrow.protocol.messages import FederationInfo
 
 from ..budget.prediction import rehearse_torch
 from ..budget.preparation import Prepared
-from ..engines import Engine, EngineChoice, EngineName, Graphs
+from ..engines import Engine, EngineChoice, EngineName
 from ..errors import BadArgument
 from ..methods import load_method
 from ..tasks import Task, as_arrays
@@ -38,7 +39,8 @@ from .trainable import check as check_trainable
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..engines.checking import Needs
+    from sparrow.graphs.checking import Needs
+
     from ..engines.onnx import Sessions
     from ..engines.rehearsal import Rehearse
 
@@ -206,7 +208,7 @@ def fetch_graphs(
     """
     if "step" not in manifest.graphs:
         return None
-    from ..engines.checking import check_graphs  # onnx, which training with PyTorch does without
+    from sparrow.graphs.checking import check_graphs  # onnx, which training with PyTorch does without
 
     graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {}, first or {})
     check_digest(manifest, "step", graphs.step)

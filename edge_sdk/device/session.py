@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.memory import available
+from sparrow.graphs import Graphs
 from sparrow.protocol import bundle, personal
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.errors import BundleError, ManifestError, ProtocolError
@@ -67,7 +68,7 @@ from sparrow.protocol.skew import LabelSketch
 from ..budget.prediction import held
 from ..budget.preparation import Prepared
 from ..budget.search import Choice
-from ..engines import Engine, EngineChoice, Graphs, evaluate_held_out
+from ..engines import Engine, EngineChoice, evaluate_held_out
 from ..engines.training import VALUES, TrainingDiverged, UnsoundModel, count_steps
 from ..errors import (
     BadArgument,

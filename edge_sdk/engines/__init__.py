@@ -7,7 +7,6 @@ as numpy arrays by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -27,17 +26,6 @@ EngineChoice = Literal["auto", "onnx", "torch"]
 
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, running loss) of local training."""
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The training step and the evaluation of a task, serialised ONNX. frozen: what they read that nobody trains, by
-    name; networks read it where it lies. first: how what stays on devices begins."""
-
-    step: bytes
-    evaluation: bytes
-    frozen: Tensors = field(default_factory=dict)
-    first: Tensors = field(default_factory=dict)
 
 
 class Engine(Protocol):

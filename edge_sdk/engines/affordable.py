@@ -13,15 +13,15 @@ import sys
 import numpy as np
 
 from sparrow import trial
-from sparrow.export.bounds import MIB, MOST_SECONDS
+from sparrow.graphs import Graphs
+from sparrow.graphs.bounds import MIB, MOST_SECONDS
+from sparrow.graphs.checking import Needs
 from sparrow.limited import NotAnswered, TookTooLong, TookTooMuchMemory, run_limited
 from sparrow.protocol import checkpoint
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 
-from . import Graphs
-from .checking import Needs
 from .speed import measured_speed
 
 SPARE = 64 * MIB

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparrow.graphs.cutting import ALWAYS, Label, cut_graph
 from sparrow.protocol.manifest import Segment
 from sparrow.protocol.masks import NeuronMask, axis_index
 from sparrow.protocol.neurons import Narrowing
 
-from .cutting import ALWAYS, Label, cut_graph
 from .onnx import Index, Network, Sessions
 
 KEPT = 8

@@ -18,14 +18,15 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from sparrow.export.steps import Parts, judge_outputs, optimise, products_of
+from sparrow.graphs import Graphs
+from sparrow.graphs.steps import Parts, optimise, products_of
+from sparrow.graphs.tangents import ALONG, FLOW, flow_graph
+from sparrow.graphs.variants import batch_statistics, distil, judge_outputs, likelihoods, scale_outputs, weigh
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import NeuronMask
 
-from . import Graphs
 from .optimiser import Optimiser, Rule
 from .parts import bits_of, frozen_in_part, leaves_of
-from .tangents import ALONG, FLOW, flow_graph
 from .training import (
     EVERYTHING,
     Change,
@@ -33,7 +34,6 @@ from .training import (
     Pull,
     check_loadable,
 )
-from .variants import batch_statistics, distil, likelihoods, scale_outputs, weigh
 
 Array = NDArray[Any]
 Index = NDArray[np.int64]

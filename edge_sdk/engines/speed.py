@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from onnx import NodeProto, TensorProto, helper
 
-from sparrow.export.costs import FLOP, Speed
+from sparrow.graphs.costs import FLOP, Speed
 
 TRIES = 5
 """Runs of each graph, of which the fastest counts: other load on the machine only adds to it."""

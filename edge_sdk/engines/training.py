@@ -67,12 +67,6 @@ class UnsoundModel(TrainingDiverged):
     failure = Failure("unsound-model")
 
 
-class NoCurvature(ManifestError):
-    """The loss cannot be differentiated twice."""
-
-    failure = Failure("unknown-work/curvature")
-
-
 @dataclass(frozen=True)
 class Part:
     """The part of a model that trains.

@@ -75,7 +75,7 @@ def compose(
     manifest: Manifest, graphs: Mapping[GraphName, bytes], settings: FederationSettings
 ) -> tuple[Manifest, dict[GraphName, bytes]]:
     """Return the mixture's manifest, and its graphs of those of one model."""
-    from sparrow.export.mixture import mix_all  # here, because it needs onnx
+    from sparrow.graphs.mixture import mix_all  # here, because it needs onnx
 
     number = own_settings(settings, Components).components
     return mixture_of(manifest, number), {**graphs, **mix_all(graphs, manifest, number)}

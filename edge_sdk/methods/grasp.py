@@ -15,7 +15,7 @@ Where the paper is silent, or its released code differs:
   for it, which a device may not have. g is complete before H g begins: two passes over the same batches.
 - The temperature divides any task's outputs. For a loss that is not of logits give 1.
 - H g is exact: PyTorch differentiates twice, and with ONNX Runtime the step's graph is differentiated along g
-  (``engines.tangents``).
+  (``sparrow.graphs.tangents``).
 - The network scores in training mode, as in the code, and in float32. Its running statistics stay as they were.
 - A layer that would be left without a weight keeps its best one (``protocol.sparsity``).
 """
@@ -32,12 +32,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow.graphs.errors import NoCurvature
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.sparsity import keep_by_score, weight_budget
 
 from ..engines import Engine, Progress
-from ..engines.training import GRADIENTS, Batch, NoCurvature, TrainingDiverged
+from ..engines.training import GRADIENTS, Batch, TrainingDiverged
 from ..tasks import Batches, count_examples
 from . import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
 from .merging import whole_model

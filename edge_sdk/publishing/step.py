@@ -35,10 +35,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparrow.export.steps import Editor
+from sparrow.graphs import Graphs
+from sparrow.graphs.editor import Editor
 from sparrow.protocol.errors import MissingPart
 
-from ..engines import Graphs
 from . import chance, translations
 from .modes import begin_training
 from .skeleton import OPSET, exporting, remove_notes

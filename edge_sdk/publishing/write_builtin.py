@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparrow.graphs.checking import check_graphs
 from sparrow.protocol import builtin
 from sparrow.protocol.builtin import BuiltinTask, file_name
 from sparrow.protocol.manifest import GraphName
 
-from ..engines.checking import check_graphs
 from ..tasks.models import DigitsNet
 from ..tasks.public import BY_DEVICES, full_name
 from ..tasks.public import MODELS as CHOICES

@@ -9,7 +9,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..engines.training import Batch, NoCurvature
+from sparrow.graphs.errors import NoCurvature
+
+from ..engines.training import Batch
 from ..publishing.modes import buffers_kept
 from ..tasks import Task
 

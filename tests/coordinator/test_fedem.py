@@ -17,8 +17,8 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import PublishedModel
 from sparrow.coordinator.methods.fedem import FEDEM
-from sparrow.export.errors import SkeletonError
-from sparrow.export.mixture import mix
+from sparrow.graphs.errors import SkeletonError
+from sparrow.graphs.mixture import mix
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import Manifest, initial_values
 from sparrow.protocol.mixture import WEIGHTS, mixture_of

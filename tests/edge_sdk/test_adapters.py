@@ -21,7 +21,7 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods.hetlora import AdapterSums, adapters
 from sparrow.coordinator.settings import Settings
 from sparrow.export.merging import merge
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import NeuronMask, pack

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.methods.adaptive import BaseEntropies, entropy, prefers_personal
@@ -19,6 +18,7 @@ from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
+from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 

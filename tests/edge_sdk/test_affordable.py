@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.engines.affordable import TooCostly, check_affordable, try_step
-from edge_sdk.engines.checking import check_graphs
-from sparrow.export.bounds import MIB, check_sizes, samples_at_once
-from sparrow.export.errors import SkeletonError
+from sparrow.graphs.bounds import MIB, check_sizes, samples_at_once
+from sparrow.graphs.checking import check_graphs
+from sparrow.graphs.errors import SkeletonError
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import GraphError
 
@@ -133,7 +133,7 @@ def test_a_step_that_takes_more_than_was_predicted_of_it_ends_its_own_process_al
 @pytest.mark.parametrize("task", builtin_tasks())
 def test_built_in_steps_are_far_from_the_limits(task):
     known = load_builtin(task)
-    from edge_sdk.engines import Graphs
+    from sparrow.graphs import Graphs
 
     graphs = Graphs(known.graphs["step"], known.graphs["evaluation"])
     step, _ = check_graphs(graphs, known.manifest)

@@ -17,7 +17,7 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
-from sparrow.export.steps import optimise, products_of
+from sparrow.graphs.steps import optimise, products_of
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 from sparrow.protocol.settings import FederationSettings
 

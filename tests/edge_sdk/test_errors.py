@@ -13,6 +13,7 @@ import pytest
 import edge_sdk
 import sparrow.devices
 import sparrow.export
+import sparrow.graphs
 import sparrow.protocol
 import sparrow.simulation
 from edge_sdk import errors
@@ -27,7 +28,7 @@ INTERNAL = {"ReadError", "Paused", "Unpredictable"}
 
 
 def modules():
-    for package in (edge_sdk, sparrow.protocol, sparrow.simulation, sparrow.devices, sparrow.export):
+    for package in (edge_sdk, sparrow.protocol, sparrow.simulation, sparrow.devices, sparrow.export, sparrow.graphs):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith("__main__"):
                 yield importlib.import_module(found.name)

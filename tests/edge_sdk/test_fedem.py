@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import TrainingDiverged
@@ -29,7 +28,8 @@ from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.mixture import Mixture
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
-from sparrow.export.mixture import mix
+from sparrow.graphs import Graphs
+from sparrow.graphs.mixture import mix
 from sparrow.protocol import checkpoint
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.bundle import decode, encode

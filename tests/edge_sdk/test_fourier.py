@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.errors import BadArgument
@@ -24,7 +23,8 @@ from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from sparrow.export.preparation import Preparer, check_preparation
-from sparrow.export.skeleton import fill
+from sparrow.graphs.checking import check_graphs
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.manifest import Manifest, TensorSpec
 
 

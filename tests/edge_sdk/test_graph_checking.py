@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import LARGEST_CONSTANT, MOST_NODES, check_graphs
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import LARGEST_CONSTANT, MOST_NODES, check_graphs
 from sparrow.protocol.errors import GraphError
 
 from .networks import zoo

@@ -19,13 +19,13 @@ from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome,
 from edge_sdk.device.state import StateFolder, Totals, default_root
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
-from edge_sdk.engines import Graphs
 from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL

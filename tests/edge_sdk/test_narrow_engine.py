@@ -9,12 +9,12 @@ import onnx
 import pytest
 import torch
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.cutting import cut_graph
 from edge_sdk.engines.narrow import Narrow
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.training import narrow as with_pytorch
+from sparrow.graphs import Graphs
+from sparrow.graphs.cutting import cut_graph
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, neuron_block
 from sparrow.protocol.neurons import CannotNarrow
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from onnx import helper, load_from_string
 
-from edge_sdk.engines import Graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part, Teacher
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
-from sparrow.export.steps import judge_outputs
+from sparrow.graphs import Graphs
+from sparrow.graphs.variants import judge_outputs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 from sparrow.protocol.settings import FederationSettings

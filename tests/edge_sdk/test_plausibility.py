@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions, Step
 from edge_sdk.engines.plausibility import DIRECTIONS, SAMPLES, ImplausibleStep
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.models import DigitsNet
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import check_graphs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.settings import FederationSettings

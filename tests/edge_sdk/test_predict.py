@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edge_sdk import predict
 from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
 from sparrow.command_line.exits import Exit
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.errors import BadArgument, DifferentFederation, Refused
 from edge_sdk.join import join
 from edge_sdk.methods import UnknownMethod
@@ -18,6 +16,8 @@ from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import check_graphs
 from sparrow.protocol.manifest import Manifest
 from sparrow.simulation import in_process as inprocess
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
 from edge_sdk.publishing.untraced import describe_whole
-from sparrow.export.steps import optimise
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import check_graphs
+from sparrow.graphs.steps import optimise
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 
 from .networks import zoo

@@ -24,7 +24,7 @@ from sparrow.export import compact as compacting
 from sparrow.export import report
 from sparrow.export.__main__ import main
 from sparrow.export.samples import draw_inputs, read_samples
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol import checkpoint, personal
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.bundle import Bundle

@@ -15,7 +15,7 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from sparrow.export.compact import compact
 from sparrow.export.errors import ExportError
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from sparrow.protocol.neurons import narrowed

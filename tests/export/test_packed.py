@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from sparrow.export import packed
 from sparrow.export.errors import ExportError
 from sparrow.export.packed import pack
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import initial_values
 

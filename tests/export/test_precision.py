@@ -14,7 +14,7 @@ from sparrow.export.errors import ExportError
 from sparrow.export.fusing import fuse
 from sparrow.export.packed import pack
 from sparrow.export.precision import choose, quantise, to_half
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 
@@ -261,7 +261,7 @@ import numpy as np, onnx
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.export.precision import quantise
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 found = load_builtin("digits")
 model = onnx.load_from_string(fill(found.skeleton, found.manifest, initial_values(found.manifest, 0)))
 inputs = np.random.default_rng(0).normal(size=(9, 1, 8, 8)).astype(np.float32)

@@ -7,8 +7,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from sparrow.export.building import Building
 from sparrow.export.selection import decisions, exact, greedy
+from sparrow.graphs.building import Building
 from sparrow.protocol.blocks import knapsack
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
-from sparrow.export import bounds
-from sparrow.export import skeleton as export_skeleton
-from sparrow.export.bounds import samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
-from sparrow.export.skeleton import check_skeleton, fill
+from sparrow.graphs import bounds
+from sparrow.graphs import skeleton as export_skeleton
+from sparrow.graphs.bounds import samples_at_once
+from sparrow.graphs.skeleton import check_skeleton, fill
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import Manifest
 
@@ -421,7 +421,7 @@ from pathlib import Path
 import numpy as np, onnx, onnxruntime
 from sparrow.protocol.manifest import Manifest
 from sparrow.export.errors import SkeletonError
-from sparrow.export.skeleton import fill
+from sparrow.graphs.skeleton import fill
 folder = Path(sys.argv[1])
 manifest = Manifest.model_validate_json((folder / "manifest.json").read_text())
 tensors = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in manifest.kept}
@@ -476,7 +476,7 @@ def test_another_skeleton_than_the_published_one_is_refused(proto, manifest):
         check_skeleton(proto.SerializeToString(), named)
 
 
-@pytest.mark.parametrize("module", ["edge_sdk.predict", "sparrow.export.skeleton", "sparrow.protocol.builtin"])
+@pytest.mark.parametrize("module", ["edge_sdk.predict", "sparrow.graphs.skeleton", "sparrow.protocol.builtin"])
 def test_importing_loads_no_torch(module):
     heavy = {"torch", "onnx", "pydantic", "onnxruntime"} if module == "edge_sdk.predict" else {"torch", "onnxscript"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -384,7 +384,7 @@ MEASURE = """
 import resource, sys
 import numpy as np, onnx, onnxruntime
 from onnx import ModelProto
-from sparrow.export.bounds import Walk
+from sparrow.graphs.bounds import Walk
 data = sys.stdin.buffer.read()
 options = onnxruntime.SessionOptions()
 options.enable_cpu_mem_arena = False

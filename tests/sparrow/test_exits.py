@@ -23,7 +23,7 @@ from edge_sdk.errors import SdkError
 from sparrow.command_line.command import Command, WrongUsage, explain
 from sparrow.command_line.exits import MEANINGS, Exit, of_status
 from sparrow.coordinator.settings import Settings
-from sparrow.export.skeleton import fill as fill_skeleton
+from sparrow.graphs.skeleton import fill as fill_skeleton
 from sparrow.main import COMMANDS
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sparrow.coordinator.web import steps
-from sparrow.export.steps import step_of_neurons
+from sparrow.graphs.steps import step_of_neurons
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of

@@ -7,11 +7,11 @@ import onnxruntime
 import pytest
 import torch
 
-from edge_sdk.engines import Graphs
-from edge_sdk.engines.checking import check_graphs
 from edge_sdk.publishing.write_builtin import MODELS, make_builtin, write_builtin
 from edge_sdk.tasks.models import DigitsNet
-from sparrow.export.skeleton import check_skeleton, fill, parse
+from sparrow.graphs import Graphs
+from sparrow.graphs.checking import check_graphs
+from sparrow.graphs.skeleton import check_skeleton, fill, parse
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Data, GraphName, initial_values

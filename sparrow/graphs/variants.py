@@ -12,9 +12,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from sparrow.export.mixture import RESPONSIBILITIES
-from sparrow.export.steps import Editor, loss_part
-from sparrow.protocol.mixture import WEIGHTS, name_in
+from ..protocol.mixture import WEIGHTS, name_in
+from .editor import Editor, loss_part, name_outputs
+from .mixture import RESPONSIBILITIES
 
 ENDS = ("loss", "error")
 
@@ -139,6 +139,21 @@ def batch_statistics(evaluation: bytes) -> bytes | None:
             add.insert(helper.make_node("Identity", [value], [f"{place}:{name}"]))
         norm.input[3], norm.input[4] = mean, spread
     return _finished(proto, editor) if graph.output else None
+
+
+def judge_outputs(model: bytes) -> bytes:
+    """Return what an evaluation's graph does with its outputs: output [N, ...] and target in, loss out."""
+    proto = onnx.load_from_string(model)
+    name_outputs(proto.graph)
+    editor, graph = Editor(proto), proto.graph
+    (output,) = [each for each in graph.output if each.name == "output"]
+    graph.input.append(output)
+    graph.output.remove(output)
+    maker = editor.maker("output")
+    if maker is not None:
+        maker.output[:] = [editor.fresh() if each == "output" else each for each in maker.output]
+    editor.remove_unread()
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def _free_ends(editor: Editor) -> Mapping[str, str]:

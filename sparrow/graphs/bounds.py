@@ -21,8 +21,7 @@ from onnx.checker import ValidationError
 from onnx.defs import SchemaError, get_schema
 from onnx.shape_inference import InferenceError
 
-from sparrow.protocol.manifest import Array
-
+from ..protocol.manifest import Array
 from .costs import REFERENCE, Work, work_of
 from .errors import SkeletonError
 

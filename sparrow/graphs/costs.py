@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import onnx.helper
 from onnx import NodeProto, TensorProto
 
-from sparrow.protocol.manifest import Array
+from ..protocol.manifest import Array
 
 FAST = 1.0
 """Nanoseconds of a value up to which an operator waits for memory."""

@@ -20,8 +20,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from sparrow.protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
-
+from ..protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
 from .bounds import check_fields, check_sizes, has_data
 from .errors import ExportError, SkeletonError
 
@@ -110,7 +109,7 @@ def parse(data: bytes) -> ModelProto:
         raise SkeletonError(f"the graph is not an ONNX file: {error}; send the whole file") from None
     model.DiscardUnknownFields()
     if not model.HasField("graph"):
-        raise SkeletonError("the graph holds no graph; make it with edge_sdk.skeleton.make_skeleton")
+        raise SkeletonError("the graph holds no graph; make it with sparrow publish")
     return model
 
 

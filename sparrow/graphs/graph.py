@@ -17,8 +17,7 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from sparrow.protocol.manifest import Array
-
+from ..protocol.manifest import Array
 from .errors import ExportError
 
 BATCHES = (10007, 10009)

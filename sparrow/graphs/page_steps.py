@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparrow.protocol import checkpoint
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
+from ..protocol import checkpoint
+from ..protocol.manifest import Manifest
+from ..protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
 
 
 def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:

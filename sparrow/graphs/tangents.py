@@ -19,9 +19,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from sparrow.export.steps import Editor, integer
-
-from .training import NoCurvature
+from .editor import Editor, integer
+from .errors import NoCurvature
 
 ALONG, FLOW, GRADIENT = "along:", "flow:", "grad:"
 

@@ -18,15 +18,15 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from sparrow.export.bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, names, too_slow
-from sparrow.export.costs import FLOP, REFERENCE, Speed
-from sparrow.export.errors import SkeletonError
-from sparrow.export.skeleton import check_node, check_structure, parse, refuse_external
-from sparrow.protocol.errors import GraphError
-from sparrow.protocol.flops import forward_flops
-from sparrow.protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
+from sparrow.graphs import Graphs
 
-from . import Graphs
+from ..protocol.errors import GraphError
+from ..protocol.flops import forward_flops
+from ..protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
+from .bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, names, too_slow
+from .costs import FLOP, REFERENCE, Speed
+from .errors import SkeletonError
+from .skeleton import check_node, check_structure, parse, refuse_external
 
 OPSET = 21
 """Version of the standard operators that steps are published with."""

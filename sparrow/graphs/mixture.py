@@ -19,14 +19,13 @@ from typing import TypeVar
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from sparrow.protocol.manifest import GraphName, Manifest
-from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
-
+from ..protocol.manifest import GraphName, Manifest
+from ..protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, name_in, names_in
 from .bounds import check_fields
 from .building import Building
+from .editor import loss_part, name_outputs
 from .errors import SkeletonError
 from .skeleton import OUTPUT, check_structure, parse
-from .steps import loss_part, name_outputs
 
 RESPONSIBILITIES = "responsibilities"
 LOSS, ERROR, TARGET = "loss", "error", "target"

@@ -29,9 +29,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from sparrow.export.steps import Editor, integer, ints
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.neurons import CannotNarrow
+from ..protocol.manifest import Manifest
+from ..protocol.neurons import CannotNarrow
+from .editor import Editor, integer, ints
 
 Label = tuple[tuple[str, int], ...]
 """The groups of neurons that an axis is made of, each neuron owning so many places; the group "" is always active."""

@@ -1,0 +1,276 @@
+"""A graph that is being changed: its values, constants and shapes, and what all changes end with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+
+def name_outputs(graph: onnx.GraphProto) -> None:
+    """Let a value of which an output of the graph is a copy be that output.
+
+    What a model computes alike in training and in evaluation is such a value, of an evaluation's output and loss.
+    """
+    outputs, made = {each.name for each in graph.output}, {name for node in graph.node for name in node.output}
+    for node in [each for each in graph.node if each.op_type == "Identity" and each.output[0] in outputs]:
+        copied, name = node.input[0], node.output[0]
+        if copied in outputs or copied not in made:
+            continue
+        graph.node.remove(node)
+        for other in graph.node:
+            other.input[:] = [name if read == copied else read for read in other.input]
+            other.output[:] = [name if written == copied else written for written in other.output]
+        for info in [each for each in graph.value_info if each.name == copied]:
+            graph.value_info.remove(info)
+
+
+def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodeProto]:
+    """Return the nodes by which ``ends``, the loss and what else is told of it, follow from the output, in order."""
+    behind, reached = {"output"}, []
+    for node in graph.node:
+        if behind.intersection(node.input):
+            behind.update(node.output)
+            reached.append(node)
+    wanted, part = set(ends), []
+    for node in reversed(reached):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            part.append(node)
+    return part[::-1]
+
+
+class Editor:
+    """A graph that is being changed: what makes and reads each value, constants, and the shapes known of values.
+
+    An axis whose length is not known is None in ``shape``.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.graph = proto.graph
+        made = [name for node in self.graph.node for name in node.output]
+        made += [tensor.name for tensor in self.graph.initializer]
+        numbers = [name.partition(":")[2] for name in made if name.startswith(("value:", "constant:"))]
+        self._count = max((int(number) for number in numbers if number.isdecimal()), default=0)  # of an editor before
+        inferred = onnx.shape_inference.infer_shapes(proto).graph
+        self._shapes = {
+            info.name: tuple(
+                each.dim_value if each.HasField("dim_value") else None for each in info.type.tensor_type.shape.dim
+            )
+            for info in (*inferred.value_info, *inferred.input, *inferred.output)
+            if info.type.tensor_type.HasField("shape")
+        }
+        self._types = {
+            info.name: helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+            for info in (*inferred.value_info, *inferred.input, *inferred.output)
+        }
+        self._constants: dict[str, Any] = {each.name: numpy_helper.to_array(each) for each in self.graph.initializer}
+        for name, array in self._constants.items():
+            self._shapes[name], self._types[name] = array.shape, array.dtype
+
+    def shape(self, name: str) -> tuple[int | None, ...] | None:
+        """Return the lengths of a value's axes, or None where nothing is known."""
+        return self._shapes.get(name)
+
+    def dtype(self, name: str) -> Any:
+        """Return the type of a value's entries, as numpy has it."""
+        return self._types[name]
+
+    def know(self, name: str, shape: Sequence[int | None]) -> None:
+        """Note the lengths of a new value's axes."""
+        self._shapes[name] = tuple(shape)
+
+    def constant(self, name: str) -> Any:
+        """Return the array of a constant, or None."""
+        return self._constants.get(name)
+
+    def maker(self, name: str) -> onnx.NodeProto | None:
+        """Return the node that makes a value."""
+        return next((node for node in self.graph.node if name in node.output), None)
+
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """Return the nodes that read a value."""
+        return [node for node in self.graph.node if name in node.input]
+
+    def is_output(self, name: str) -> bool:
+        """Return whether a value is the graph's."""
+        return any(output.name == name for output in self.graph.output)
+
+    def of_type(self, *kinds: str) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of some operators as they are now."""
+        yield from [node for node in self.graph.node if node.op_type in kinds]
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Return the name of a new constant, int64 [n]."""
+        return self.keep(np.array(values, np.int64))
+
+    def number(self, value: float) -> str:
+        """Return the name of a new constant, float32 []."""
+        return self.keep(np.array(value, np.float32))
+
+    def keep(self, array: Any) -> str:
+        """Return the name of a new constant."""
+        self._count += 1
+        name = f"constant:{self._count}"
+        self.graph.initializer.append(numpy_helper.from_array(array, name))
+        self._constants[name] = array
+        return name
+
+    def sort(self) -> None:
+        """Put nodes behind what they read, and otherwise leave their order."""
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.graph.node]
+        makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
+        done, ordered = set[int](), list[onnx.NodeProto]()
+
+        def put(place: int) -> None:
+            if place in done:
+                return
+            done.add(place)
+            for name in nodes[place].input:
+                if name in makers:
+                    put(makers[name])
+            ordered.append(nodes[place])
+
+        for place in range(len(nodes)):
+            put(place)
+        del self.graph.node[:]
+        self.graph.node.extend(ordered)
+
+    def before(self, node: onnx.NodeProto) -> Builder:
+        """Return what adds nodes before this one."""
+        return Builder(self, node)
+
+    def fresh(self) -> str:
+        """Return a name that no value has."""
+        self._count += 1
+        return f"value:{self._count}"
+
+    def read_instead(self, name: str, other: str) -> None:
+        """Have what reads ``name`` read ``other``; an output of the graph keeps its name."""
+        if self.is_output(name):
+            maker = self.maker(other)
+            if maker is None or self.is_output(other):
+                self.graph.node.append(helper.make_node("Identity", [other], [name]))
+            else:
+                self.rename(other, name)
+            return
+        for node in self.readers(name):
+            node.input[:] = [other if read == name else read for read in node.input]
+
+    def rename(self, name: str, new: str) -> None:
+        """Call a value something else, everywhere."""
+        for info in (*self.graph.input, *self.graph.output, *self.graph.value_info):
+            info.name = new if info.name == name else info.name
+        for node in self.graph.node:
+            node.input[:] = [new if read == name else read for read in node.input]
+            node.output[:] = [new if made == name else made for made in node.output]
+
+    def replace(self, node: onnx.NodeProto, values: Sequence[str]) -> None:
+        """Take a node out, and have its outputs' readers read ``values`` (an empty one: there are none)."""
+        outputs = list(node.output)
+        node.output[:] = [self.fresh() for _ in outputs]
+        for output, value in zip(outputs, values, strict=False):
+            if value:
+                if output in self._shapes:
+                    self._shapes.setdefault(value, self._shapes[output])
+                self.read_instead(output, value)
+        self.graph.node.remove(node)
+
+    def compute_once(self) -> None:
+        """Keep one of nodes that compute the same."""
+        for node in self.of_type("Constant"):  # as initialisers, which are compared by their values
+            value = next(each for each in node.attribute)
+            array = numpy_helper.to_array(value.t) if value.name == "value" else _array(value)
+            if array is not None:
+                self.replace(node, [self.keep(array)])
+        first: dict[bytes, str] = {}
+        for tensor in self.graph.initializer:
+            array = self._constants[tensor.name]
+            key = f"{array.dtype} {array.shape}".encode() + array.tobytes()
+            if (known := first.setdefault(key, tensor.name)) != tensor.name:
+                self.read_instead(tensor.name, known)
+        nodes: dict[bytes, onnx.NodeProto] = {}
+        for node in self.graph.node:
+            key = helper.make_node(node.op_type, list(node.input), [], domain=node.domain)
+            key.attribute.extend(sorted(node.attribute, key=lambda each: each.name))
+            outputs = str(sum(bool(output) for output in node.output)).encode()
+            known_node = nodes.setdefault(key.SerializeToString(deterministic=True) + outputs, node)
+            if known_node is not node and not any(map(self.is_output, node.output)):
+                for output, other in zip(node.output, known_node.output, strict=True):
+                    self.read_instead(output, other)
+
+    def join_transposes(self) -> None:
+        """Do at once what two transposes do, one after the other; nothing where they undo each other."""
+        for node in self.of_type("Transpose"):
+            while (before := self.maker(node.input[0])) is not None and before.op_type == "Transpose":
+                first, second = ints(before, "perm"), ints(node, "perm")
+                joined = [first[axis] for axis in second]
+                node.input[0] = before.input[0]
+                next(each for each in node.attribute if each.name == "perm").ints[:] = joined
+                if joined == sorted(joined) and not self.is_output(node.output[0]):
+                    self.read_instead(node.output[0], node.input[0])
+                    break
+
+    def remove_unread(self) -> None:
+        """Take out what no output follows from."""
+        while True:
+            read = Counter(name for node in self.graph.node for name in node.input)
+            read.update(output.name for output in self.graph.output)
+            unread = [node for node in self.graph.node if not any(read[output] for output in node.output)]
+            if not unread:
+                break
+            for node in unread:
+                self.graph.node.remove(node)
+        for tensor in [tensor for tensor in self.graph.initializer if not read[tensor.name]]:
+            self.graph.initializer.remove(tensor)
+        made = {output for node in self.graph.node for output in node.output}
+        for listed, there in ((self.graph.input, read), (self.graph.value_info, made)):
+            for info in [info for info in listed if info.name not in there]:
+                listed.remove(info)
+
+
+class Builder:
+    """Adds nodes before one of a graph: ``builder.Transpose(x, perm=[1, 0])`` returns the name of its output."""
+
+    def __init__(self, editor: Editor, before: onnx.NodeProto) -> None:
+        self._editor, self._place = editor, list(editor.graph.node).index(before)
+
+    def insert(self, node: onnx.NodeProto) -> None:
+        """Add a node."""
+        self._editor.graph.node.insert(self._place, node)
+        self._place += 1
+
+    def __getattr__(self, kind: str) -> Any:
+        def add(*inputs: str, **attributes: Any) -> str:
+            output = self._editor.fresh()
+            self.insert(helper.make_node(kind, list(inputs), [output], **attributes))
+            return output
+
+        return add
+
+
+def ints(node: onnx.NodeProto, name: str, usual: Sequence[int] = ()) -> list[int]:
+    """Return an attribute that is a list of integers."""
+    return next((list(each.ints) for each in node.attribute if each.name == name), list(usual))
+
+
+def integer(node: onnx.NodeProto, name: str, usual: int = 0) -> int:
+    """Return an attribute that is an integer."""
+    return next((int(each.i) for each in node.attribute if each.name == name), usual)
+
+
+def _array(value: onnx.AttributeProto) -> Any:
+    match value.name:
+        case "value_int":
+            return np.array(value.i, np.int64)
+        case "value_ints":
+            return np.array(value.ints, np.int64)
+        case "value_float":
+            return np.array(value.f, np.float32)
+        case "value_floats":
+            return np.array(value.floats, np.float32)
+    return None
