@@ -21,7 +21,7 @@ from sparrow.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, R
 @dataclass(frozen=True)
 class Accuracy:
     """Accuracy over devices. ``weighted``: by their test samples. ``std``: population standard deviation.
-    ``bottom_decile``: the floor(N/10)-th worst, counted from 1 (pFedGate's card, 6.4)."""
+    ``bottom_decile``: the floor(N/10)-th worst, counted from 1."""
 
     devices: int
     mean: float

@@ -3,7 +3,7 @@
     z_c, z_g = θ_c(x), θ_g(x)
     y = z_c where H(z_c) - (1 - Sim)·BE_c < H(z_g) - (1 - Sim)·BE_g, else z_g
 
-for every sample; H is the entropy of the softmax, Sim the cosine of the scores (the method card, 4.7). What both models
+for every sample; H is the entropy of the softmax, Sim the cosine of the scores. What both models
 have is in the file once. Of a weight with masks m_c and m_g that are the values at the positions of either, packed,
 and the masks at a bit per position:
 

@@ -4,7 +4,7 @@
     I     = knapsack(G)              within the device's budget, ``selection``
     y     = f(θ ⊛ M·I; x)
 
-(arXiv:2305.02776; the method card, 4.1 to 4.4 and 4.9.) θ is that of the device's last round. Where the blocks of all
+(arXiv:2305.02776, section 5.2.) θ is that of the device's last round. Where the blocks of all
 tensors are whole rows, gates scale what each layer gives of each sample, so that a batch is computed at once;
 elsewhere a ``Scan`` goes through the batch and scales the weights for every sample. The knapsack is solved exactly, or,
 for costs of which there would be too many sums, by the guard rule; the property ``selection`` of the file says which:

@@ -1,4 +1,4 @@
-"""The choice of blocks within a budget (pFedGate's knapsack; its method card, 4.4) as nodes of an ONNX graph.
+"""The choice of blocks within a budget (pFedGate's knapsack, section 5.2.3) as nodes of an ONNX graph.
 
 Which items there are, what each costs, and what there is to spend is known when the file is written; only the values
 come with an input. So what could be left of the budget after each decision is known as well, and the exact solution is
@@ -12,7 +12,7 @@ of cost w taken,
 is computed for all states of a decision at once, from the last to the first; then the counts are read off, from the
 first to the last. Blocks of a tensor share one cost and small ones nearly always all fit, so there are few states: 100
 to 10,000 pairs of a state and a count for the networks of the built-in tasks, most in the middle. Where there are more
-than LARGEST_TABLE, ``greedy`` does instead: the guard rule of the card.
+than LARGEST_TABLE, ``greedy`` does instead.
 
 Values are float64, as in ``sparrow.protocol.blocks``, which both choices follow in what they do with ties.
 """

@@ -18,7 +18,7 @@ in training mode: with batch norm it is the mean over the device's batches in on
 itself. Its gradient is PyTorch's, whatever trained. Norms are over trainable values; running statistics have no
 gradient.
 
-The paper's ε² follows from its inequality (13) only with a minus sign in place of its last plus (the method card, 4.8);
+The paper's ε² follows from its inequality (13) only with a minus sign in place of its last plus;
 then it is positive only for p_k² (2η - Lη²) > Q. It is given as printed.
 """
 

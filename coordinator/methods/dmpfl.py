@@ -10,7 +10,7 @@ of a device. Rounds pass through I iterations of
     global     t_B rounds: devices train w_g under m_g; plain means                                       (Algorithm 2)
     personal   one round for everyone that counts for t_C: devices train what is theirs; only reports     (Algorithm 3)
 
-Where the paper is silent or errs (the method card has the reasons): the T rounds are cut in I equal parts, each half
+Where the paper is silent or errs: the T rounds are cut in I equal parts, each half
 masks, a quarter global, a quarter personal, in which a device trains the epochs that it would have been drawn for; a
 position that nobody in the cohort holds keeps its value in w_g, but not its place in m_g; fewer than K_l eligible
 positions are left fewer unless ``fill`` says otherwise.
@@ -89,7 +89,7 @@ class Stage:
 
 
 def stages(rounds: int, iterations: int) -> list[Stage]:
-    """Return the stages of ``rounds`` rounds, in order (3.6 of the method card)."""
+    """Return the stages of ``rounds`` rounds, in order."""
     if iterations == 0:
         return [Stage("masks", 1, rounds, 0)]
     found: list[Stage] = []

@@ -2,7 +2,7 @@
 
 Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258. The neurons are drawn as
-FedSPU's are (its method card, section 5), the server averages weight by weight over those who held it, weighted with
+FedSPU's are, the server averages weight by weight over those who held it, weighted with
 their training samples, and the whole global model is what is judged. Devices scale what is left of activations.
 """
 

@@ -5,8 +5,8 @@ Better", AAAI 2022, arXiv:2112.09824. FedSGC without directions, and without a s
 weights are dropped by magnitude and revived by gradient, the server averages each over those who hold it and keeps the
 largest of each layer.
 
-Where the released code differs from the paper the method card of FedSGC (4.13) has the list: it weighs with batches,
-cuts layers that its densities keep whole, and grows over active weights. Here is what both say they do.
+The released code differs from the paper: it weighs with batches, cuts layers that its densities keep whole, and grows
+over active weights. This is the paper's method.
 """
 
 from __future__ import annotations

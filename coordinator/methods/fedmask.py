@@ -1,7 +1,7 @@
 """FedMask, server half: the mean of the bits of devices' masks, where at least two devices have a weight in common.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5: the server averages a bit only where the
+Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1: the server averages a bit only where the
 masks of at least two devices overlap, and returns it to those; other positions stay each device's own.
 
 Shared are the weights of the last ``masked_layers`` layers that can be masked (the paper masks the last of a network of

@@ -33,7 +33,7 @@ Choices of ours, where the paper is silent or measures what a repeatable simulat
 - Weights of the average are training samples, as everywhere here, where the paper's is plain.
 
 ``ratios = budget`` has devices prune themselves, once, to their budgets, and ``residual = false`` averages each weight
-over those who held it: together the form of FedSPU's method card (section 5).
+over those who held it: together the form that FedSPU's paper compares (section 5.1).
 """
 
 from __future__ import annotations

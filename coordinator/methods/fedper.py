@@ -1,7 +1,7 @@
 """FedPer, server half: the mean of the devices' bodies; heads stay where they are.
 
 Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. The last
-linear layer is each device's own (DM-PFL's method card, section 5): its tensors are ``personal`` in the manifest that
+linear layer is each device's own: its tensors are ``personal`` in the manifest that
 the federation is created with, and so never on a wire. What is averaged is no model by itself. Other personal layers
 are named by the setting ``private``: a device's own adapter beside a shared one, for instance.
 """

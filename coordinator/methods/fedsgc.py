@@ -12,7 +12,7 @@ any round,
 with n_rest the examples of the devices that did not answer. The map tells devices which way the model moved; it goes
 down in re-adjusting rounds only, for the weights that exist.
 
-Where the paper is silent or errs (the method card has the reasons):
+Where the paper is silent or errs:
 
 - n_rest slows learning to the cohort's share of all examples. ``rest`` is none by default; all is as printed.
 - The map of a round without re-adjusting is 0 wherever nothing existed, so that it can revive nothing but what was just

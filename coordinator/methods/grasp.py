@@ -6,8 +6,7 @@ largest scores, over the whole network (``edge_sdk.methods.grasp``). From then o
 
     θ_{r+1} = Σ_c n_c θ_c / Σ_c n_c,     m_r = m_1 for ever.
 
-The paper knows one machine with all the data. That a single device scores, in a round 0 of its own, is how
-federated papers have it as a baseline (the method card of FedSGC, section 5).
+The paper knows one machine with all the data. Here a single device scores, in a round 0 of its own.
 """
 
 from __future__ import annotations

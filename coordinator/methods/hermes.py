@@ -5,7 +5,7 @@ Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework fo
 device was sent, but none that it was not, and not fewer than its budget allows; a device that is sent the whole model
 (its first round, a lost state, a budget that has grown) may begin with any such network.
 
-``pruning = once`` is the form of FedSPU's method card (section 5): devices prune once, to their budgets.
+``pruning = once`` is the form that FedSPU's paper compares (section 5.1): devices prune once, to their budgets.
 """
 
 from __future__ import annotations

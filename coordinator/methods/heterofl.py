@@ -1,7 +1,7 @@
 """HeteroFL, server half: every device has the first neurons of each layer, and the global model is the widest.
 
 Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
-ICLR 2021, arXiv:2010.01264, after pFedGate's method card, section 5: a device of width ratio r has the first
+ICLR 2021, arXiv:2010.01264: a device of width ratio r has the first
 ceil(r n_l) neurons, and the server averages every weight over the devices that hold it, weighted with their training
 samples. A budget is a width; the share of the weights that it makes is about its square.
 

@@ -2,7 +2,7 @@
 
 Liang and others, "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
 arXiv:2001.01523. Shared are the linear layers; convolutions and whatever else lies below are each device's own. In a
-network of linear layers alone the first one is (DM-PFL's method card, section 5).
+network of linear layers alone the first one is.
 
 The paper's experiments begin with a model that FedAvg has trained. With a ``fedavg_share`` the first rounds are
 FedAvg's, of the whole model; in those after it each device keeps the body that FedAvg has left as its own, and the

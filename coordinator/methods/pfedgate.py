@@ -13,7 +13,7 @@ One table of blocks for all: it is cut for the weakest device that the federatio
 always-kept first blocks must fit, and of every layer a large one, too, or the gate would have nothing to choose there.
 Devices with more keep more of the same blocks.
 
-Where paper and released code differ (the method card has the reasons):
+Where paper and released code differ:
 
 - Eq. 6 has one budget for the model, the code one for linear layers and one for the others. So here: with one, many
   small blocks win against any large one, whatever the gate says (``budget_per``).
@@ -53,7 +53,7 @@ MOST_BLOCKS = 30
 
 DRAWS = 16
 UNTRAINED = (0.494, 0.506)
-"""Importances of gates that have learned nothing (card, 4.9); so many are drawn to see what they choose."""
+"""Importances of gates that have learned nothing; so many are drawn to see what they choose."""
 
 NEARLY = 0.9
 """Of a budget: first blocks that are as much leave no room, and need none (an output layer of ten rows, at 0.1)."""

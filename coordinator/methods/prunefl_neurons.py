@@ -5,7 +5,7 @@ IEEE TNNLS 2022, arXiv:1909.12326, for neurons, with a network of its own for ea
 first, devices are sent the whole model and may choose any neurons, as many as their budgets say; in others they are
 sent the values of the neurons chosen last. The server averages weight by weight over those who held it.
 
-``importance = once`` is the form of FedSPU's method card (section 5): devices choose once.
+``importance = once`` is the form that FedSPU's paper compares (section 5.1): devices choose once.
 """
 
 from __future__ import annotations

@@ -1190,7 +1190,7 @@ class Session:
                     goes_on=not self._hosted,
                 )
             except RoundOver as error:
-                # Too late, or answered already: the local step stays, as the method card asks (3.2).
+                # Too late, or answered already: the local step stays.
                 log.info("the update was not needed any more: %s", error.detail)
                 self._owe_as_before(pending)
                 self._say_what_stays(pending)

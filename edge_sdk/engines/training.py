@@ -113,8 +113,7 @@ class LocalResult:
     """The result of local training.
 
     num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
-    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples
-    (FedSPU's method card, 4.6).
+    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples.
     """
 
     num_examples: int

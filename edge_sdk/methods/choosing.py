@@ -29,7 +29,7 @@ from .narrow import drawn, train_narrow
 Weights = NDArray[np.float32]
 
 STEP = 0.005
-"""Learning rate of the step before scoring (card, section 5)."""
+"""Learning rate of the step before scoring (FedSPU, section 5.1)."""
 
 Score = Callable[[Weights, Weights], Weights]
 """(weight, its gradient) -> what each weight adds to the score of its neuron."""

@@ -18,7 +18,7 @@ personal where H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g, Sim the cosine of 
 θ_c is stored as the personal model; beside it lie both masks and what θ_c lacks of θ_g: the weights that m_g alone has,
 and the global biases and norms. What is shared is stored once.
 
-Choices where the paper is silent or errs (the method card has the reasons): replacing one epoch before the round's
+Choices where the paper is silent or errs: replacing one epoch before the round's
 last; biases and norms are shared until stage ``personal``, which trains them too (``personal_unmasked``); private
 weights go into that stage as they are; a device without a state begins with m_c = m_g; base entropies are those of the
 training data, similarity is that of scores before the softmax. Where m_g has fewer than K_l weights, such a device
@@ -228,8 +228,7 @@ def _sizes(dual: Dual) -> dict[str, int]:
 def _replacing(job: Job, mask: ElementMask) -> Replacing:
     """Return what replaces weights where the plan has a share.
 
-    The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them
-    (4.3 of the method card).
+    The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them.
     """
     share = job.planned("replace", 1)
     epochs, at = job.assignment.settings.local_epochs, job.own(Settings).adjust_at

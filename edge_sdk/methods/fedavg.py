@@ -5,7 +5,7 @@ Data", AISTATS 2017, arXiv:1602.05629. Of its Algorithm 1, ClientUpdate(k, w):
 
     w_k ← w^t;   w_k ← w_k - η ∇F_k(w_k; b) for each batch b of E epochs;   send w_k and n_k
 
-With ``finetune_epochs`` this is FedAvg-FT (pFedGate's method card, section 5): for each evaluation the device trains a
+With ``finetune_epochs`` this is FedAvg-FT (pFedGate, section 7.1): for each evaluation the device trains a
 *copy* of the global model on its own data, judges it beside the global one, and throws it away; when the federation has
 ended, ``adapt`` makes the one that it keeps.
 """

@@ -3,7 +3,7 @@
 Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a dropout rate for each
 device. Neurons are drawn anew in each round as FedSPU draws them, but inactive ones are dropped and not frozen, and
-there is no personal model (FedSPU's method card, section 5):
+there is no personal model:
 
     w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A alone;   send w_k and n_k
 
@@ -19,8 +19,8 @@ without gradients, and the means of its batches' statistics are sent and average
 over draws, that of all neurons; the variance is somewhat larger, by what a draw of |A| of n adds. A device of budget 1
 scales nothing and trains as in FedAvg.
 
-``scaled`` = false is the simple form of the card: neither scaling nor that pass; running statistics are those that
-training moved, at the narrow width.
+``scaled`` = false is the simple form that FedSPU's paper compares (section 5.1): neither scaling nor that pass. Running
+statistics are those that training moved, at the narrow width.
 
 Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` of weights in training steps, each summed over
 devices.

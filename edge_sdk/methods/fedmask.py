@@ -1,7 +1,7 @@
 """FedMask, the device half: weights stay as they began, and a device learns which of its last layers' weights exist.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, after pFedGate's method card, section 5. Each maskable weight w of the last layers
+Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers
 has a real score s. The network computes with
 
     ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):

@@ -6,7 +6,7 @@ the l1 norm of each neuron's weights, and sends what is left with its mask; the 
 (``coordinator/methods/fedmp.py``). The paper judges the global model, which is reported here, too; a device is judged
 with the last narrow network that it trained, as those of FedSPU's other baselines are.
 
-``ratios = budget`` is the form in which FedSPU's method card (section 5) compares FedMP: devices prune themselves,
+``ratios = budget`` is the form in which FedSPU's paper (section 5.1) compares FedMP: devices prune themselves,
 once, to their budgets. Neuron i of layer l has the score ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₁ on one mini-batch B of the
 first participation, and of equal ones the first are kept.
 

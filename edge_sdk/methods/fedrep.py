@@ -3,7 +3,7 @@
 Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
 2021, arXiv:2102.07078. Of its Algorithm 1: h_i ← the head trained for the given body, φ ← the body trained for that
 head; send φ. Here each takes the federation's local epochs, with an optimiser of its own, so that a round costs up to
-twice FedPer's (DM-PFL's method card, section 5).
+twice FedPer's.
 """
 
 from __future__ import annotations

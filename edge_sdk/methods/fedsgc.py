@@ -12,7 +12,7 @@ weights, and revives as many as are missing to K_l:
 where λ is the share that directions guide, σ(t) = α/2·(1 + cos(πt/T_c)) how many are dropped beyond sparsity, and G the
 gradient of the whole layer, taken before. The rules are in ``protocol.sparsity``, the server half keeps the map.
 
-Where the paper is silent or errs (the method card has the reasons):
+Where the paper is silent or errs:
 
 - Eq. 3 compares the map with a movement that positions without a weight do not have: -G takes its place.
 - What is due after a round's last epoch is done one epoch earlier: new weights that nobody trains are zeros, which the

@@ -25,7 +25,7 @@ Where the paper is silent, or a choice is ours:
   at other widths normalise by their batches, and keep nothing. Scales and shifts are shared between widths.
 - The loss that is reported is the one above.
 
-``widths`` = fixed is the simple form that FedSPU's method card (section 5) compares: the device's own width in every
+``widths`` = fixed is the simple form that FedSPU's paper (section 5.1) compares: the device's own width in every
 step, and no distillation.
 
 Counts: ``narrow_steps``, steps on fewer neurons than there were to choose from (the device's own under ``uniform``, the

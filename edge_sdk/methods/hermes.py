@@ -10,7 +10,7 @@ Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework fo
 Then it trains and sends w[A, A]. It is judged with that narrow network. The server averages each weight over the
 devices whose networks share it.
 
-``pruning = once`` is the form in which FedSPU's method card (section 5) compares Hermes: at its first participation a
+``pruning = once`` is the form in which FedSPU's paper (section 5.1) compares Hermes: at its first participation a
 device receives the whole model w, makes one step of SGD on one mini-batch B, scores neuron i of layer l by
 ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂ and keeps its budget's best, for the whole federation; of equal ones the first.
 

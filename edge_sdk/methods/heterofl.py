@@ -1,7 +1,7 @@
 """HeteroFL, the device half: a narrow network of each layer's first neurons, trained to be part of a wider one.
 
 Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
-ICLR 2021, arXiv:2010.01264, after pFedGate's method card, section 5:
+ICLR 2021, arXiv:2010.01264:
 
 - a device of width ratio r has the first ceil(r n_l) neurons of each hidden layer, all inputs and all classes;
 - *scaler*: what a hidden layer answers is divided by r while the narrow network trains and is judged for early

@@ -1,6 +1,6 @@
 """Local training alone, the device half: the same data, epochs and stop rule as in a federation, and no exchange.
 
-The baseline "Local" of the methods' papers (pFedGate's card, section 5; DM-PFL's, section 5): every device starts from
+The baseline "Local" of pFedGate (section 7.1) and DM-PFL (section 4.1.1): every device starts from
 the common initial weights and goes on from its own model in each round that it is called for. Nothing that another
 device does moves it.
 """

@@ -15,7 +15,7 @@ A device is judged as it would be used: on the newest θ, every sample with gate
 batch's gates, as in the paper; the same on θ as trained here, before it is averaged, which is what the paper reports;
 and the mean gates.
 
-Where paper and released code differ (the method card has the reasons): gates of dropped blocks learn, too; importances
+Where paper and released code differ: gates of dropped blocks learn, too; importances
 are not clipped; momentum begins anew each round, and moves touched blocks alone; a batch of one sample, which the code
 skips, goes by the gate's running statistics.
 """
@@ -194,7 +194,7 @@ def _evaluate_dense(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a gate for the finished θ, which stays as it is (card, 4.10).
+    """Train a gate for the finished θ, which stays as it is.
 
     So does one whose budget is too small for rounds; its gate then is of the federation's smallest budget, for θ
     is cut for that: with less a model is left that answers worse than θ as it is.

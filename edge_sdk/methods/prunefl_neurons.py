@@ -17,9 +17,8 @@ over the training data more in these rounds, counted in their FLOPs, for which a
 model. The default of ``adjust_interval`` is ours. PruneFL itself, one model for all of single weights, is the method
 ``prunefl``.
 
-``importance = once`` is the form of FedSPU's method card (section 5): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch at the
-first participation chooses for the whole federation. (The released code takes the norm of what one step changes, the
-same up to its learning rate.)
+``importance = once`` is the form that FedSPU's paper compares (section 5.1): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch
+at the first participation chooses for the whole federation.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def describe(
     """Return the manifest of ``model``, found by tracing it in evaluation mode on ``example`` [N, ...], N >= 1.
 
     The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
-    running mean and variance (method card FedSPU, section 7, row 19). ``recipes`` True writes PyTorch's default
+    running mean and variance. ``recipes`` True writes PyTorch's default
     initialisation of the layers we know as recipes, so that initial weights need not be published; what those layers
     hold now is then ignored. least: the share of the trained weights that must belong to neurons where an operator
     mixes neurons or is not known; a model without hidden layers has none.

@@ -5,7 +5,7 @@ A layer's weight is frozen but for its *block*, the outer product of active rows
 the error passes through frozen neurons too, but for what nothing below can use (``manifest.Layer.input_error``); and of
 the weight's gradient only the block,
 
-    dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU's method card, 4.4)
+    dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU, Eq. 5)
 
 from the input's active columns alone, which is all that is kept for it. So a block of r rows and c columns costs r·c of
 the n·m that the dense gradient costs.

@@ -5,7 +5,7 @@ active values alone. The optimiser moves leaves, so its state exists for active 
 move nothing else, and clipping counts nothing else. Layers run on the whole parameters, into which ``write_back`` puts
 the leaves after each step; what is frozen is never written, so it stays bit for bit. The backward pass computes the
 gradients of the leaves alone (``active``). The forward pass uses the whole network and the error signal still flows
-back through frozen neurons (method card, 4.4), and no mask outlives its round.
+back through frozen neurons, and no mask outlives its round.
 
 Where elements of weights are masked away (FedSGC, DM-PFL, fine-tuning of a sparse model) what is left out is zero, and
 stays zero; layers may then skip it in the forward pass, too (``elements``).

@@ -1,4 +1,4 @@
-"""A model cut into blocks, and which of them a budget keeps (pFedGate, arXiv:2305.02776; its method card, 4.3 and 4.4).
+"""A model cut into blocks, and which of them a budget keeps (pFedGate, arXiv:2305.02776, section 5.2).
 
 Every weight and every bias is a tensor of its own; a block is a run of one tensor's values in row-major order. Blocks
 are numbered through the model, tensor after tensor. The first block of every tensor is always on; which of the others
@@ -33,14 +33,14 @@ RULES: Mapping[Importance, Rule] = {"per_block": "exact", "per_weight": "greedy"
 it is decided by sizes, not by importances."""
 
 LARGEST_FRONT = 50_000
-"""Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one (card, 4.4)."""
+"""Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one."""
 
 TIE = 1e-9
-"""Taken off a block's importance per place, so that of equal ones the first wins (card, 4.4)."""
+"""Taken off a block's importance per place, so that of equal ones the first wins."""
 
 
 def split(size: int, count: int, smallest_share: float) -> tuple[int, ...]:
-    """Sizes of the at most ``count`` blocks of a tensor of ``size`` values (card, 4.3).
+    """Sizes of the at most ``count`` blocks of a tensor of ``size`` values (section 5.2.2).
 
     The first holds ``smallest_share`` of them (s_min, in (0, 1]), the others equal parts of the rest, the last what is
     left. A tensor smaller than ``count`` has blocks of one value.
@@ -92,12 +92,12 @@ class BlockTable:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Values in each block, [L]: W of the card."""
+        """Values in each block, [L]."""
         return np.array([size for sizes in self.tensors.values() for size in sizes], dtype=np.int64)
 
     @cached_property
     def forced(self) -> Selection:
-        """The blocks that are always on, [L]: the first of every tensor, F of the card."""
+        """The blocks that are always on, [L]: the first of every tensor."""
         return np.array([place == 0 for sizes in self.tensors.values() for place in range(len(sizes))], dtype=bool)
 
     @cached_property
@@ -116,8 +116,7 @@ class BlockTable:
     def capacity(
         self, share: float, costs: Costs | None = None, blocks: NDArray[np.intp] | None = None, of: str = ""
     ) -> int:
-        """Return the cost that blocks which are not forced may have at a budget of ``share`` (s of the card, in (0,
-        1]).
+        """Return the cost that blocks which are not forced may have at a budget of ``share`` (s, in (0, 1]).
 
         costs: whole numbers [L] >= 0; those of values, W, unless given. blocks: those that the budget is for, called
         ``of``, and not all. Raises ValueError, which names the smallest budget, where not even the forced blocks fit.
@@ -153,10 +152,9 @@ class BlockTable:
         importance: Importance = "per_block",
         groups: Groups | None = None,
     ) -> Selection:
-        """Return the blocks that are on: the forced ones and the most important others that fit in ``share`` (card,
-        4.4).
+        """Return the blocks that are on: the forced ones and the most important others that fit in ``share``.
 
-        ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
+        ``importances`` [..., L] are G, in (0, 1), and the answer has their shape; those of forced blocks
         are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
         rule: how the knapsack is solved, see ``knapsack``; RULES' unless given. importance: see ``values_of``.
         groups: of blocks that have ``share`` each for themselves, and not together. Raises ValueError where the
@@ -330,7 +328,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
-    """Return the densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
+    """Return the densest items first, or the best single one: at least half of the largest value."""
     chosen = np.zeros(values.shape, dtype=bool)
     order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")  # what costs nothing always fits
     costs = sizes.tolist()

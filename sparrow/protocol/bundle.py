@@ -23,8 +23,7 @@ the active neurons as uint16 or uint32; ``first`` is for the first neurons of ev
 conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc neurons 0 and 2 active packs as bits
 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
 
-Masks of blocks are a bit for each, most significant bit first. pFedGate's card would list few of many: with the blocks
-that a model has, some dozens, that saves a byte or two.
+Masks of blocks are a bit for each, most significant bit first.
 
 Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
 say where they differ from the one of that digest (``changed``).

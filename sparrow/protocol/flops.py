@@ -56,11 +56,11 @@ def training_flops(
 
     weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
     where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
-    neurons (FedSPU's method card, 4.4). Masking a gradient after computing it saves nothing, and counts for nothing.
+    neurons (FedSPU, Eq. 5). Masking a gradient after computing it saves nothing, and counts for nothing.
     narrow: the rest is not there at all, and costs nothing.
 
     A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
-    training do (FedSGC's method card, 4.12). Dense kernels compute it all the same; docs/training.md says which do.
+    training do (FedSGC, appendix A.1). Dense kernels compute it all the same; docs/training.md says which do.
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)

@@ -9,7 +9,7 @@ Methods that train one sparse model have an ``ElementMask`` in its place (see ``
 tensor are *points*, packed in the same order. Where a method uses some blocks of the model, a ``BlockMask`` names them
 (see ``blocks``): what they hold of a tensor are *runs*.
 
-Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (after FedSPU's method card, 4.7): the active
+Seed form: both sides can draw a mask themselves from a ``NeuronDraw``: the active
 neurons of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|key|group|i``.
 The key comes with the assignment: nobody can compute the draw of another device, or of a later round.
 """
@@ -31,7 +31,7 @@ from .errors import ManifestError
 from .manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
 
 FULL_RATIO = 0.99
-"""Active ratios from here on count as 1 (method card, 4.2)."""
+"""Active ratios from here on count as 1."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ Mask = NeuronMask | ElementMask | BlockMask
 def active_count(size: int, ratio: float) -> int:
     """Return the number of active neurons of ``size`` at ``ratio``: max(1, floor(ratio * size)).
 
-    The 1e-9 removes accidents of binary floats: int(100 * 0.29) is 28, meant are 29 (method card, 4.2).
+    The 1e-9 removes accidents of binary floats: int(100 * 0.29) is 28, meant are 29.
     """
     if ratio >= FULL_RATIO:
         return size
@@ -73,7 +73,7 @@ def active_count(size: int, ratio: float) -> int:
 
 
 def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
-    """Return the active neurons of one group of ``size``: sorted indices, int (method card, 4.7)."""
+    """Return the active neurons of one group of ``size``: sorted indices, int."""
     count = active_count(size, draw.ratio)
     if count == size:
         return np.arange(size)
@@ -309,9 +309,7 @@ def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, 
 
 
 def count_values(manifest: Manifest, mask: Mask | None) -> int:
-    """Return the number of values that cross the wire under ``mask``, running statistics included: V(k) of the method
-    card, 3.3.
-    """
+    """Return the number of values that cross the wire under ``mask``, running statistics included."""
     if mask is None:
         return manifest.shared_values
     if isinstance(mask, ElementMask):
@@ -352,6 +350,6 @@ def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
 
 
 def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: Mask | None) -> None:
-    """Overwrite the active values of ``tensors`` with received ones; what was not received stays (method card, 4.3)."""
+    """Overwrite the active values of ``tensors`` with received ones; what was not received stays."""
     for spec, block, values in unpack(manifest, packed, mask):
         block.put(tensors[spec.name], values)

@@ -398,7 +398,7 @@ def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) 
     more.
 
     All arrays are flat [n]; returns bool [n]. weights: what each position's mean was taken over (Den, the contributors'
-    examples); among equal values more weight wins, then the lower index (FedSGC, section 4.10 of the method card).
+    examples); among equal values more weight wins, then the lower index (FedSGC, section 3.3).
     """
     index = np.flatnonzero(union)
     if len(index) <= count:

@@ -525,7 +525,7 @@ def committed(name):
     return groups(load_experiment(name), list(rows.latest(rows.read(path)).values()))
 
 
-def test_early_stopping_loses_to_a_fixed_horizon_as_errata_says():
+def test_early_stopping_loses_to_a_fixed_horizon_as_measured():
     found = committed("fedspu-cifar10")
     mean = [
         {
@@ -542,7 +542,7 @@ def test_early_stopping_loses_to_a_fixed_horizon_as_errata_says():
     assert "| FedSPU+ES | -5.1 | 81.7 | 86.9 | 69.3 |" in lines
 
 
-def test_at_equal_upload_fedspu_is_above_fine_tuned_fedavg_as_errata_says():
+def test_at_equal_upload_fedspu_is_above_fine_tuned_fedavg_as_measured():
     page = "\n".join(cost_sections(load_experiment("fedspu-cifar10"), committed("fedspu-cifar10")))
     found = re.findall(r"^\| FedAvg\+FT \| \*\*(\S+)\*\* \((\S+) to (\S+)\)", page, re.MULTILINE)
     assert found == [("+2.5", "+1.2", "+3.9"), ("+3.8", "+2.2", "+5.5"), ("+3.9", "+2.8", "+5.0")]

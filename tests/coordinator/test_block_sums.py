@@ -1,4 +1,4 @@
-"""Sums of updates under masks of blocks: the test vector V5 of pFedGate's method card, and a dense reference."""
+"""Sums of updates under masks of blocks: numbers worked out by hand, and a dense reference."""
 
 from __future__ import annotations
 

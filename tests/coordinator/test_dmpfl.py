@@ -1,4 +1,4 @@
-"""DM-PFL: its server half against the method card's vectors, and whole federations that pass through the stages."""
+"""DM-PFL: its server half against numbers worked out by hand, and whole federations that pass through the stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fold(sums, manifest, weights, *, held=None, num_examples=1, bias=0.0):
     sums.fold_in_place(pack(manifest, tensors, mask), mask, num_examples)
 
 
-# --- section 8.2 of the method card -----------------------------------------------------------------------------------
+# --- two rounds of the stage masks -----------------------------------------------------------------------------------
 
 NET = layer_of((3, 4))
 W_G = [
@@ -191,7 +191,7 @@ def test_what_more_than_thirty_percent_hold_is_shared(count, own, mask):
 
 
 def test_without_the_rule_the_largest_would_be():
-    """K4_without_rule of the card: nobody's position has a mean of its own, so all eight are in the running."""
+    """Without the rule of 30 %: nobody's position has a mean of its own, so all eight are in the running."""
     assert vote(4, votes=[10] * 8) == [0, 1, 1, 0, 1, 0, 0, 1]
 
 

@@ -1,4 +1,4 @@
-"""FedSGC and FedDST: their server half against the method card's vector, and whole federations of them."""
+"""FedSGC and FedDST: their server half against numbers worked out by hand, and whole federations of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUICK = {"density": DENSITY, "adjust_interval": 2, "device_interval": 1, "over_p
 """Re-adjusts in every second round, the last excepted, and so little that what changed is shorter than the mask."""
 
 
-# --- the server half: section 8.4 of the method card ------------------------------------------------------------------
+# --- the server half ------------------------------------------------------------------
 
 LAYER = Manifest(
     task="v84",

@@ -404,7 +404,7 @@ def test_a_device_that_takes_its_leave_is_not_drawn_until_it_asks(coordinator, a
 
 
 def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the_job(coordinator, answer):
-    """Card V5: C = {X, Z}, m = 10. X stops and is aggregated, C = {Z}; Z stops, C = {}: the job ends."""
+    """C = {X, Z}, m = 10. X stops and is aggregated, C = {Z}; Z stops, C = {}: the job ends."""
     coordinator.create(rounds=100, cohort=10, **STOPS)
     x, z = coordinator.enrol("X", "Z")
     coordinator.rounds.advance()

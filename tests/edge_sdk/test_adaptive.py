@@ -1,4 +1,4 @@
-"""DM-PFL+: section 8.5 of the method card, and a rule for one sample at a time."""
+"""DM-PFL+: Algorithm 4 on samples worked out by hand, and a rule for one sample at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 
 BASE = BaseEntropies(personal=0.2, global_model=0.8)
-CARD = [
+SAMPLES = [
     ([4, 0, 0], [2, 0, 0], 0.177324, 0.665573, 1, True, 0),
     ([4, 0, 0], [0, 2, 0], 0.177324, 0.665573, 0, False, 1),
     ([1, 0.5, 0], [0, 3, 0], 1.020191, 0.366594, 0.447214, False, 1),
@@ -33,7 +33,7 @@ CARD = [
 ]
 
 
-@pytest.mark.parametrize(("personal", "shared", "h_c", "h_g", "alike", "prefers", "chosen"), CARD)
+@pytest.mark.parametrize(("personal", "shared", "h_c", "h_g", "alike", "prefers", "chosen"), SAMPLES)
 def test_rows_of_the_card(personal, shared, h_c, h_g, alike, prefers, chosen):
     one, other = np.array([personal], np.float32), np.array([shared], np.float32)
     assert entropy(one).item() == pytest.approx(h_c, abs=1e-6)
@@ -44,8 +44,8 @@ def test_rows_of_the_card(personal, shared, h_c, h_g, alike, prefers, chosen):
 
 
 def test_all_rows_in_one_batch():
-    personal, shared = (np.array([row[column] for row in CARD], np.float32) for column in (0, 1))
-    assert prefers_personal(personal, shared, BASE).tolist() == [row[5] for row in CARD]
+    personal, shared = (np.array([row[column] for row in SAMPLES], np.float32) for column in (0, 1))
+    assert prefers_personal(personal, shared, BASE).tolist() == [row[5] for row in SAMPLES]
 
 
 def test_probabilities_instead_of_logits():

@@ -1,4 +1,4 @@
-"""DM-PFL's device half: the vectors of the method card, and what holds for every network."""
+"""DM-PFL's device half: numbers worked out by hand, and what holds for every network."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ PAPER = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight":
 """The settings of FjORD and FedDrop that the coordinator fills in."""
 
 SIMPLE = {"widths": "fixed", "scaled": False}
-"""The forms in which FedSPU's card compares them."""
+"""The forms in which FedSPU's paper compares them."""
 
 
 @pytest.fixture(scope="module")

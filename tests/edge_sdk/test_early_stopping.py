@@ -1,4 +1,4 @@
-"""The stop rules: the paper's against vector V5 of FedSPU's method card, the smoothed one by what it promises."""
+"""The stop rules: the paper's against numbers worked out by hand, the smoothed one by what it promises."""
 
 from __future__ import annotations
 

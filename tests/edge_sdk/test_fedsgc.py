@@ -1,4 +1,4 @@
-"""FedSGC's and FedDST's device halves: the vectors of the method card, and what holds for every network."""
+"""FedSGC's and FedDST's device halves: numbers worked out by hand, and what holds for every network."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def same_update(one, other):
     np.testing.assert_array_equal(one.update.values, other.update.values)
 
 
-# --- section 8.3 of the method card ------------------------------------------------------------------------------
+# --- prune and grow on ten weights ------------------------------------------------------------------------------
 
 VECTOR = {
     "theta": [0.12, -0.10, 0.30, -0.40, 0.06, 0.05, 0, 0, 0, 0],
@@ -189,7 +189,7 @@ def test_ten_weights_without_guidance(share, directions):
 def test_directions_of_weights_that_exist_alone_protect_small_ones_that_agree():
     """The map of the active six: 5, dropped as the smallest left, is congruent and taken back, with its value.
 
-    That is what the card says of guided growth where the map ends at what exists (4.8): 7 has no direction any more.
+    Guided growth, where the map ends at what exists: 7 has no direction any more.
     """
     replacing, job, batch = ten_weights(0.4, VECTOR["d"][:6])
     change = replacing.decide(1, [batch])

@@ -264,7 +264,7 @@ def test_nothing_but_the_output_without_gradients():
 
 
 def test_straight_through_as_on_the_card():
-    """V4 of the method card: three blocks of two weights, of which the second is off and still learns."""
+    """Three blocks of two weights, of which the second is off and still learns."""
     model = nn.Linear(6, 1, bias=False).double()
     model.weight.data = torch.tensor([[1, 2, -1, 3, 0.5, -2]], dtype=torch.float64)
     scales = torch.tensor([0.6, 0.5, 0.8], dtype=torch.float64, requires_grad=True)

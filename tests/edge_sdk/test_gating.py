@@ -1,4 +1,4 @@
-"""The gating layer against pFedGate's method card: switchable normalisation and heads (V6), sizes (4.1)."""
+"""The gating layer against slow definitions: switchable normalisation, heads, sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_v6_in_evaluation_after_that_step():
 
 
 def dense(norm, inputs, mean_bn, var_bn):
-    """Section 4.2 of the card, written out: of [N, C, HW], or flat [N, f]."""
+    """Switchable normalisation written out: of [N, C, HW], or flat [N, f]."""
     a, v = norm.mean_logits.softmax(0), norm.var_logits.softmax(0)
     mean, var = inputs.mean(-1, keepdim=True), inputs.var(-1, keepdim=True)
     if inputs.dim() == 2:

@@ -206,7 +206,7 @@ def test_person_needs_people():
 
 @pytest.mark.parametrize(("count", "replaced"), [(113, [0, 23, 45, 68, 90, 113]), (150, [0, 30, 60, 90, 120, 150])])
 def test_shifted_sets_are_nested_and_as_long_as_before(count, replaced):
-    """The counts are DM-PFL's card's; the union lies apart here, so that kept and drawn samples can be told."""
+    """The counts are DM-PFL's (section 4.1); the union lies apart here, so that kept and drawn samples can be told."""
     own, union = np.arange(count), np.arange(1000, 3000)
     kept = []
     for step, wanted in enumerate(replaced):

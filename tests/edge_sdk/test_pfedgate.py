@@ -394,7 +394,7 @@ def shares_of(trained):
 
 
 def test_over_ten_rounds_masks_differ_and_every_layer_keeps_its_share():
-    """Where one dense layer holds two thirds of the weights: errata of the first runs on CIFAR-10."""
+    """Where one dense layer holds two thirds of the weights, as on CIFAR-10."""
     devices = DigitsDevices()
     sizes = {name: devices.manifest.block_table.sizes[on].sum() for name, on in devices.blocks().items()}
     assert max(sizes.values()) > 0.66 * sum(sizes.values())

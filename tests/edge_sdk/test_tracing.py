@@ -15,7 +15,7 @@ from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, count_value
 
 
 class Boundary(nn.Module):
-    """Test vector V2 of the FedSPU method card: two convolutions, a flatten of 2x2 maps, two linear layers."""
+    """Two convolutions, a flatten of 2x2 maps, two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Boundary(nn.Module):
 
 
 class Cifar(nn.Module):
-    """The CIFAR-10 network of the method card, section 6.2."""
+    """The CIFAR-10 network of FedSPU's code."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ def groups(manifest: Manifest) -> dict[str, int]:
     return manifest.group_sizes
 
 
-# --- the method card's vectors
+# --- numbers worked out by hand
 
 
 def test_v1_masks_of_an_mlp():

@@ -1,6 +1,6 @@
 """What FedSGC moves over the wire, counted by a proxy on it: the weights that exist, and little more.
 
-The network and its numbers are those of FedSGC's method card (3.6, 8.1): at a density of 0.2 the 261,750 weights of
+The network is FedSGC's (section 4.1): at a density of 0.2 the 261,750 weights of
 the MNIST network come down to 52,349.
 """
 
@@ -27,7 +27,7 @@ from .proxy import Exchange, Proxy
 
 DENSITY = 0.2
 KEPT, WEIGHTS, BIASES = 52_349, 261_750, 90
-"""K, n_w and n_u of the method card."""
+"""Weights that exist, all maskable weights, and other values."""
 
 NAMES = ("one", "two")
 ROUNDS, ADJUSTING = 5, (2, 4)

@@ -1,7 +1,7 @@
 """A model, its gating layer and a budget together: training and prediction under pFedGate (arXiv:2305.02776).
 
 Every batch: importances G and scales M from the gating layer, the knapsack's choice I of blocks, and the model run on
-θ ⊛ M·I. Gradients reach the importances of all blocks as if I were G (straight through; the method card, 4.5). Blocks
+θ ⊛ M·I. Gradients reach the importances of all blocks as if I were G (straight through, section 5.2.3). Blocks
 that are always on have no such choice, nor has a device whose budget is everything.
 
 There are three ways to predict: with one choice for a batch, as the paper does; with one for every sample, as a device
@@ -64,7 +64,7 @@ class Gated:
     counts: ``used`` [L] are the samples for which each block was on, ``masks`` the different choices, and ``decided``
     the batches whose choice followed from the gate: it is not the one that equal importances would have led to, or
     there was room for everything, so that the gate only scaled. window: of so many inputs the gates are averaged where
-    each input has a choice of its own (card, 4.9). Raises ValueError where the budget is too small, or the gate's table
+    each input has a choice of its own. Raises ValueError where the budget is too small, or the gate's table
     is not this model's.
     """
 
@@ -173,7 +173,7 @@ class Gated:
 
 class GatedOptimisation:
     """One round's joint steps of model and gate, each with a learning rate and, where the settings clip, a norm of its
-    own (card, 3.2).
+    own.
 
     Optimisers begin afresh, so that momentum lives on touched blocks alone; a block that is off in a batch is passed
     over, with momentum and weight decay. model_rate None trains the gate alone.

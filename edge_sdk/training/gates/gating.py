@@ -1,7 +1,7 @@
 """The gating layer: from a batch of inputs to a scale and an importance for every block (pFedGate, arXiv:2305.02776).
 
     h = flatten(SN(x))                              switchable normalisation, arXiv:1806.10779
-    M = mean of sigmoid(BN(V_M h + c_M))            scales      (Eq. 4-5; the method card, 4.1 and 4.2)
+    M = mean of sigmoid(BN(V_M h + c_M))            scales      (section 5.2.1)
     G = mean of sigmoid(BN(V_G h + c_G))            importances
 
 The means are over the batch; ``each`` leaves them out, so that every sample has gates of its own. Logits of scales
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..local import seed_generators
 
 LARGEST_SHARE = 0.1
-"""Of the model's parameters: a gate that would have more pools its input (card, 4.1)."""
+"""Of the model's parameters: a gate that would have more pools its input."""
 
 _EPSILON = 1e-5
 _POOLING = {2: F.avg_pool1d, 3: F.avg_pool2d, 4: F.avg_pool3d}
@@ -35,7 +35,7 @@ Sees = Literal["batch", "device", "nothing"]
 
 
 class SwitchNorm(nn.Module):
-    """Switchable normalisation of [N, channels, positions], or where it is ``flat`` of [N, channels] (card, 4.2).
+    """Switchable normalisation of [N, channels, positions], or where it is ``flat`` of [N, channels].
 
     Mean and variance are blends of those over a sample's channel, over a sample, and over the batch; of flat inputs of
     the last two. Variances are unbiased; running ones begin at 0, as the authors' do.

@@ -295,7 +295,7 @@ class _OffRows:
         """Return <δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights
         alone give.
 
-        That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
+        That is e_b of ``gates.network``, since z_b is linear in θ_b; it needs no gradient as large as the weight.
         """
         layer, operator, columns = self.layer, self.layer.operator, self.layer.columns
         batch, weight = layer.batch, layer.weight

@@ -12,7 +12,7 @@ Chains of linear layers, convolutions in one group, batch norm, activations, poo
 that. Before any other operation (additions, concatenations, group norm, ...) all channels are written out, and the
 weights of any other layer are made whole, with zeros: that is as exact, and saves nothing there.
 
-The gate of an off block learns, too, by the straight-through rule (method card, 4.5): e_b = Σ_j ∂f/∂θ'_j·θ_j. That
+The gate of an off block learns, too, by the straight-through rule: e_b = Σ_j ∂f/∂θ'_j·θ_j. That
 takes the signal at rows that nobody computed, and what they would have given. Where a ReLU stands behind a constant
 that is not above zero no signal passes, and nothing is computed.
 """
@@ -100,7 +100,7 @@ class GatedModel:
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor, selected: Selection) -> torch.Tensor:
         """Return the model's output for ``inputs`` [N, ...], in the mode (training or not) that the model is in.
 
-        ``gates``: float [L], M' of the card, 0 at blocks that are off, differentiable; to train both paths of a gating
+        ``gates``: float [L], M', 0 at blocks that are off, differentiable; to train both paths of a gating
         layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
         as those of the masked whole model would. Raises ValueError for gates that do not fit.
         """

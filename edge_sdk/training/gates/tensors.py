@@ -2,7 +2,7 @@
 
 A leaf is a view into its parameter's own storage. An optimiser over leaves therefore moves the model in place, a block
 that is off in a batch has no gradient and is passed over, and nothing as large as the parameter is made anywhere. The
-adapted weights θ' = θ ⊛ M' of a batch (pFedGate, arXiv:2305.02776; its method card, section 2) are made of the output
+adapted weights θ' = θ ⊛ M' of a batch (pFedGate, arXiv:2305.02776) are made of the output
 rows that some block touches which is on, one below the other; where such a row is cut, zeros stand for what is off.
 
 On a small network a batch takes a few milliseconds and each call of torch some microseconds, more than its work. So
@@ -102,7 +102,7 @@ class Channels:
 class Batch:
     """The facts of one batch.
 
-    gates: float [L], M' of the card, 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
+    gates: float [L], M', 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
     blocks are on. heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor:
     what they are multiplied by, so that they stand for the whole batch. With heard 0 off blocks' gates get none:
     ``gates`` passes no gradients to them.

@@ -1,4 +1,4 @@
-"""Masks of blocks: packing under them against plain dense indexing, and their bundles (V8 of pFedGate's card)."""
+"""Masks of blocks: packing under them against plain dense indexing, and their bundles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIPELINE = Manifest(
     tensors=(TensorSpec(name="a", shape=(4, 5)), TensorSpec(name="b", shape=(6,))),
     blocks={"a": (4, 8, 8), "b": (1, 3, 2)},
 )
-"""The pipeline model of the card, V3."""
+"""A convolution, a flatten and a linear layer."""
 
 
 def mask_of(length, *places):

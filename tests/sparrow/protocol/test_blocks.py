@@ -1,4 +1,4 @@
-"""Block tables and the knapsack against the test vectors of pFedGate's method card (V1, V2, V3)."""
+"""Block tables and the knapsack against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_groups_have_a_share_of_the_budget_each():
 
 
 def test_the_released_codes_two_groups_keep_what_the_paper_prints():
-    """s' of 0.432 at s = 0.5 and 0.243 at s = 0.3 on CIFAR-10 (card, 7.2)."""
+    """s' of 0.432 at s = 0.5 and 0.243 at s = 0.3 on CIFAR-10 (pFedGate, section 7.2)."""
     table = BlockTable.of(CIFAR10)
     places = table.places
     groups = {

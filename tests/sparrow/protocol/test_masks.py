@@ -1,4 +1,4 @@
-"""Masks against the test vectors of FedSPU's method card (V1, V2, V3, V7, V8), and pack/merge as inverses."""
+"""Masks against numbers worked out by hand, and pack/merge as inverses."""
 
 from __future__ import annotations
 

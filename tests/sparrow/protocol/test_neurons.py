@@ -35,7 +35,7 @@ def mask_of(conv, fc):
     [(100, 0.29, 29), (100, 0.57, 57), (6, 0.2, 2), (3, 0.01, 1), (20, 0.4, 8), (84, 0.6, 51), (7, 0.99, 7)],
 )
 def test_counts_rounded_up(size, ratio, count):
-    """V3 of FedSPU's method card has them in brackets."""
+    """HeteroFL's rule, beside FedSPU's."""
     assert active_count_up(size, ratio) == count
 
 

@@ -1,4 +1,4 @@
-"""Rules of sparse training: the vectors of FedSGC's method card (section 8), and slow definitions of every choice.
+"""Rules of sparse training: numbers worked out by hand, and slow definitions of every choice.
 
 The slow definitions sort whole lists; values are small integers, so that ties are the rule and not the exception.
 """
@@ -424,7 +424,7 @@ def test_nothing_is_revived_where_enough_exist():
 
 
 def test_small_weights_that_agree_are_taken_back():
-    """Growth protects a weight that was dropped a moment ago for being small (card, 4.8, the fact)."""
+    """Growth protects a weight that was dropped a moment ago for being small."""
     weights = np.array([5, 1, 2, 6, 0, 0], np.float32)
     exists = np.array([1, 1, 1, 1, 0, 0], bool)
     directions = np.array([0, 1, 0, 0, 0, 0], np.int8)
