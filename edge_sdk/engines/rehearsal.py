@@ -3,7 +3,7 @@
 What ONNX Runtime's allocator holds cannot be asked for, so it is measured: sessions that are made anew take steps on a
 quarter of a batch and on half of it, and what the process then holds more grows by as much with every further sample.
 Five built-in models, batches of 32 and 128, budgets of 0.4 and 1: where training adds 5 MiB or more it was predicted to
-between 0.89 and 1.22 of what was measured; docs/profile.md has the table.
+between 0.89 and 1.22 of what was measured; docs/budget.md has the table.
 """
 
 from __future__ import annotations
