@@ -37,7 +37,7 @@ from tqdm import tqdm
 from edge_sdk.publishing.coupling import describe
 from sparrow.benchmarks.peers.install import PYTHON, ROOT
 from sparrow.benchmarks.server import machine
-from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums, Sums
+from sparrow.coordinator.sums.averages import ElementSums, MaskedSums, Sums
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.masks import (
     CHUNK_VALUES,

@@ -31,7 +31,7 @@ from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.coordinator.rounds.intake import Intake, Update
 from sparrow.coordinator.rounds.lengths import LENGTHS, WINDOW, usual
-from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.coordinator.sums.averages import MaskedSums
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.masks import pack

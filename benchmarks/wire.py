@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from edge_sdk.publishing.coupling import describe
 from sparrow.benchmarks.server import machine
-from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums
+from sparrow.coordinator.sums.averages import ElementSums, MaskedSums
 from sparrow.protocol import bundle
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Manifest, Tensors

@@ -33,7 +33,6 @@ from .errors import Unavailable
 from .fleet.access import Tokens
 from .fleet.devices import Devices
 from .fleet.federations import Federations
-from .fleet.last_seen import LastSeen
 from .fleet.polling import Polling
 from .fleet.sessions import Sessions
 from .models.global_models import Models, Retention
@@ -48,6 +47,7 @@ from .rounds.costs import UploadCosts
 from .rounds.dispatch import Ask, Asked, Dispatch
 from .rounds.engine import Rounds
 from .rounds.intake import DecodedUpdates
+from .rounds.last_seen import LastSeen
 from .settings import Settings
 from .storage.database import BUSY_SECONDS, check_revision
 from .storage.store import Store

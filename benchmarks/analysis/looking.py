@@ -25,7 +25,7 @@ from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import load_method
 from edge_sdk.methods.dual import Dual
 from sparrow.benchmarks.analysis.measures import Layers
-from sparrow.coordinator.rounds.draws import neurons_of
+from sparrow.coordinator.draws import neurons_of
 from sparrow.coordinator.storage.store import RECORDS_FILE
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 from sparrow.protocol.elements import ElementMask

@@ -46,6 +46,7 @@ from sparrow.protocol.preparation import Targets
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Publication, Published
 
+from ..draws import new_secret
 from ..errors import (
     BadContent,
     DifferentFederation,
@@ -67,14 +68,10 @@ from ..models import judging
 from ..models.global_models import Models, carry_out_replacement, record_publication, settings_of
 from ..rounds import rollback
 from ..rounds.assignments import extend_deadlines, forget_adapted, open_round
-from ..rounds.buffered import check_buffer
 from ..rounds.candidates import what_is_missing, why_over
 from ..rounds.cleanup import clear_deleted
-from ..rounds.draws import new_secret, why_predictable
-from ..rounds.intake import clips_relatively, fault_of_model
-from ..rounds.privacy import check_privacy, spent
-from ..rounds.robust import check_robust
-from ..rounds.secure import check_secure
+from ..rounds.intake import fault_of_model
+from ..rounds.privacy import spent
 from ..storage.store import Store
 from ..storage.tables import (
     Assignment,
@@ -86,8 +83,8 @@ from ..storage.tables import (
     Round,
     Token,
 )
-from ..web import why_no_pages
 from . import publications
+from .checks import check_settings, why_no_pages, why_predictable, why_unbounded
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +227,7 @@ class Federations:
         if fault is not None:
             raise BadContent(f"{fault}; publish smaller weights, or another precision")
         warning = method.warning(model, situation) or why_predictable(settings)
-        for text in (warning, _unbounded(settings)):
+        for text in (warning, why_unbounded(settings)):
             if text:
                 log.warning("%s: %s", request.name, text)
         federation_id = self._reserve_id(request.name)
@@ -432,7 +429,7 @@ class Federations:
             reason=federation.reason,
             waiting_for=what_is_missing(db, federation, self._clock()),
             warning=federation.warning,
-            notice=_unbounded(settings),
+            notice=why_unbounded(settings),
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),
@@ -665,42 +662,6 @@ def completed(settings: FederationSettings) -> FederationSettings:
         wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
         raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
-
-
-def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
-    """Raise BadContent for settings that together cannot keep what they promise: at creation and at every change."""
-    check_secure(method, manifest, settings)
-    check_robust(method, settings)
-    check_privacy(method, manifest, settings)
-    check_buffer(method, settings)
-    check_adjustment(method, manifest, settings)
-
-
-def check_adjustment(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
-    """Raise BadContent for class frequencies that are to be added to outputs where method or model have no place."""
-    if not settings.logit_adjustment:
-        return
-    if not method.adjusts_logits:
-        raise BadContent(
-            f"logit_adjustment: {settings.method} has no one model that outputs alike on all devices; leave it out, or "
-            f"choose fedavg, fedprox, fedspu, fjord, hermes, ditto or apfl"
-        )
-    if manifest.output_bias is None:
-        raise BadContent(
-            "logit_adjustment: the model's last layer has no trained bias with a value for each class, which it is "
-            "added to; leave it out, or publish a model that has one"
-        )
-
-
-def _unbounded(settings: FederationSettings) -> str | None:
-    """Return a notice where nothing bounds how far one device's update moves the global model; None elsewhere."""
-    if settings.robust or clips_relatively(settings):
-        return None
-    if any((settings.update_clip, settings.update_norm_limit, settings.outlier_mads)):
-        return None
-    return "nothing bounds how far one device can move the global model: where you do not trust every device, set " + (
-        "update_clip" if settings.secure else "relative_clip, update_clip or robust"
-    )
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:

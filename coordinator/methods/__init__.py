@@ -27,7 +27,7 @@ from sparrow.protocol.parts import Numbers, Part, Plan
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent, UnknownMethod
-from ..rounds.sums import MaskedSums, Sums
+from ..sums.averages import MaskedSums, Sums
 
 
 class MethodSettings(BaseModel):

@@ -33,7 +33,7 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 
 from ..errors import BadContent, WrongState
-from ..rounds.sums import ElementSums, Sum, quotient
+from ..sums.averages import ElementSums, Sum, quotient
 from . import (
     Aggregation,
     CoordinatorMethod,

@@ -11,7 +11,7 @@ over active weights. This is the paper's method.
 
 from __future__ import annotations
 
-from ..rounds.sums import ElementSums
+from ..sums.averages import ElementSums
 from . import GlobalModel, Situation
 from .sparse import SparseTrainingSettings, average_and_prune, replacing_method
 

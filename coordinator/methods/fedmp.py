@@ -50,7 +50,7 @@ from sparrow.protocol.flops import training_flops
 from sparrow.protocol.neurons import Scores, first_neurons, norm_scores
 from sparrow.protocol.settings import FederationSettings
 
-from ..rounds.sums import MaskedSums, Sums
+from ..sums.averages import MaskedSums, Sums
 from . import (
     ActiveNeurons,
     Aggregation,

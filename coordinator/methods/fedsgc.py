@@ -35,7 +35,7 @@ from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import Block
 from sparrow.protocol.parts import Numbers
 
-from ..rounds.sums import ElementSums
+from ..sums.averages import ElementSums
 from . import GlobalModel, Situation
 from .sparse import (
     SparseTrainingSettings,

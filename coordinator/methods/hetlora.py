@@ -24,7 +24,7 @@ from sparrow.protocol.neurons import first_neurons_up
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from ..rounds.sums import MaskedSums, Sum, quotient
+from ..sums.averages import MaskedSums, Sum, quotient
 from . import (
     ActiveNeurons,
     Aggregation,

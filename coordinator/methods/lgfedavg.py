@@ -19,7 +19,7 @@ from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from ..rounds.sums import BlockSums, MaskedSums, Sums
+from ..sums.averages import BlockSums, MaskedSums, Sums
 from . import (
     Aggregation,
     CoordinatorMethod,

@@ -36,7 +36,7 @@ from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from ..rounds.sums import BlockSums
+from ..sums.averages import BlockSums
 from . import (
     Aggregation,
     CoordinatorMethod,

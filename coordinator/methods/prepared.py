@@ -12,7 +12,7 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import weight_budget
 
 from ..errors import BadContent
-from ..rounds.sums import ElementSums, OneUpdate, Sums
+from ..sums.averages import ElementSums, OneUpdate, Sums
 from . import GlobalModel, MethodSettings, Situation, refuse_mask
 from .sparse import check_maskable
 

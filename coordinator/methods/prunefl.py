@@ -35,7 +35,7 @@ from sparrow.protocol.parts import Plan, all_maskable
 from sparrow.protocol.sparsity import prunefl_interval, readjust
 
 from ..errors import BadContent
-from ..rounds.sums import ElementSums, OneUpdate, Sums
+from ..sums.averages import ElementSums, OneUpdate, Sums
 from . import (
     Aggregation,
     CoordinatorMethod,

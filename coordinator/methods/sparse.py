@@ -28,7 +28,7 @@ from sparrow.protocol.sparsity import (
 )
 
 from ..errors import BadContent
-from ..rounds.sums import ElementSums
+from ..sums.averages import ElementSums
 from . import (
     Aggregation,
     CoordinatorMethod,

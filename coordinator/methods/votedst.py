@@ -37,7 +37,7 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import Election, draw_candidates, elect, elections, largest, over_pruning
 
 from ..errors import BadContent
-from ..rounds.sums import ElementSums
+from ..sums.averages import ElementSums
 from . import (
     Aggregation,
     CoordinatorMethod,

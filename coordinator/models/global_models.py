@@ -39,9 +39,9 @@ from sparrow.protocol.secure.consistency import model_digest
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
+from ..draws import neurons_of
 from ..errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from ..methods import GlobalModel, ServerPruning, Situation, load_method
-from ..rounds.draws import neurons_of
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Model, Round
 from .payloads import Packed, Payloads

@@ -27,9 +27,9 @@ from sparrow.protocol.messages import (
 
 from ..errors import NotFound, Unavailable, read_stored
 from ..fleet.federations import find
-from ..fleet.last_seen import LastSeen
 from ..methods import load_method
 from ..rounds.assignments import COHORT_KINDS, UNCOUNTED
+from ..rounds.last_seen import LastSeen
 from ..storage.failing import RECORDS
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Round

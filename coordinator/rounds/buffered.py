@@ -26,14 +26,11 @@ from sqlalchemy.orm import Session
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack
 from sparrow.protocol.messages import Kind
-from sparrow.protocol.settings import FederationSettings
 
-from ..errors import BadContent
-from ..methods import CoordinatorMethod, why_not_buffered
 from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Federation
+from ..sums.averages import difference
 from .assignments import UNCOUNTED
-from .sums import difference
 
 
 @dataclass(frozen=True)
@@ -112,12 +109,3 @@ def bring_forward(
     moved = difference(manifest, began, values, mask)
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is left out
         return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
-
-
-def check_buffer(method: CoordinatorMethod, settings: FederationSettings) -> None:
-    """Raise BadContent for a federation whose method cannot take updates of older models."""
-    if settings.buffer is None:
-        return
-    reason = why_not_buffered(method, settings)
-    if reason:
-        raise BadContent(f"buffer: {settings.method} cannot take in updates of older models: {reason}; leave it out")

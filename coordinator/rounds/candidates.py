@@ -13,11 +13,11 @@ from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
 
+from ..draws import Candidate, choose, choose_each, uniform
 from ..methods import Participation, Situation, load_method
 from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import COHORT_KINDS, Drawable, open_round, weight_of
-from .draws import Candidate, choose, choose_each, uniform
 
 SLACK = 1e-9
 """The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""

@@ -14,9 +14,9 @@ from sparrow.protocol.parts import Expected
 from ..errors import BadContent
 from ..methods import CoordinatorMethod, GlobalModel, Situation, load_method
 from ..storage.tables import Assignment
+from ..sums.averages import difference
 from .intake import fault_of_update
 from .secure import masked_fault
-from .sums import difference
 
 
 def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:

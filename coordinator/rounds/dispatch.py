@@ -13,6 +13,7 @@ from sparrow.protocol import messages as wire
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.secure.messages import SecureWork
 
+from ..draws import neurons_of
 from ..errors import FederationDeleted, Finished, NotFound, RoundClosed
 from ..methods import Situation, load_method, sends_values
 from ..models.global_models import Models, settings_of
@@ -21,7 +22,6 @@ from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
 from .candidates import able, most_examples, reaches, situation_of, smallest_budget
-from .draws import neurons_of
 from .secure import ANSWERS, secure_work
 from .skew import adjustment
 

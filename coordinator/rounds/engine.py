@@ -51,7 +51,6 @@ from sparrow.protocol import messages as wire
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import Damaged, Unavailable
-from ..fleet.last_seen import LastSeen
 from ..logs import about
 from ..methods import GlobalModel, Situation, Work, load_method
 from ..models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
@@ -80,6 +79,7 @@ from .cleanup import clear, models_in_use
 from .costs import UploadCosts
 from .evaluations import ask_for_evaluation
 from .intake import DecodedUpdates, Folding, next_model
+from .last_seen import LastSeen
 from .lengths import usual_before
 from .privacy import spent
 from .rollback import carry_out, newest_version

@@ -23,14 +23,14 @@ from sparrow.protocol.evidence import Pool, pool_of
 from sparrow.protocol.messages import Kind, Receipt
 from sparrow.protocol.settings import FederationSettings
 
+from ..draws import Candidate, choose
 from ..errors import read_stored
 from ..methods import load_method, sends_values
 from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Device, Federation, Round
+from ..sums.private import noisy_means
 from .assignments import assign, rests
 from .candidates import devices_of
-from .draws import Candidate, choose
-from .privacy import noisy_means
 from .skew import adjustment
 
 

@@ -49,13 +49,13 @@ from ..methods import CoordinatorMethod, GlobalModel, Situation, UpdatePart, loa
 from ..models.global_models import Models
 from ..storage.store import Store
 from ..storage.tables import Federation
+from ..sums.averages import OneUpdate, Sums, difference
+from ..sums.private import PrivateSums
+from ..sums.robust import RobustSums
 from .assignments import BUNDLE_KINDS, Member, update_key, weight_of
 from .buffered import Arrival, bring_forward, staleness_weight
 from .lengths import LENGTHS, kept, norm_of, usual
-from .privacy import PrivateSums
-from .robust import RobustSums
 from .secure import Ended
-from .sums import OneUpdate, Sums, difference
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,6 @@ from sparrow.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from ..methods import CoordinatorMethod
 from ..models.global_models import Models, settings_of
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
@@ -59,49 +57,6 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
 """The phases that are answered in JSON, and their answers."""
 
 PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
-
-
-def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
-    """Raise BadContent for a federation that cannot be secure."""
-    if not settings.secure:
-        return
-    if find_spec("cryptography") is None:
-        raise BadContent("secure: cryptography is not installed here: pip install 'sparrow-fl[secure]'")
-    reason = method.why_not_secure(settings)
-    if reason is not None:
-        raise BadContent(f"secure: {settings.method} cannot do with it: {reason}; leave secure out")
-    single = {
-        "robust": settings.robust,
-        "update_norm_limit": settings.update_norm_limit,
-        "outlier_mads": settings.outlier_mads,
-        "buffer": settings.buffer,
-    }
-    asked = next((name for name, value in single.items() if value is not None), None)
-    if asked is not None:
-        waits = "a secure round is of one cohort, whose devices wait for one another"
-        why = waits if asked == "buffer" else "it looks at single updates, which nobody sees"
-        raise BadContent(f"{asked}: not in a secure federation: {why}; leave {asked} or secure out")
-    if settings.over_selection or settings.extensions:
-        raise BadContent("secure: over_selection and extensions would bring devices in after the keys; leave them out")
-    least = least_cell(settings.secure_colluders)
-    if settings.cohort < least or choose_sharing(settings.cohort, settings.secure_colluders, 0.0) is None:
-        raise BadContent(
-            f"cohort: {settings.cohort} devices do not hide one another from a coordinator and "
-            f"{settings.secure_colluders} colluders; at least {least + 1} do"
-        )
-    if choose_sharing(settings.cohort, settings.secure_colluders, settings.secure_dropouts) is None:
-        raise BadContent(
-            f"secure_dropouts: of a cohort of {settings.cohort} no shares bear that {settings.secure_dropouts:.0%} "
-            f"vanish and {settings.secure_colluders} collude; lower one of them, or raise the cohort"
-        )
-    if settings.noise_multiplier is not None and settings.update_clip is not None:
-        scale = Scale(settings.secure_bits, settings.cohort, settings.secure_range, 1.0)
-        rounded = scale.most_rounded(manifest.shared_values)
-        if rounded > settings.update_clip / 2:
-            raise BadContent(
-                f"secure_bits: rounding to {settings.secure_bits} bits can lengthen an update by {rounded:.3g}, which "
-                f"is taken off update_clip before it; set secure_bits to 32, or lower secure_range"
-            )
 
 
 def cell_size(settings: FederationSettings) -> int:
@@ -226,7 +181,7 @@ class SecureRounds:
 
     def _weights(self, members: Sequence[_Member], *, alike: bool) -> dict[str, int]:
         """Return how much each device counts: the samples that it told, up to the most that any counts with. alike:
-        everybody counts as 1 (``rounds.privacy``)."""
+        everybody counts as 1 (``sums.private``)."""
         if alike:
             return {member.name: 1 for member in members}
         with self._store.reading() as db:

@@ -37,7 +37,7 @@ class Federation(Base):
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
     rounds; ``model_version`` the global models, 0 being w^0; ``model_sha256`` is the digest of today's file.
     ``rollback_version`` is one to go back to when the open round has closed. ``warning`` is what its method found
-    wrong, last. ``secret`` is what its draws follow from (``rounds.draws``), ``noise_key`` what a private federation's
+    wrong, last. ``secret`` is what its draws follow from (``draws``), ``noise_key`` what a private federation's
     noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
     for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
     ``publication``: the signed publication of the model (``signatures.Published``), ``publisher`` the author's key

@@ -12,11 +12,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.settings import FederationSettings
-
 from ..errors import NotFound
-from ..methods import CoordinatorMethod
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -83,21 +79,3 @@ def read(folder: Path, name: str) -> File:
 def load(name: str) -> File:
     """Return a file of the page. Raises NotFound."""
     return read(OWN, name)
-
-
-def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manifest: Manifest) -> str | None:
-    """Return why no page can take part in a federation of these settings and this model; None where pages can."""
-    if settings.secure:
-        return "it has secure aggregation, for which a device needs the SDK"
-    if not method.pages:
-        can = "pages take part in fedavg, fedper, fedprox, fedspu and local"
-        return f"{settings.method} runs on devices with the SDK alone; {can}"
-    if settings.method_settings.get("start") == "initial":
-        return "devices begin with the first model of all, which the SDK alone draws"
-    if "step" not in manifest.graphs:
-        return "the model was published without a training step, which pages train with"
-    if manifest.preparation is not None and manifest.preparation.own:
-        return "each device standardises by its own statistics, for which it needs the SDK"
-    if len(manifest.output_shape) != 1 or (manifest.targets is not None and manifest.targets.kind == "numbers"):
-        return "pages judge classifications of whole samples, and this model answers something else"
-    return None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
-from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.coordinator.sums.averages import MaskedSums
 from sparrow.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
 from sparrow.protocol.settings import FederationSettings

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sparrow.coordinator.rounds.sums import BlockSums
+from sparrow.coordinator.sums.averages import BlockSums
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.manifest import Manifest, TensorSpec
 from sparrow.protocol.masks import blocks, pack

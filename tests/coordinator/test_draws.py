@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each, neuron_key, new_secret
+from sparrow.coordinator.draws import Candidate, choose, choose_each, neuron_key, new_secret
 from sparrow.protocol.settings import FederationSettings
 
 NAMES = [f"dev-{number}" for number in range(20)]

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from sparrow.coordinator.rounds.sums import ElementSums
+from sparrow.coordinator.sums.averages import ElementSums
 from sparrow.protocol.elements import ElementMask, everything
 from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from sparrow.protocol.masks import Points, blocks, pack

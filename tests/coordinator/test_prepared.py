@@ -8,7 +8,7 @@ import pytest
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.methods.prunefl import SquaredGradientSums
-from sparrow.coordinator.rounds.sums import OneUpdate
+from sparrow.coordinator.sums.averages import OneUpdate
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.bundle import encode
 from sparrow.protocol.elements import everything

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from sqlalchemy import event
 
+from sparrow.coordinator.draws import choose_each, new_secret
 from sparrow.coordinator.errors import BadContent, NotFound
+from sparrow.coordinator.fleet.checks import check_privacy
 from sparrow.coordinator.fleet.federations import completed, find
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.rounds import privacy
 from sparrow.coordinator.rounds.assignments import assign
-from sparrow.coordinator.rounds.draws import choose_each, new_secret
-from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, noise_of, noisy_means
+from sparrow.coordinator.rounds.privacy import epsilon, spent
 from sparrow.coordinator.storage.tables import Device
+from sparrow.coordinator.sums import private
+from sparrow.coordinator.sums.private import PrivateSums, noise_of, noisy_means
 from sparrow.protocol import checkpoint
 from sparrow.protocol.accounting import SENSITIVITY
 from sparrow.protocol.builtin import load_builtin
@@ -49,7 +51,7 @@ def private_sums(manifest, round_number=1, key=bytes(32), **changes):
 def quiet(monkeypatch):
     """No noise, and how much of it was asked for."""
     asked = []
-    monkeypatch.setattr(privacy, "noise_of", lambda key, number, sums: asked.append(len(sums)) or np.zeros(len(sums)))
+    monkeypatch.setattr(private, "noise_of", lambda key, number, sums: asked.append(len(sums)) or np.zeros(len(sums)))
     return asked
 
 
@@ -118,7 +120,7 @@ def told_by(devices, gain):
 
 def test_what_one_device_tells_of_its_candidates_moves_the_noisy_sum_by_at_most_one(quiet):
     settings = FederationSettings(**PRIVATE)
-    usual = np.array([privacy.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
+    usual = np.array([private.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
     sums = [
         np.array(list(noisy_means(told_by(4, gain), 4, settings, bytes(32), 3).values())) * 4 / usual
         for gain in (0.0, 1e6, -1e6)
@@ -132,7 +134,7 @@ def test_what_one_device_tells_of_its_candidates_moves_the_noisy_sum_by_at_most_
 def test_what_devices_tell_has_the_noise_that_is_accounted_for():
     """Of the same telling in many federations: deviation z on every coordinate, within 5 standard errors."""
     settings, told = FederationSettings(**{**PRIVATE, "noise_multiplier": 2.0}), told_by(4, 0.5)
-    usual = np.array([privacy.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
+    usual = np.array([private.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
     found = [noisy_means(told, 4, settings, key.to_bytes(32, "little"), 3) for key in range(400)]
     drawn = np.array([list(each.values()) for each in found]) * 4 / usual
     assert np.std(drawn - drawn.mean(axis=0)) == pytest.approx(2.0, rel=5 / (2 * drawn.size) ** 0.5)
@@ -152,7 +154,7 @@ def test_comparing_at_the_end_counts_as_one_more_event(open_coordinator):
                 db.add(assign(federation, device, Kind(kind), 1, 0, 0.0))
         federation_id = federation.id
     with coordinator.store.reading() as db:
-        cost = privacy.spent(db, federation_id, 1, FederationSettings(**PRIVATE))
+        cost = spent(db, federation_id, 1, FederationSettings(**PRIVATE))
     assert cost.most_draws == 2
     assert cost.epsilon == epsilon(FederationSettings(**PRIVATE), 2)
 

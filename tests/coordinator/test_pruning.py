@@ -13,7 +13,7 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Participation, Situation
 from sparrow.coordinator.methods.fedmp import FedMPSettings, next_ratio, rewards
-from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.coordinator.sums.averages import MaskedSums
 from sparrow.protocol import checkpoint
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.bundle import decode, encode

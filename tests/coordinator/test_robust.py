@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.checks import check_robust
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Situation, any_budget, load_method
-from sparrow.coordinator.rounds import robust
 from sparrow.coordinator.rounds.intake import sums_of
-from sparrow.coordinator.rounds.robust import RobustSums, check_robust
+from sparrow.coordinator.sums import robust
+from sparrow.coordinator.sums.robust import RobustSums
 from sparrow.protocol.blocks import BlockMask, BlockTable
 from sparrow.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from sparrow.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole

@@ -13,6 +13,7 @@ import pytest
 
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
+from sparrow.coordinator.draws import Candidate, choose, new_secret
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -31,7 +32,6 @@ from sparrow.coordinator.reports.records import with_joules_per_point
 from sparrow.coordinator.rounds.assignments import touch
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
-from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.store import Store

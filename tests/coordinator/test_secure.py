@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 
 from sparrow.coordinator.errors import BadContent, Finished, NameTaken
-from sparrow.coordinator.rounds import privacy
 from sparrow.coordinator.rounds.privacy import epsilon
+from sparrow.coordinator.sums import private as noise
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Evidence, Pool, pool_of
@@ -306,7 +306,7 @@ def test_words_that_are_not_those_of_the_model_and_metrics_are_refused(begin):
 def test_differential_privacy_adds_its_noise_to_sums(begin, monkeypatch):
     """Whoever has more samples counts no more; the noise is that of the setting, and each draw is accounted for."""
     asked = []
-    monkeypatch.setattr(privacy, "noise_of", lambda key, number, sums: asked.append(sums.copy()) or np.zeros(len(sums)))
+    monkeypatch.setattr(noise, "noise_of", lambda key, number, sums: asked.append(sums.copy()) or np.zeros(len(sums)))
     private = {"noise_multiplier": 2.0, "update_clip": 100.0, "task": "mnist"}
     coordinator, devices = begin(examples=(10, 40), secure_bits=32, **private)
     for device in devices:

@@ -17,7 +17,7 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.fleet.federations import check_adjustment
+from sparrow.coordinator.fleet.checks import check_adjustment
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.protocol.bundle import decode, encode
 from sparrow.protocol.masks import NeuronDraw, draw_neurons, pack, unpack_whole

@@ -22,7 +22,7 @@ from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.rehearsal import TorchRehearsal
 from sparrow.coordinator.methods import GlobalModel, Situation
 from sparrow.coordinator.methods import load_method as load_server
-from sparrow.coordinator.rounds.sums import MaskedSums
+from sparrow.coordinator.sums.averages import MaskedSums
 from sparrow.protocol.bundle import decode, encode
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.masks import pack

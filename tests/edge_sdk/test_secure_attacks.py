@@ -19,7 +19,7 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.methods import Update
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.digits import load
-from sparrow.coordinator.fleet import federations
+from sparrow.coordinator.fleet import checks
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import bundle
@@ -218,7 +218,7 @@ def test_keys_for_another_model_are_refused_by_everybody(federate):
 
 def test_gradients_beside_masked_values_are_refused(federate, monkeypatch):
     """PruneFL's rounds send squared gradients; a coordinator that calls such a federation secure gets none."""
-    monkeypatch.setattr(federations, "check_secure", lambda *given: None)
+    monkeypatch.setattr(checks, "check_secure", lambda *given: None)
     federation = federate(method="prunefl")
     failed = federation.play()
     assert all("has no secure work of kind" in why for why in failed.values())

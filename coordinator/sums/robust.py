@@ -51,11 +51,8 @@ from numpy.typing import NDArray
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask, pack, unpack, unpack_whole
-from sparrow.protocol.settings import FederationSettings
 
-from ..errors import BadContent
-from ..methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only
-from .sums import Sum, blocks_of
+from .averages import Sum, blocks_of
 
 Rule = Literal["trimmed_mean", "median", "krum"]
 
@@ -70,37 +67,6 @@ FAR = 1e100
 
 SMALLEST_SLICE = 2**20
 """Values that are read at a time, at least."""
-
-
-def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> None:
-    """Raise BadContent for a federation whose rule could not work."""
-    rule = settings.robust
-    if rule is None:
-        return
-    reason = why_mean_only(method, settings)
-    parts = (method.active or method.masks is not AS_ASSIGNED) and not method.only_means(settings)
-    if reason is None and rule == "krum" and parts:
-        reason = "its devices train different parts of the model, and krum compares updates of the same"
-        raise BadContent(f"robust: {settings.method} cannot do with krum: {reason}; take trimmed_mean or median")
-    if reason:
-        raise BadContent(f"robust: {settings.method} cannot do with {rule}: {reason}; leave robust out")
-    if settings.buffer is not None:
-        raise BadContent(
-            "buffer: a round takes the updates that come first, and malicious devices can be the quickest, more of it "
-            "than robust_share; leave buffer or robust out"
-        )
-    if settings.cohort_policy != "uniform":
-        raise BadContent(
-            f"cohort_policy: under {settings.cohort_policy} a device raises its own chance to be drawn, with a budget "
-            f"or a name that it chooses, and more of a round than robust_share may be malicious; leave it uniform"
-        )
-    drawn = math.ceil(settings.cohort * (1 + settings.over_selection) - ACCIDENT)
-    updates, least = math.ceil(settings.quorum * settings.cohort - ACCIDENT), fewest(rule, settings.robust_share, drawn)
-    if updates < least:
-        raise BadContent(
-            f"cohort: a round closes with {updates} updates of {drawn} devices, of which {rule} cannot tell who lies; "
-            f"it takes {least}: raise cohort or quorum, or lower robust_share"
-        )
 
 
 def malicious_of(share: float, drawn: int) -> int:

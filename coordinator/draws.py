@@ -26,7 +26,7 @@ from typing import Literal
 
 from sparrow.protocol.settings import FederationSettings
 
-from ..storage.tables import Assignment
+from .storage.tables import Assignment
 
 CohortPolicy = Literal["uniform", "least_recently", "budget"]
 
@@ -36,17 +36,6 @@ def new_secret(federation: str, settings: FederationSettings) -> bytes:
     if settings.draws == "seed":
         return hashlib.sha256(f"draws|{federation}:{settings.seed}".encode()).digest()
     return secrets.token_bytes(32)
-
-
-def why_predictable(settings: FederationSettings) -> str | None:
-    """Return why malicious devices have an advantage that ``robust`` does not count with, or None."""
-    if settings.draws != "seed" or settings.robust is None:
-        return None
-    return (
-        f"draws: seed lets every device compute whom each round draws and what they train, and choose its name by it, "
-        f"so that more of a round may be malicious than {settings.robust} bears; outside of simulations leave draws at "
-        f"secret"
-    )
 
 
 def neurons_of(secret: bytes, assignment: Assignment, device: str) -> str:

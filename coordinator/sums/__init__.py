@@ -1,0 +1,1 @@
+"""Sums: what adds the updates of a round, and reads no records."""
