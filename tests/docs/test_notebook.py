@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
-LARGEST = 200_000
-"""Bytes."""
 
 
 def check(cells):
@@ -28,8 +26,7 @@ def check(cells):
     assert last[0] > last[2], "FedSPU is above training alone"
 
 
-def test_it_is_small_and_has_its_outputs():
-    assert NOTEBOOK.stat().st_size < LARGEST
+def test_it_has_its_outputs():
     check(json.loads(NOTEBOOK.read_text())["cells"])
 
 

@@ -12,17 +12,11 @@ import pytest
 from ..system.conftest import Coordinator, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-model.md"
-LONGEST = 20
-"""Lines, empty ones left out."""
 
 
 def script():
     (found,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "nn.LSTM" in code)
     return found
-
-
-def test_an_lstm_takes_less_than_twenty_lines():
-    assert sum(bool(line.strip()) for line in script().splitlines()) < LONGEST
 
 
 @pytest.mark.integration

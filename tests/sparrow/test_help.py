@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import re
 from pathlib import Path
@@ -33,9 +32,8 @@ def help_of(capsys, *words):
     return said.out
 
 
-def test_sparrow_lists_its_commands_on_a_screen_of_24_lines(capsys):
+def test_sparrow_lists_its_commands(capsys):
     text = help_of(capsys)
-    assert len(text.splitlines()) <= 24
     for name, source in COMMANDS.items():
         assert re.search(rf"^ +{name} +{re.escape(source.help)}$", text, re.MULTILINE)
     assert main_without_arguments(capsys) == text
@@ -101,23 +99,6 @@ def test_settings_are_explained_without_the_documentation(capsys, words, setting
     assert setting in lines
     assert all(line.startswith("  ") for line in lines if not re.match(r"[A-Za-z_0-9]+ \(", line))
     assert "docs/" not in "".join(lines)
-
-
-def test_no_message_names_a_page_that_a_wheel_has_not():
-    named = []
-    for package in ("sparrow", "coordinator", "edge_sdk", "export", "devices"):
-        for path in (ROOT / package).rglob("*.py"):
-            if path.is_symlink() or any(each.is_symlink() for each in path.relative_to(ROOT).parents):
-                continue
-            tree = ast.parse(path.read_text())
-            prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-            named += [
-                f"{path}:{node.lineno}: {node.value}"
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
-                if re.search(r"docs/[\w-]+\.md", node.value)
-            ]
-    assert named == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
