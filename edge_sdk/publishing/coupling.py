@@ -15,7 +15,7 @@ Values that are added share one set, which keeps the name of the first layer in 
 makes a head's rows of query, key, value and columns of what follows one neuron. What an axis cannot describe is made
 complete, never left half true: neurons that reach the model's output, that are added to a complete value such as the
 input, that attention sums over, or that pass an operator we do not know. That costs sparsity, not correctness.
-docs/coupling.md lists what is found and what is complete.
+docs/architecture.md lists what is found and what is complete.
 
 Beside its axes every value carries which part of its gradient can be of use below it (``manifest.Layer.input_error``).
 """

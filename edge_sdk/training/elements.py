@@ -1,6 +1,6 @@
 """Weights of which only some elements exist, the others being zero: the fastest way to run and to train them.
 
-Unstructured sparsity gains little on a processor (docs/training.md has the figures): dense kernels are faster than
+Unstructured sparsity gains little on a processor (docs/architecture.md has the figures): dense kernels are faster than
 sparse ones unless nine weights in ten are gone. So a weight is run in one of four ways, by its density:
 
     ``SparseRows``   linear, density up to 0.1   compressed rows, in the forward pass and for both gradients

@@ -60,7 +60,7 @@ def training_flops(
     narrow: the rest is not there at all, and costs nothing.
 
     A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
-    training do (FedSGC, appendix A.1). Dense kernels compute it all the same; docs/training.md says which do.
+    training do (FedSGC, appendix A.1). Dense kernels compute it all the same; docs/architecture.md says which do.
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)

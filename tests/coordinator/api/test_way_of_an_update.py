@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -80,11 +79,3 @@ def test_decoded_updates_are_few(monkeypatch):
     assert kept.take("1/b") is None
     kept.put("1/d", decoded(12))
     assert kept.take("1/d") is None, "one that is too large is not kept"
-
-
-def test_the_page_names_at_most_twelve_files():
-    page = (ROOT / "docs/architecture.md").read_text()
-    section = page[page.index("## The way of an update") :].split("\n## ")[0]
-    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, flags=re.MULTILINE)
-    assert 0 < len(files) <= 12
-    assert [file for file in files if not (ROOT / file).exists()] == []
