@@ -35,7 +35,7 @@ from sparrow.benchmarks.training import FOLDER
 from sparrow.benchmarks.zoo import torchvision
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 32, 64, 2, 4
 RANK = 2
@@ -163,10 +163,8 @@ def trial(path: Path, how: str, engine: str, rate: float, seed: int, rounds: int
             app=create_app(Settings(data_dir=Path(folder), default_task="")),
             task=task,
             devices=DEVICES,
-            engine=engine,  # type: ignore[arg-type]
-            in_memory=True,
+            options=SimulationOptions(engine=engine, in_memory=True, adapt=False),  # type: ignore[arg-type]
             quiet=True,
-            adapt=False,
             method="fedavg",
             rounds=rounds,
             cohort=COHORT,

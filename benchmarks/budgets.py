@@ -30,7 +30,7 @@ from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import DEADLINE_SHARE, BudgetController, Limits
 from edge_sdk.device.opening import Prepare
 from edge_sdk.device.policy import Policy
-from edge_sdk.device.session import Session
+from edge_sdk.device.session import Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport
@@ -145,10 +145,12 @@ def _open(
         federation="budgets",
         name=f"device-{index}",
         make_task=_task,
-        prepare=prepare,
-        engine="torch",
-        telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
-        watchdog=watch,
+        options=SessionOptions(
+            prepare=prepare,
+            engine="torch",
+            telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
+            watchdog=watch,
+        ),
     )
 
 

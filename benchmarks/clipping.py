@@ -37,7 +37,7 @@ from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.masks import pack
 from sparrow.protocol.settings import FederationSettings
 from sparrow.simulation.result import Result
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 ROWS = Path("docs/results/clipping.jsonl")
 DEVICES = 10
@@ -104,9 +104,8 @@ def play(task: str, seed: int, folder: Path, **settings: Any) -> Result:
         local_epochs=2,
         early_stopping="off",
         evaluation_interval=0,
-        in_memory=True,
+        options=SimulationOptions(in_memory=True, processes=1),
         quiet=True,
-        processes=1,
         **settings,
     )
 

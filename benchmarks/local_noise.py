@@ -31,7 +31,7 @@ from tqdm import tqdm
 from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import Seeded, Task, as_arrays
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.digits import load
@@ -83,7 +83,7 @@ def play(method: str, seed: int, multiplier: float, clip: float) -> Row:
                 "f",
                 task(seed, 0),
                 client=client,
-                compiled=False,
+                options=PublishOptions(compiled=False),
                 method=method,
                 rounds=ROUNDS,
                 cohort=DEVICES,

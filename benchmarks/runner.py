@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from edge_sdk.engines import EngineName
 from edge_sdk.methods import Evaluated, load_method
-from edge_sdk.publish import load_to_publish, publish
+from edge_sdk.publish import PublishOptions, load_to_publish, publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import OWN, Task, load_task
 from edge_sdk.tasks import own as own_files
@@ -184,7 +184,14 @@ def run_trial(
         publishing = publishing_of(trial, plan)
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0), publishing=publishing)
         settings = {"draws": "seed", **trial.settings}
-        publish(server, FEDERATION, task, compiled=trial.engine != "torch", exist_ok=True, **settings)
+        publish(
+            server,
+            FEDERATION,
+            task,
+            options=PublishOptions(compiled=trial.engine != "torch"),
+            exist_ok=True,
+            **settings,
+        )
         with observed(server, plan, folder) if analyse else nullcontext() as observer:
             fleet = run_fleet(
                 server,

@@ -30,7 +30,7 @@ from sparrow.benchmarks.peers.install import PEERS, PYTHON, ROOT
 from sparrow.benchmarks.peers.memory import measure as measure_command
 from sparrow.benchmarks.training import FOLDER
 from sparrow.protocol.secure.groups import Sharing, choose_sharing
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 DEVICES, ROUNDS, TURNS = 20, 3, 3
 COLLUDERS, DROPOUTS = 1, 0.3
@@ -76,10 +76,8 @@ def measure(secure: bool) -> dict[str, Any]:
             address,
             _task,
             devices=DEVICES,
-            engine="onnx",
-            in_memory=True,
+            options=SimulationOptions(engine="onnx", in_memory=True, adapt=False),
             quiet=True,
-            adapt=False,
             secure=secure,
             **SETTINGS,
         )

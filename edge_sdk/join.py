@@ -8,28 +8,28 @@ Interrupted, the same command goes on where the device was. Exit codes: docs/cli
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
+from .device.bar import Bar
 from .device.demands import Demands, SecureOnly, read_known
 from .device.trainable import exit_unless_trainable
 
-__all__ = ["Result", "join"]
+__all__ = ["JoinOptions", "Result", "join"]
 
 if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.join", None)  # before what follows imports what needs 64 bits
 
 import httpx
-from tqdm import tqdm
 
 from sparrow.command_line import allocator
 from sparrow.command_line.command import Command, Parser
@@ -50,19 +50,20 @@ from sparrow.protocol import personal, tls
 from sparrow.protocol.failures import Failure, nothing_trained
 from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.messages import Assignment, Evaluation, FederationInfo, Moved
+from sparrow.protocol.messages import Assignment, FederationInfo
 from sparrow.protocol.signatures import is_fingerprint
 
 from . import arguments as read
 from .arguments import check_federation_name, check_ranges, read_setting
 from .budget.preparation import Preparation, check_budget
-from .budget.search import Choice, read_learned
+from .budget.search import read_learned
 from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
-from .device.local_noise import DELTA, LocalNoise, epsilon
+from .device.local_noise import LocalNoise
 from .device.opening import choose_compute
 from .device.policy import Policy, policy_here, read_policy
-from .device.session import FAILURES, Outcome, Session
-from .device.state import Progress, StateFolder, Totals, default_root
+from .device.result import Result, as_json, failed, report, result_before, result_of
+from .device.session import FAILURES, Outcome, Session, SessionOptions
+from .device.state import StateFolder, default_root
 from .device.telemetry import Telemetry
 from .device.transport import Transport, connect, token_of
 from .device.watchdog import Watchdog, read_spent
@@ -78,58 +79,100 @@ LONG_POLL_SECONDS = 30.0
 STOPPABLE_POLL_SECONDS = 2.0
 """The same where a program may ask this device to stop, which is not seen before the coordinator has answered."""
 
-BETWEEN = ("waiting", "paused", "stopped")
-"""Phases in which no round of the device is open."""
-
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """The record of a device's work in a federation. Accuracies are on its held-out data, None where there are none.
+class JoinOptions:
+    """The way a device trains, and the rounds in which it takes part. Raises BadArgument for a value that cannot work.
 
-    ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
-    ``global_share`` of the global model mixed into it; None where it is the last one. ``taken``: which of its
-    candidates it is, where all devices chose together (``protocol.evidence``); else "". ``adapted``: it came after the
-    end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
-    cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
-    device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
-    kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
-    before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
-    exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
-    ``failure`` why in the last of them. ``local_epsilon``: of all updates sent so far, at a delta of 1e-5
-    (``device.local_noise``); None without local noise.
+    budget: share of each layer's neurons that it trains, in (0, 1], which bounds bytes more than time (docs/budget.md);
+    None has it find out what it can afford, and look again after every round (``edge_sdk.budget.search``). policy: when
+    it may work; None: always. conditions: returns the conditions now, by default from this machine's sensors. watts:
+    power model for estimated joules on a board without a sensor.
+
+    engine: ``torch``; ``onnx``, ONNX Runtime, which needs only the task's data, no PyTorch, and a federation with a
+    training step; or ``auto``: ONNX Runtime if federation and method allow it and there is no GPU. accelerator: one of
+    ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in bfloat16 where torch's autocast
+    finds it safe. deterministic: on the processor, with nothing chosen by its speed. memory_limit: bytes that the
+    process may hold; by default what there is.
+
+    require_secure: send updates only under masks, in rounds that bear so many colluders (docs/privacy.md).
+    known_devices: the same, and only with the devices in this file of lines ``NAME KEY``. publisher: the fingerprint of
+    the only publisher whose model is trained; None: the first one that this device meets in the federation, which it
+    remembers. pin_model: accept no replacement of the model. require: ranges of settings that rounds must keep to, such
+    as ``cohort>=10``. plain_metrics: report losses and accuracies in clear if a secure federation asks for that.
+    own_frozen: neither take frozen values from other federations of this user nor leave them for others, so that
+    downloads do not reveal in which federations this user takes part. local_noise: add Gaussian noise to each value
+    that is sent, of this many times local_clip, and report no losses. local_clip: the largest 2-norm of an update
+    before the noise; None: 1.
+
+    enrolment_token: by default that of SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a coordinator
+    that does not answer; None: for ever. trust: certificates for https.
     """
 
-    name: str
-    rounds: int
-    steps: int
-    stopped_round: int | None
-    best_round: int | None
-    global_share: float
-    adapted: bool
-    accuracy_before: float | None
-    accuracy_after: float | None
-    training: Totals
-    evaluation: Totals
-    everything: Moved
-    export: Export | None
-    engine: str
-    budget: float = 1.0
-    choice: Choice | None = None
-    warnings: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    interrupted: bool = False
-    failures: int = 0
-    failure: str | None = None
-    local_epsilon: float | None = None
-    taken: str = ""
+    budget: float | None = None
+    policy: Policy | None = None
+    conditions: Callable[[], Conditions] | None = None
+    watts: PowerModel | None = None
+    engine: EngineChoice = "auto"
+    accelerator: str = "auto"
+    threads: int | None = None
+    bfloat16: bool = False
+    deterministic: bool = False
+    memory_limit: int | None = None
+    require_secure: int | None = None
+    known_devices: Path | str | None = None
+    publisher: str | None = None
+    pin_model: bool = False
+    require: Sequence[str] = ()
+    plain_metrics: bool = False
+    own_frozen: bool = False
+    local_noise: float | None = None
+    local_clip: float | None = None
+    enrolment_token: str | None = None
+    patience_seconds: float | None = None
+    trust: tls.Tls | None = None
 
-    @property
-    def trained_nothing(self) -> bool:
-        """True if this device was given rounds and training failed in all of them."""
-        return self.failures > 0 and not self.rounds
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            check_budget(self.budget)
+        for name in ("threads", "memory_limit"):
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value, 1):
+                raise BadArgument(f"{name}={value!r} cannot work; give a whole number above 0, or None")
+        patience = self.patience_seconds
+        if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
+            raise BadArgument(
+                f"patience_seconds={patience!r} cannot work; give seconds of at least 0, or None to wait for ever"
+            )
+        if self.require_secure is not None and not _is_whole(self.require_secure, 0):
+            raise BadArgument(
+                f"require_secure={self.require_secure!r} cannot work; give how many devices may collude, from 0 on, or "
+                f"None"
+            )
+        if self.publisher is not None and not (isinstance(self.publisher, str) and is_fingerprint(self.publisher)):
+            raise BadArgument(
+                f"publisher={self.publisher!r} is no fingerprint; give the eight groups of four hexadecimal digits "
+                f"that sparrow publish has printed"
+            )
+
+    def demands(self) -> Demands:
+        """Return the demands on rounds. Raises BadArgument for ranges or a file that cannot be read."""
+        secure = None
+        if self.require_secure is not None or self.known_devices is not None:
+            known = None if self.known_devices is None else read_known(self.known_devices)
+            secure = SecureOnly(self.require_secure or 0, known)
+        ranges = check_ranges(self.require, "require")
+        return Demands(secure, self.publisher, self.pin_model, ranges, self.plain_metrics, self.own_frozen)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+USUAL = JoinOptions()
 
 
 @translated()
@@ -141,29 +184,8 @@ def join(
     federation: str = "default",
     name: str | None = None,
     state_dir: Path | str | None = None,
-    budget: float | None = None,
-    policy: Policy | None = None,
-    conditions: Callable[[], Conditions] | None = None,
     export: Path | str | None = None,
-    enrolment_token: str | None = None,
-    patience_seconds: float | None = None,
-    watts: PowerModel | None = None,
-    accelerator: str = "auto",
-    threads: int | None = None,
-    bfloat16: bool = False,
-    deterministic: bool = False,
-    engine: EngineChoice = "auto",
-    memory_limit: int | None = None,
-    require_secure: int | None = None,
-    known_devices: Path | str | None = None,
-    publisher: str | None = None,
-    pin_model: bool = False,
-    require: Sequence[str] = (),
-    plain_metrics: bool = False,
-    own_frozen: bool = False,
-    local_noise: float | None = None,
-    local_clip: float | None = None,
-    trust: tls.Tls | None = None,
+    options: JoinOptions = USUAL,
     client: httpx.Client | None = None,
     on_progress: Callable[[DeviceProgress], None] | None = None,
     stop: Settable | Callable[[], bool] | None = None,
@@ -174,170 +196,153 @@ def join(
     task: the learning problem, or a function that makes it from the federation's settings, or the name of the
     federation's task, which is also what None means. data: this device's data, of a task known by name, as ``--data``
     of ``sparrow join`` has it. name: unique in the federation, the host's name by default. state_dir: where the device
-    keeps its personal model and identity; a second call with the same folder goes on where the first was. budget: share
-    of each layer's neurons that it trains, in (0, 1], which bounds bytes more than time (docs/budget.md); None has it
-    find out what it can afford, and look again after every round (``edge_sdk.budget.search``). policy: when it may
-    work; None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
-    personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
-    SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
-    watts: power model for estimated joules on a board without a sensor. accelerator: one of ``compute.ACCELERATORS``.
-    threads: of the processor. bfloat16: forward passes in bfloat16 where torch's autocast thinks it safe.
-    deterministic: on the processor, and in the memory format that follows from the model, not in what was measured to
-    be fastest. engine: what trains: ``torch``; ``onnx``, ONNX Runtime, which needs the task's data alone, no PyTorch,
-    and a federation with a training step; or ``auto``: ONNX Runtime where federation and method allow it and there is
-    no GPU. memory_limit: bytes that training may take, all that the process holds included; by default what there is.
-    require_secure: send updates under masks alone, in rounds that bear so many colluders (docs/privacy.md).
-    known_devices: likewise, and with no others than those of this file of lines ``NAME KEY``. publisher: the
-    fingerprint of the only publisher whose model is trained; None: the first one that this device meets in the
-    federation, which it remembers. pin_model: accept no replacement of the model. require: ranges of settings that
-    rounds must keep to, such as ``cohort>=10``. plain_metrics: report losses and accuracies in clear where a secure
-    federation asks for that. own_frozen: neither take frozen values from other federations of this user nor leave them
-    for others, so that downloads do not reveal in which federations this user takes part (docs/privacy.md).
-    local_noise: add Gaussian noise to each value that is sent, of this many times local_clip, and report no losses
-    (docs/privacy.md). local_clip: the largest 2-norm of an update before the noise; None: 1. trust: certificates for
-    https. on_progress: called on this thread, in place of the bar and the lines that this function writes otherwise,
-    after each step of training and with each phase; what it raises ends the work, as Ctrl-C does. stop: a
-    threading.Event, or a function that returns whether to stop; looked at between two steps of training and, while the
-    device waits, every few seconds. The work is handed back then, the personal model stays as the last whole round has
-    left it, and the result is ``interrupted``. quiet: no progress bar.
+    keeps its personal model and identity; a second call with the same folder goes on where the first was. export: where
+    to write the personal model as ONNX. client: of the coordinator, in place of one for ``server``. on_progress: called
+    on this thread, in place of the bar and the lines that this function writes otherwise, after each step of training
+    and with each phase; what it raises ends the work, as Ctrl-C does. stop: a threading.Event, or a function that
+    returns whether to stop; looked at between two steps of training and, while the device waits, every few seconds. The
+    work is handed back then, the personal model stays as the last whole round has left it, and the result is
+    ``interrupted``. quiet: no progress bar.
 
     Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
-    DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
-    or ``FAILURES`` rounds in a row have failed and none has been trained. When something else ends it, such as Ctrl-C,
-    it says goodbye to the coordinator first.
+    DoesNotFit if the budget needs more memory, NothingTrained if the device has no model of its own in the end, or
+    ``FAILURES`` rounds in a row have failed and none has been trained. If something else ends it, such as Ctrl-C, it
+    first hands its work back.
     """
     halt = Stop(stop)
     if on_progress is not None and not callable(on_progress):
         raise BadArgument(f"on_progress is a {type(on_progress).__name__}; give a function of one DeviceProgress")
-    _check_numbers(budget, threads, memory_limit, patience_seconds)
-    demands = Demands(
-        _secure_only(require_secure, known_devices),
-        _fingerprint(publisher),
-        pin_model,
-        check_ranges(require, "require"),
-        plain_metrics,
-        own_frozen,
+    noise = LocalNoise.asked(options.local_noise, options.local_clip)
+    demands = options.demands()
+    engine, compute = choose_compute(
+        options.engine,
+        options.accelerator,
+        options.threads,
+        bfloat16=options.bfloat16,
+        deterministic=options.deterministic,
     )
-    noise = LocalNoise.asked(local_noise, local_clip)
-    engine, compute = choose_compute(engine, accelerator, threads, bfloat16=bfloat16, deterministic=deterministic)
     check_federation_name(federation)
     name = default_name() if name is None else name
     check_name(name)
     make_task = _task_maker(task, data, name)
     if export is not None:
         check_writable(Path(export))
-    bar = _Bar(quiet)
+    bar = Bar(quiet)
     tell = ProgressReporter(on_progress or bar.show)
     tell.phase("opening")
+    with ExitStack() as stack:
+        own = client or stack.enter_context(connect(server, options.trust))
+        folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
+        stack.callback(folder.close)
+        stack.callback(bar.close)
+        if not quiet:
+            tell.say(f"{name} keeps its state in {folder.path}")
+        meter = stack.enter_context(EnergyMeter(model=options.watts))
+        transport = Transport(
+            own, patience_seconds=options.patience_seconds, on_wait=tell.unreachable, sleep=halt.sleep
+        )
+        transport.token = options.enrolment_token or token_of("enrolment")
+        try:
+            halt.check()
+            session = Session(
+                transport,
+                folder,
+                federation=federation,
+                name=name,
+                make_task=lambda info, manifest: replace(make_task(info, manifest), compute=compute),
+                options=_session_options(options, folder, meter, tell, halt, demands, noise, engine),
+            )
+        except Stopped:
+            return result_before(folder.progress(), name, 1.0 if options.budget is None else options.budget, noise)
+        tell.begin(session)
+        _say_terms(session, noise, tell)
+        export_now = partial(_export, session, name, export)
+        interrupted = _work_until_over(session, tell, halt, export_now)
+        result = result_of(session, name, export_now(), interrupted, noise)
+        for text in result.warnings:
+            tell.say(text)
+        return result
+
+
+def _session_options(
+    options: JoinOptions,
+    folder: StateFolder,
+    meter: EnergyMeter,
+    tell: ProgressReporter,
+    halt: Stop,
+    demands: Demands,
+    noise: LocalNoise | None,
+    engine: EngineChoice,
+) -> SessionOptions:
+    read_conditions = options.conditions or ConditionsReader(System.here(), storage=folder.path).read
+    asked = options.policy if options.policy is not None and options.policy.asks else None
+    watchdog = _watchdog(asked, read_conditions, folder, tell.say, halt.sleep) if asked else None
 
     def progressed(assignment: Assignment, done: int, total: int, loss: float) -> None:
         tell.training(assignment, done, total, loss)
         if done < total:  # a whole round is sent before the device stops
             halt.check()
 
-    with ExitStack() as stack:
-        own = client or stack.enter_context(connect(server, trust))
-        folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
-        stack.callback(folder.close)
-        stack.callback(bar.close)
-        if not quiet:
-            tell.say(f"{name} keeps its state in {folder.path}")
-        with EnergyMeter(model=watts) as meter:
-            transport = Transport(own, patience_seconds=patience_seconds, on_wait=tell.unreachable, sleep=halt.sleep)
-            transport.token = enrolment_token or token_of("enrolment")
-            read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
-            asked = policy if policy is not None and policy.asks else None
-            watchdog = _watchdog(asked, read_conditions, folder, tell.say, halt.sleep) if asked else None
-            try:
-                halt.check()
-                session = Session(
-                    transport,
-                    folder,
-                    federation=federation,
-                    name=name,
-                    make_task=lambda info, manifest: replace(make_task(info, manifest), compute=compute),
-                    budget=1.0 if budget is None else budget,
-                    engine=engine,
-                    telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions, on_phase=tell.phase),
-                    progress=progressed,
-                    prepare=Preparation(
-                        budget,
-                        deterministic,
-                        memory_limit,
-                        duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
-                        learned=read_learned(folder.cached(LEARNED)),
-                        keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
-                    ),
-                    watchdog=watchdog,
-                    demands=demands,
-                    local_noise=noise,
-                    memory_limit=memory_limit,
-                )
-            except Stopped:
-                return _result_before(folder.progress(), name, 1.0 if budget is None else budget, noise)
-            tell.begin(session)
-            tell.say(session.trust.line)
-            if session.identity_key is not None:
-                tell.say(f"the identity key of {name} in secure rounds is {session.identity_key}")
-            if noise is not None:
-                tell.say(noise.described(session.progress.updates))
-            for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
-                tell.say(text)
-            _say_budget(session.choice, tell)
-            interrupted = False
-            try:
-                with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
-                    session.skeleton()
-                run_session(session, tell, halt, lambda: _export(session, name, export))
-                if session.personal is None:
-                    raise _nothing_trained(session, name)
-            except Stopped:
-                interrupted = True
-                session.leave(Failure("interrupted/program"))
-            except FederationDeleted:
-                if (exported := _export(session, name, export)) is not None:
-                    tell.say(f"the personal model is {exported.path}")
-                raise
-            except BadArgument:  # of a batch that was not looked at before
-                session.leave(Failure("data-unusable"))
-                raise
-            except SdkError:
-                raise
-            except KeyboardInterrupt as error:
-                bar.close()
-                session.leave(failure_of(error))
-                raise
-            except Exception as error:
-                # Out of memory, a loss that raises: this device cannot go on, but nobody need wait for it.
-                session.leave(failure_of(error))
-                raise
-            exported = _export(session, name, export)
-            result = _result(session, name, exported, interrupted, noise)
-            for text in result.warnings:
-                tell.say(text)
-            return result
-
-
-def _fingerprint(text: object) -> str | None:
-    """Return the fingerprint of a publisher. Raises BadArgument."""
-    if text is None or (isinstance(text, str) and is_fingerprint(text)):
-        return text
-    raise BadArgument(
-        f"publisher={text!r} is no fingerprint; give the eight groups of four hexadecimal digits that sparrow publish "
-        f"has printed"
+    return SessionOptions(
+        budget=1.0 if options.budget is None else options.budget,
+        engine=engine,
+        telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions, on_phase=tell.phase),
+        progress=progressed,
+        prepare=Preparation(
+            options.budget,
+            options.deterministic,
+            options.memory_limit,
+            duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
+            learned=read_learned(folder.cached(LEARNED)),
+            keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
+        ),
+        watchdog=watchdog,
+        demands=demands,
+        local_noise=noise,
+        memory_limit=options.memory_limit,
     )
 
 
-def _secure_only(require_secure: object, known_devices: Path | str | None) -> SecureOnly | None:
-    """Return what this device demands of rounds. Raises BadArgument."""
-    if require_secure is None and known_devices is None:
-        return None
-    least = 0 if require_secure is None else require_secure
-    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
-        raise BadArgument(
-            f"require_secure={least!r} cannot work; give how many devices may collude, from 0 on, or None"
-        )
-    return SecureOnly(least, None if known_devices is None else read_known(known_devices))
+def _say_terms(session: Session, noise: LocalNoise | None, tell: ProgressReporter) -> None:
+    """Say whose model is trained, and what limits this device."""
+    tell.say(session.trust.line)
+    if session.identity_key is not None:
+        tell.say(f"the identity key of {session.name} in secure rounds is {session.identity_key}")
+    if noise is not None:
+        tell.say(noise.described(session.progress.updates))
+    for text in (*session.task.said, *(f"warning: {here}" for here, _ in session.differences)):
+        tell.say(text)
+    choice = session.choice
+    if choice is not None and (choice.limited_by is not None or choice.advice):
+        for text in (str(choice), *choice.advice):
+            tell.say(text)
+
+
+def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> bool:
+    """Take part until the federation is over, or return True if the program has stopped the device before."""
+    try:
+        with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
+            session.skeleton()
+        run_session(session, tell, halt, export)
+        if session.personal is None:
+            raise _nothing_trained(session, session.name)
+    except Stopped:
+        session.leave(Failure("interrupted/program"))
+        return True
+    except FederationDeleted:
+        if (exported := export()) is not None:
+            tell.say(f"the personal model is {exported.path}")
+        raise
+    except BadArgument:  # of a batch that was not looked at before
+        session.leave(Failure("data-unusable"))
+        raise
+    except SdkError:
+        raise
+    except (KeyboardInterrupt, Exception) as error:
+        # Out of memory, a loss that raises: this device cannot go on, but nobody need wait for it.
+        session.leave(failure_of(error))
+        raise
+    return False
 
 
 def _task_maker(task: object, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
@@ -375,19 +380,6 @@ def _named_task_maker(task: str | None, data: str | None, device: str) -> Callab
     return make
 
 
-def _check_numbers(budget: object, threads: object, memory_limit: object, patience_seconds: object) -> None:
-    """Raise BadArgument, naming the argument, for a number that cannot be meant."""
-    if budget is not None:
-        check_budget(budget)
-    for what, value in (("threads", threads), ("memory_limit", memory_limit)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise BadArgument(f"{what}={value!r} cannot work; give a whole number above 0, or None")
-    if patience_seconds is not None and not (isinstance(patience_seconds, int | float) and patience_seconds >= 0):
-        raise BadArgument(
-            f"patience_seconds={patience_seconds!r} cannot work; give seconds of at least 0, or None to wait for ever"
-        )
-
-
 def _nothing_trained(session: Session, name: str) -> NothingTrained:
     """Return why this device comes to its end without a model of its own."""
     rounds = session.progress.rounds
@@ -418,12 +410,6 @@ def _watchdog(
     )
     watchdog.look()  # whether the temperature can be read decides how long rounds take
     return watchdog
-
-
-def _say_budget(choice: Choice | None, tell: ProgressReporter) -> None:
-    if choice is not None and (choice.limited_by is not None or choice.advice):
-        for text in (str(choice), *choice.advice):
-            tell.say(text)
 
 
 def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> None:
@@ -475,108 +461,6 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     return export_personal(Path(path), source, session.engine, session.task)
 
 
-def _result(
-    session: Session, name: str, exported: Export | None, interrupted: bool, noise: LocalNoise | None
-) -> Result:
-    best = session.best
-    judged = session.evaluate(best) if best is not None else None
-    return replace(
-        _result_before(session.progress, name, session.budget, noise),
-        accuracy_after=judged.accuracy if judged else None,
-        metrics=judged.metrics if judged else {},
-        everything=session.moved,
-        export=exported,
-        engine=session.engine.title,
-        choice=session.choice,
-        warnings=tuple(_warnings(session.progress, tuned=bool(session.info.settings.finetune_epochs))),
-        interrupted=interrupted,
-    )
-
-
-def _result_before(progress: Progress, name: str, budget: float, noise: LocalNoise | None) -> Result:
-    """Return the result of a device that was stopped before the coordinator had answered."""
-    return Result(
-        name=name,
-        rounds=progress.rounds,
-        steps=progress.steps,
-        stopped_round=progress.stopped_round,
-        best_round=progress.best.round if progress.best else None,
-        global_share=progress.best.global_share if progress.best else 0.0,
-        taken=progress.best.taken if progress.best else "",
-        adapted=progress.adapted,
-        failures=progress.failures,
-        failure=progress.failure,
-        local_epsilon=None if noise is None else epsilon(progress.updates),
-        accuracy_before=progress.accuracy_before,
-        accuracy_after=None,
-        training=progress.training,
-        evaluation=progress.evaluation,
-        everything=progress.everything,
-        export=None,
-        engine="",
-        budget=budget,
-        interrupted=True,
-    )
-
-
-def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
-    """Yield warnings about the personal model, judged on validation data. tuned: it is trained once more at the end."""
-    if progress.failures and not progress.rounds:
-        yield (
-            f"warning: this device has trained nothing: {_failed(progress.failures)}, the last so: {progress.failure}. "
-            f"Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
-        )
-    yield from _of_new_data(progress)
-    if progress.best is None:
-        return
-    found = progress.best.validation
-    if progress.validation_before is not None and _worse(found, progress.validation_before):
-        yield (
-            f"warning: the personal model predicts worse than the model that this device began with "
-            f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
-            f"device more data, or the federation more rounds or another learning_rate"
-        )
-    if progress.best.taken:  # with all devices' samples, which tell more than these
-        return
-    if progress.validation_global is not None and _worse(found, progress.validation_global):
-        yield (
-            f"warning: the global model predicts better here than the personal one "
-            f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "
-            f"federation train for more rounds, give this device a larger budget, or use the global model"
-        )
-
-
-def _of_new_data(progress: Progress) -> Iterator[str]:
-    """Yield a warning if the model that was the best is worse on the validation data that came since."""
-    new = progress.new_data
-    if new is None or (new.after is not None and not _worse(new.after, new.before)):
-        return
-    now = "no finite loss" if new.after is None else _judged(new.after)
-    best = progress.best
-    if best is not None and best.round != new.round:
-        use = f"the model of round {best.round} is used now ({_judged(best.validation)})"
-    else:
-        use = "no better one is known; let the federation train for more rounds with the new data"
-    yield (
-        f"warning: the validation data changed: the model of round {new.round} had {_judged(new.before)} on those "
-        f"before, and has {now} on these; {use}"
-    )
-
-
-def _failed(rounds: int) -> str:
-    return "its one round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
-
-
-def _worse(found: Evaluation, than: Evaluation) -> bool:
-    """Return whether a model is worse than another in its loss, and no better in its accuracy."""
-    return than.loss < found.loss and (than.accuracy or 0.0) >= (found.accuracy or 0.0)
-
-
-def _judged(found: Evaluation) -> str:
-    loss = f"loss {found.loss:.3f}"
-    return loss if found.accuracy is None else f"accuracy {found.accuracy:.1%}, {loss}"
-
-
 def default_name() -> str:
     """Return the host's name, in which characters that a device name may not hold are replaced."""
     name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in socket.gethostname())
@@ -604,198 +488,41 @@ def check_writable(path: Path) -> None:
         raise BadArgument(f"{path} cannot be written ({error.strerror}); give another --export") from None
 
 
-class _Bar:
-    """A progress bar over rounds, with the steps of the current one beside it; without a terminal a line a round. Lines
-    of text are shown where progress is hidden, too."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar: tqdm[Any] | None = None
-        self._round: int | None = None
-        self._loss = ""
-
-    def show(self, moment: DeviceProgress) -> None:
-        """Show a moment of the device's work."""
-        if moment.text is not None:
-            tqdm.write(moment.text, file=sys.stderr)
-        elif self._bar is not None:
-            self._move(self._bar, moment)
-        elif moment.rounds and not self._quiet:
-            if sys.stderr.isatty():
-                self._bar = tqdm(total=moment.rounds, initial=moment.round, unit="round", desc=moment.phase, leave=True)
-            else:
-                self._line(moment)
-
-    def _move(self, bar: tqdm[Any], moment: DeviceProgress) -> None:
-        if moment.steps:
-            bar.set_description(f"{moment.phase} {moment.step}/{moment.steps}", refresh=False)
-            bar.set_postfix(loss=f"{moment.loss:.3f}", refresh=moment.step == moment.steps)
-        elif moment.phase in BETWEEN:
-            bar.n = max(bar.n, moment.round)
-            bar.set_description(moment.phase)
-
-    def _line(self, moment: DeviceProgress) -> None:
-        if moment.loss is not None:
-            self._loss = f", loss {moment.loss:.3f}"
-        if moment.phase in BETWEEN:
-            if self._round is not None and moment.round > self._round:
-                tqdm.write(f"round {moment.round} of {moment.rounds}{self._loss}", file=sys.stderr)
-            self._round = moment.round
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-TAKEN = {
-    "global": "the federation's, as it is",
-    "personal": "its own, of its last round",
-    "mixture": "half its own, half the federation's",
-    "finished": "half its own, half the federation's, trained once more",
-    "alone": "the one that it has trained alone",
-}
-"""Candidate -> words for it."""
-
-
-def _kept(result: Result) -> str:
-    """Return which model a device keeps, behind a comma; nothing where there is but one."""
-    if result.taken:
-        return f", keeps of its models {TAKEN.get(result.taken, result.taken)}: all devices chose together"
-    share = f" with {result.global_share:.0%} of the global model in it" if result.global_share else ""
-    return f", best in round {result.best_round}{share}" if result.best_round and not result.adapted else share
-
-
-def report(result: Result, energy: str) -> str:
-    """Return a device's result as text for a person."""
-    lines = [
-        f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
-        + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
-        + _kept(result)
-        + (f", trained nothing: {_failed(result.failures)}" if result.trained_nothing else "")
-        + (", adapted the finished global model" if result.adapted and not result.trained_nothing else ""),
-        *_accuracy_lines(result),
-        *(f"  {name + ', held-out data':<27}{value:.4g} after" for name, value in result.metrics.items()),
-        f"  training                   {_cost(result.training)}",
-        f"  evaluation                 {_cost(result.evaluation)}",
-        f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}"
-        + (f", of which {result.everything.frozen_down:,} frozen, once" if result.everything.frozen_down else ""),
-        f"  engine                     {result.engine}",
-        f"  energy source              {energy}",
-        f"  energy per update          {_joules_per(result.training, result.rounds)}",
-        f"  energy per point           {_joules_per(result.training, _points(result))}",
-        f"  heat                       {_heat(result.training)}",
-        *_noise_lines(result),
-        f"  budget                     {result.choice or f'{result.budget:g}, as given'}",
-    ]
-    lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
-    if result.export:
-        lines.append(
-            f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
-            f"({', '.join(result.export.steps) or 'dense'}; {result.export.dense_bytes:,} dense), "
-            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from {result.export.engine} "
-            f"{result.export.max_difference:.1e} on {result.export.samples} samples"
-        )
-    return "\n".join(lines)
-
-
-def _noise_lines(result: Result) -> list[str]:
-    if result.local_epsilon is None:
-        return []
-    return [f"  local noise                epsilon {result.local_epsilon:.4g} at delta {DELTA:g}, of all updates sent"]
-
-
-def _accuracy_lines(result: Result) -> list[str]:
-    """Return the line of the accuracies; none for a regression, whose metrics say more."""
-    if result.accuracy_after is None and result.metrics:
-        return []
-    before, after = _percent(result.accuracy_before), _percent(result.accuracy_after)
-    return [f"  accuracy, held-out data    {before} before, {after} after"]
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
-
-
-def _points(result: Result) -> float:
-    """Percentage points of accuracy that training has won."""
-    if result.accuracy_before is None or result.accuracy_after is None:
-        return 0.0
-    return 100 * (result.accuracy_after - result.accuracy_before)
-
-
-def _joules_per(totals: Totals, count: float) -> str:
-    """Return joules of each kind by ``count``; what was measured and what was estimated stay apart."""
-    kinds = (("measured", totals.joules_measured), ("estimated", totals.joules_estimated))
-    known = [f"{joules / count:.2f} J {kind}" for kind, joules in kinds if joules and count > 0]
-    return ", ".join(known) or "unknown"
-
-
-def _heat(totals: Totals) -> str:
-    peak = "no temperature known" if totals.celsius_peak is None else f"at most {totals.celsius_peak:.0f} °C"
-    throttled = totals.throttled_seconds
-    slow = "throttling unknown" if throttled is None else f"throttled for {throttled:.0f} s"
-    return f"{peak}, {slow}, paused for {totals.paused_seconds:.0f} s"
-
-
-def _both(moved: Totals | Moved) -> str:
-    return f"{moved.bytes_down:,} down and {moved.bytes_up:,} up"
-
-
-def _cost(totals: Totals) -> str:
-    joules = []
-    if totals.joules_measured:
-        joules.append(f"{totals.joules_measured:.1f} J measured")
-    if totals.joules_estimated:
-        joules.append(f"{totals.joules_estimated:.1f} J estimated")
-    if totals.seconds_without_joules or not joules:
-        joules.append(f"joules unavailable for {totals.seconds_without_joules:.1f} s")
-    return (
-        f"{totals.seconds:.1f} s, {totals.bytes_down:,} bytes down, {totals.bytes_up:,} bytes up, {', '.join(joules)}"
-    )
-
-
-def as_json(result: Result, energy: str) -> str:
-    """Return a device's result as JSON: seconds, bytes, joules, and shares of samples."""
-    totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
-    more = {"trained_nothing": result.trained_nothing, "energy_source": energy}
-    return json.dumps({**asdict(result), **totals, **more}, default=str)
-
-
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     allocator.give_back()
+    chosen = JoinOptions(
+        budget=options.budget,
+        policy=_policy(options.policy, dict(options.limit)),
+        watts=options.watts,
+        engine=options.engine,
+        accelerator=options.accelerator,
+        threads=options.threads,
+        bfloat16=options.bfloat16,
+        deterministic=options.deterministic,
+        memory_limit=options.memory_limit,
+        require_secure=options.require_secure,
+        known_devices=options.known_devices,
+        publisher=options.publisher,
+        pin_model=options.pin_model,
+        require=options.require,
+        plain_metrics=options.plain_metrics,
+        own_frozen=options.own_frozen,
+        local_noise=options.local_noise,
+        local_clip=options.local_clip,
+        patience_seconds=options.wait,
+        trust=tls.from_options(options),
+    )
     try:
-        policy = _policy(options.policy, dict(options.limit))
         result = join(
             options.server,
             data=with_skipped(options.data, options),
             federation=options.federation,
             name=options.device_name,
             state_dir=options.state_dir,
-            budget=options.budget,
-            policy=policy,
             export=options.export,
-            patience_seconds=options.wait,
-            watts=options.watts,
-            accelerator=options.accelerator,
-            threads=options.threads,
-            bfloat16=options.bfloat16,
-            deterministic=options.deterministic,
-            engine=options.engine,
-            memory_limit=options.memory_limit,
-            require_secure=options.require_secure,
-            known_devices=options.known_devices,
-            publisher=options.publisher,
-            pin_model=options.pin_model,
-            require=options.require,
-            plain_metrics=options.plain_metrics,
-            own_frozen=options.own_frozen,
-            local_noise=options.local_noise,
-            local_clip=options.local_clip,
-            trust=tls.from_options(options),
+            options=chosen,
             quiet=options.quiet,
         )
     except KeyboardInterrupt:
@@ -804,7 +531,7 @@ def _command(options: argparse.Namespace) -> None:
         print((as_json if options.json else report)(result, meter.describe()))
     if result.trained_nothing and not result.interrupted:
         raise NothingTrained(
-            f"{result.name} has trained nothing: {_failed(result.failures)}, the last so: {result.failure}"
+            f"{result.name} has trained nothing: {failed(result.failures)}, the last so: {result.failure}"
         )
 
 

@@ -13,13 +13,16 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from .device.trainable import CannotTrain, exit_unless_trainable
 
-__all__ = ["publish"]
+__all__ = ["PublishOptions", "publish"]
 
 if __name__ == "__main__":
     exit_unless_trainable("sparrow publish")  # before what follows imports torch
@@ -78,22 +81,50 @@ norm."""
 FROZEN_BATCHES = 4
 """Of validation data, on which it is found out what half precision of what nobody trains would change."""
 
-ARGUMENTS = (
-    "running_statistics",
-    "frozen_precision",
-    "blocks",
-    "compiled",
-    "exist_ok",
-    "replace",
-    "admin_token",
-    "trust",
-    "client",
-    "patience_seconds",
-    "allow",
-    "publisher",
-    "progress",
-)
+ARGUMENTS = ("exist_ok", "replace", "client", "options")
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """The way a model is published. Raises BadArgument for a value that cannot work.
+
+    running_statistics: whether batch norms' are averaged over devices or stay personal. frozen_precision: of parameters
+    with ``requires_grad`` False, which devices download once and never send; ``auto``: float16 if the model's answers
+    to validation data stay within 1 %. blocks: for methods that use blocks of a model, name of a parameter -> how many
+    rows each of its blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the
+    method does. compiled: publish the training step of a model of your own, too, without which devices need PyTorch; to
+    compile it takes seconds, and minutes for very deep networks and for recurrent layers over many steps.
+
+    allow: ranges of settings that are signed with the model, such as ``cohort>=10`` or ``local_steps>=5``: devices
+    refuse rounds outside of them. Without one, a setting keeps its value or becomes more private, and two devices may
+    federate. publisher: who signs, or the file of a key, made if it does not exist; None: the user's own key
+    (``publishing.signing``).
+
+    admin_token: by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: how long to
+    wait for a coordinator that does not answer; None: for ever. progress: called with a text when a part of the work
+    begins.
+    """
+
+    running_statistics: RunningStatistics = "shared"
+    frozen_precision: FrozenPrecision = "auto"
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    compiled: bool = True
+    allow: Sequence[str] = ()
+    publisher: Publisher | Path | None = None
+    admin_token: str | None = None
+    trust: tls.Tls | None = None
+    patience_seconds: float | None = PATIENCE_SECONDS
+    progress: Callable[[str], object] = lambda doing: None
+
+    def __post_init__(self) -> None:
+        if self.running_statistics not in get_args(RunningStatistics):
+            raise BadArgument(f"running_statistics={self.running_statistics!r} cannot work; give shared or personal")
+        if self.frozen_precision not in get_args(FrozenPrecision):
+            raise BadArgument(f"frozen_precision={self.frozen_precision!r} cannot work; give auto, float32 or float16")
+
+
+USUAL = PublishOptions()
 
 
 @translated()
@@ -102,140 +133,117 @@ def publish(
     name: str,
     task: Task | str,
     *,
-    running_statistics: RunningStatistics = "shared",
-    frozen_precision: FrozenPrecision = "auto",
-    blocks: Mapping[str, Sequence[int]] | None = None,
-    compiled: bool = True,
     exist_ok: bool = False,
     replace: bool = False,
-    admin_token: str | None = None,
-    trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
-    patience_seconds: float | None = PATIENCE_SECONDS,
-    allow: Sequence[str] = (),
-    publisher: Publisher | Path | None = None,
-    progress: Callable[[str], object] = lambda doing: None,
+    options: PublishOptions = USUAL,
     **settings: Any,
 ) -> FederationInfo:
     """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
 
-    settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
-    stay personal. frozen_precision: what parameters with ``requires_grad`` False are sent in, which devices download
-    once and never send; ``auto``: float16 where the model's answers to validation data stay within 1 %. blocks: for
-    methods that use blocks of a model, name of a parameter -> how many rows each of its blocks has, in order (heads of
-    an attention, groups of filters); other parameters are cut as the method does. compiled: publish the training step
-    of a model of your own, too, without which devices need PyTorch; to compile it takes seconds, and minutes for very
-    deep networks and for recurrent layers over many steps. exist_ok: ask first, and return the federation that exists
-    instead of raising NameTaken, where its method, settings and model are those asked for. What the model's weights
-    begin as is not compared, nor what an operator has changed since. Nothing of the model is uploaded then, and an
-    enrolment token is enough. replace: give the federation that exists this version of its model, between rounds,
-    without settings: forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch
-    take it by themselves. admin_token: where the coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust:
-    certificates for https. patience_seconds: how long to wait for a coordinator that does not answer; None: for ever.
-    allow: ranges of settings that are signed with the model, such as ``cohort>=10`` or ``local_steps>=5``: devices
-    refuse rounds outside of them. Without one, a setting keeps its value or becomes more private, and two devices may
-    federate. publisher: who signs, or the file of a key, made where there is none; None: the user's own key
-    (``publishing.signing``). progress: is told what begins.
+    settings: fields of ``FederationSettings``. exist_ok: ask first, and return the federation that exists instead of
+    raising NameTaken, if its method, settings and model are those asked for. What the model's weights begin as is not
+    compared, nor what an operator has changed since. Nothing of the model is uploaded then, and an enrolment token is
+    enough. replace: give the federation that exists this version of its model, between rounds, without settings:
+    forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch take it by
+    themselves. client: of the coordinator, in place of one for ``server``.
 
     Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
     do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
     cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference, and with
-    replace where tensors, inputs or outputs are not the federation's.
+    replace if tensors, inputs or outputs are not the federation's.
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
-    if running_statistics not in get_args(RunningStatistics):
-        raise BadArgument(f"running_statistics={running_statistics!r} cannot work; give shared or personal")
-    if frozen_precision not in get_args(FrozenPrecision):
-        raise BadArgument(f"frozen_precision={frozen_precision!r} cannot work; give auto, float32 or float16")
     if not isinstance(task, str | Task):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task, or the name of a built-in one, such as digits"
         )
+    if isinstance(task, str) and options.blocks:
+        raise BadArgument(f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own")
     if replace and (isinstance(task, str) or settings or exist_ok):
         raise BadArgument(
             "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
         )
-    ranges = check_ranges(allow, "allow")
-    own = client or connect(server, trust)
-    try:
-        transport = Transport(own, patience_seconds=patience_seconds)
-        transport.token = admin_token or token_of("admin", "enrolment", "observer")
-        before = None
+    ranges = check_ranges(options.allow, "allow")
+    with nullcontext(client) if client else connect(server, options.trust) as own:
+        transport = Transport(own, patience_seconds=options.patience_seconds)
+        transport.token = options.admin_token or token_of("admin", "enrolment", "observer")
         if replace:
-            there = transport.federation(name)
-            asked = there.settings
-            before = None if there.publisher is None else transport.publication(name).publication
+            assert isinstance(task, Task), "checked above"
+            return _replace(transport, name, task, ranges, options)
+        create: Callable[[Publisher], FederationInfo]
         if isinstance(task, str):
-            if blocks:
-                raise BadArgument(
-                    f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
-                )
-            wanted, model = CompareFederation(task=task, settings=asked), None
+            wanted = CompareFederation(task=task, settings=asked)
+            create = partial(_create_built_in, transport, name, task, asked, ranges)
         else:
-            seeded = task.seeded(asked.seed)
-            model = _Model(seeded, asked.method, running_statistics, blocks or {}, frozen_precision, progress)
-            if replace:
-                signer = _signer(publisher)
-                vectors = model.described(compiled=compiled)
-                signed = signer.sign(_next_terms(name, model, asked, before, ranges))
-                return transport.replace_model(name, checkpoint.save({**vectors, **_as_vector(signed)}, ""))
-            digest = model.manifest.model_digest
+            model = _Model(task.seeded(asked.seed), asked.method, options)
             asked = chosen(asked, model.manifest, classes=asked.method == AUTO and model.adjusts())
+            digest = model.manifest.model_digest
             wanted = CompareFederation(task=task.name, model_digest=digest, settings=asked)
-        request = CreateFederation(name=name, task=task if isinstance(task, str) else None, settings=asked)
+            create = partial(_create_own, transport, name, model, asked, ranges)
+        if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+            return info
         try:
-            if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
-                return info
-            # Before the step is compiled, which takes longest. Whoever finds a federation needs no key.
-            signer = _signer(publisher)
-            if model is None:
-                if task not in builtin_tasks():
-                    # The coordinator says which there are.
-                    return transport.create_federation(request.as_given().encode(), "application/json")
-                asked = chosen(asked, load_builtin(str(task)).manifest, classes=True)
-            # Devices get the method's own settings as the coordinator completes them, so these are signed.
-            asked = transport.completed(asked)
-            request = request.model_copy(update={"settings": asked})
-            if model is None:
-                signed = signer.sign(_built_in_terms(name, str(task), asked, ranges))
-                request = request.model_copy(update={"publication": signed})
-                return transport.create_federation(request.as_given().encode(), "application/json")
-            vectors = model.described(compiled=compiled)
-            weights = model.weights()
-            signed = signer.sign(model.terms(name, asked, ranges, model.first_digests(asked, weights)))
-            body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.as_given())
-            progress(f"sending {len(body) / 1e6:.1f} MB")
-            return transport.create_federation(body, checkpoint.MEDIA_TYPE)
+            # Whoever finds a federation needs no key; and the step is compiled after it, which takes longest.
+            return create(_signer(options.publisher))
         except NameTaken:
             # Another device may have been first, meanwhile.
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
             raise
-    finally:
-        if client is None:
-            own.close()
+
+
+def _replace(transport: Transport, name: str, task: Task, ranges: Ranges, options: PublishOptions) -> FederationInfo:
+    there = transport.federation(name)
+    before = None if there.publisher is None else transport.publication(name).publication
+    model = _Model(task.seeded(there.settings.seed), there.settings.method, options)
+    signer = _signer(options.publisher)
+    vectors = model.described()
+    signed = signer.sign(_next_terms(name, model, there.settings, before, ranges))
+    return transport.replace_model(name, checkpoint.save({**vectors, **_as_vector(signed)}, ""))
+
+
+def _create_built_in(
+    transport: Transport, name: str, task: str, asked: FederationSettings, ranges: Ranges, signer: Publisher
+) -> FederationInfo:
+    request = CreateFederation(name=name, task=task, settings=asked)
+    if task in builtin_tasks():  # of any other the coordinator says which there are
+        known = load_builtin(task)
+        # Devices get the method's own settings as the coordinator completes them, so these are signed.
+        settings = transport.completed(chosen(asked, known.manifest, classes=True))
+        first = _first_digests(known.manifest, settings, {})
+        signed = signer.sign(_terms(name, known.manifest, known.graphs, settings, ranges, first))
+        request = request.model_copy(update={"settings": settings, "publication": signed})
+    return transport.create_federation(request.as_given().encode(), "application/json")
+
+
+def _create_own(
+    transport: Transport, name: str, model: _Model, asked: FederationSettings, ranges: Ranges, signer: Publisher
+) -> FederationInfo:
+    settings = transport.completed(asked)
+    request = CreateFederation(name=name, task=None, settings=asked).model_copy(update={"settings": settings})
+    vectors = model.described()
+    weights = model.weights()
+    first = _first_digests(model.manifest, settings, weights)
+    signed = signer.sign(model.terms(name, settings, ranges, first))
+    body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.as_given())
+    model.progress(f"sending {len(body) / 1e6:.1f} MB")
+    return transport.create_federation(body, checkpoint.MEDIA_TYPE)
 
 
 class _Model:
     """A task's model, as a method takes it. Raises BadArgument for a task whose data, model and loss do not work."""
 
-    def __init__(
-        self,
-        task: Task,
-        method: str,
-        running_statistics: RunningStatistics,
-        blocks: Mapping[str, Sequence[int]],
-        frozen_precision: FrozenPrecision,
-        progress: Callable[[str], object],
-    ) -> None:
+    def __init__(self, task: Task, method: str, options: PublishOptions) -> None:
         from .publishing.frozen import freeze
         from .publishing.preparation import described as described_behind
         from .publishing.preparation import prepare_to_publish
         from .training.checking import check_task
         from .training.local import as_tensors
 
-        self._progress = progress
+        self.progress = progress = options.progress
+        self._compiled = options.compiled
         self._graphs: dict[GraphName, bytes] = {}
         if task.preparation is not None:
             progress("preparing the samples")
@@ -244,11 +252,11 @@ class _Model:
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
         self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
-        described = _manifest(task, self._example[0], method, running_statistics, blocks)
+        described = _manifest(task, self._example[0], method, options)
         if self._preparation is not None:
             described = described_behind(described, self._preparation)
         samples = [as_tensors(batch)[0] for batch in islice(task.validation, FROZEN_BATCHES)]
-        self.manifest, self._frozen = freeze(task.model, described, frozen_precision, samples)
+        self.manifest, self._frozen = freeze(task.model, described, options.frozen_precision, samples)
 
     def adjusts(self) -> bool:
         """Return whether class frequencies can be added to the model's outputs."""
@@ -264,18 +272,17 @@ class _Model:
             return False
         return True
 
-    def described(self, *, compiled: bool) -> Tensors:
-        """Return what is published beside weights: the manifest, and the graphs that it names; the training step only
-        if it is to be ``compiled``."""
+    def described(self) -> Tensors:
+        """Return the manifest and the graphs that it names, as vectors to publish beside weights."""
         from .publishing.skeleton import make_skeleton
 
-        self._progress("compiling the forward pass")
+        self.progress("compiling the forward pass")
         skeleton = make_skeleton(self._task.model, self._example[0], self.manifest)
         graphs: dict[GraphName, bytes] = {"skeleton": skeleton}
         if self._preparation is not None:
             graphs["preparation"] = self._preparation.graph
-        if compiled:
-            self._progress("compiling the training step, which takes longest")
+        if self._compiled:
+            self.progress("compiling the training step, which takes longest")
             graphs |= _compiled(self._task, self._example, self.manifest)
         self._graphs = graphs
         vectors: dict[str, bytes] = {
@@ -288,10 +295,6 @@ class _Model:
         """Return the terms of the model, once it is described. first: digests of the weights that rounds begin with."""
         manifest = self.manifest.with_graphs(self._graphs)
         return _terms(name, manifest, self._graphs, settings, ranges, first, edition)
-
-    def first_digests(self, settings: FederationSettings, weights: Tensors) -> Digests:
-        """Return the digests of the weights that rounds begin with. weights: those that are published."""
-        return _first_digests(self.manifest, settings, weights)
 
     def weights(self) -> Tensors:
         """Return the weights, as they are, and the file of those that nobody trains."""
@@ -311,13 +314,6 @@ def _as_vector(signed: Publication) -> Tensors:
     return {"sparrow.publication": np.frombuffer(signed.model_dump_json().encode(), np.uint8)}
 
 
-def _built_in_terms(name: str, task: str, settings: FederationSettings, ranges: Ranges) -> Terms:
-    """Return the terms of a built-in task's federation."""
-    known = load_builtin(task)
-    first = _first_digests(known.manifest, settings, {})
-    return _terms(name, known.manifest, known.graphs, settings, ranges, first, 1)
-
-
 def _first_digests(manifest: Manifest, settings: FederationSettings, weights: Tensors) -> Digests:
     """Return the digests of the weights that rounds begin with; none if the coordinator draws the method's own."""
     if load_method(settings.method).compose is not None:
@@ -332,7 +328,7 @@ def _terms(
     settings: FederationSettings,
     ranges: Ranges,
     first: Digests,
-    edition: int,
+    edition: int = 1,
 ) -> Terms:
     """Return the terms to sign. graphs: the published ones, of which the method may make others."""
     compose = load_method(settings.method).compose
@@ -387,16 +383,11 @@ def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
     return None if found == Targets() else found
 
 
-def _manifest(
-    task: Task,
-    example: Tensor,
-    method: str,
-    running_statistics: RunningStatistics,
-    blocks: Mapping[str, Sequence[int]],
-) -> Manifest:
+def _manifest(task: Task, example: Tensor, method: str, options: PublishOptions) -> Manifest:
     from .methods.describing import describe_for
 
-    manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
+    blocks, statistics = options.blocks, options.running_statistics
+    manifest = describe_for(method, task.model, example, task=task.name, running_statistics=statistics)
     known = tuple(name for name, metric in task.measured.items() if METRICS.get(name) is metric)
     targets = _targets(task, manifest.output_shape)
     said = {"metrics": known, "targets": None if targets is None else targets.model_dump()}
@@ -487,8 +478,8 @@ def read_settings(
 
 
 def _run(options: argparse.Namespace) -> None:
-    given = {field: getattr(options, field) for field in _fields()}
-    settings = {field: text for field, text in given.items() if text is not None}
+    given = {name: getattr(options, name) for name in _fields()}
+    settings = {name: text for name, text in given.items() if text is not None}
     settings["method_settings"] = dict(options.method_set)
     read_settings(settings, "--", options=True)
     name = options.task or (OWN if options.data else "digits")
@@ -510,13 +501,15 @@ def _run(options: argparse.Namespace) -> None:
         options.server,
         options.federation,
         task,
-        running_statistics=options.running_statistics,
-        frozen_precision=options.frozen_precision,
         exist_ok=options.exist_ok,
-        trust=tls.from_options(options),
-        patience_seconds=options.wait,
-        allow=options.allow,
-        progress=lambda doing: print(f"{doing} ...", file=sys.stderr, flush=True),
+        options=PublishOptions(
+            running_statistics=options.running_statistics,
+            frozen_precision=options.frozen_precision,
+            allow=options.allow,
+            trust=tls.from_options(options),
+            patience_seconds=options.wait,
+            progress=lambda doing: print(f"{doing} ...", file=sys.stderr, flush=True),
+        ),
         **settings,
     )
     if info.notice:
@@ -599,9 +592,9 @@ def _options(parser: Parser) -> None:
     names = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
     group = parser.add_argument_group("settings of the federation, each with a value", names if parser.brief else None)
     add_help_settings(group, FederationSettings, "all settings")
-    for field, meaning in fields.items():
+    for name, meaning in fields.items():
         text = argparse.SUPPRESS if parser.brief else meaning
-        group.add_argument(f"--{field.replace('_', '-')}", metavar="X", help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
     add_method_set(group)
 
 

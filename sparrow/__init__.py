@@ -12,20 +12,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edge_sdk.device.embedding import DeviceProgress
     from edge_sdk.errors import SdkError
-    from edge_sdk.join import join
-    from edge_sdk.publish import publish
+    from edge_sdk.join import JoinOptions, join
+    from edge_sdk.publish import PublishOptions, publish
     from edge_sdk.tasks import Seeded, Task
 
     from .client import Client
-    from .simulation.simulate import simulate
+    from .simulation.simulate import SimulationOptions, simulate
 
-__all__ = ["Client", "DeviceProgress", "SdkError", "Seeded", "Task", "join", "publish", "simulate"]
+__all__ = [
+    "Client",
+    "DeviceProgress",
+    "JoinOptions",
+    "PublishOptions",
+    "SdkError",
+    "Seeded",
+    "SimulationOptions",
+    "Task",
+    "join",
+    "publish",
+    "simulate",
+]
 
 _MODULES = {
     "Client": "sparrow.client",
     "DeviceProgress": "edge_sdk.device.embedding",
+    "JoinOptions": "edge_sdk.join",
+    "PublishOptions": "edge_sdk.publish",
     "SdkError": "edge_sdk.errors",
     "Seeded": "edge_sdk.tasks",
+    "SimulationOptions": "sparrow.simulation.simulate",
     "Task": "edge_sdk.tasks",
     "join": "edge_sdk.join",
     "publish": "edge_sdk.publish",
@@ -44,5 +59,5 @@ def __getattr__(name: str) -> Any:
     if name not in LIGHT:
         from edge_sdk.device import trainable
 
-        trainable.check(module="torch" if name == "publish" else None)
+        trainable.check(module="torch" if name in ("publish", "PublishOptions") else None)
     return getattr(importlib.import_module(_MODULES[name]), name)

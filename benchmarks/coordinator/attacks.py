@@ -39,7 +39,7 @@ from onnx import helper, numpy_helper
 from tqdm import tqdm
 
 from edge_sdk.device.transport import Transport, connect
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.contest import Row
 from sparrow.benchmarks.coordinator.models import LARGE, task_of
@@ -329,7 +329,7 @@ def prepare(folder: Path) -> tuple[str, str, str, str, int]:
             f"http://127.0.0.1:{port}",
             FEDERATION,
             task_of(LARGE),
-            admin_token=TOKENS["COORDINATOR_ADMIN_TOKEN"],
+            options=PublishOptions(admin_token=TOKENS["COORDINATOR_ADMIN_TOKEN"]),
             method="fedavg",
             rounds=100,
             deadline_seconds=3600.0,

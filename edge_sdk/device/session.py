@@ -16,7 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -208,19 +208,45 @@ def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMa
         return None
 
 
+@dataclass(frozen=True)
+class SessionOptions:
+    """The way a session works.
+
+    budget: of a device that does not choose its own. engine: what trains (``choose_engine``); ONNX Runtime needs only
+    the task's data; or an engine itself, which devices may use one after another. prepare: given task, manifest,
+    federation and what makes the engine's rehearsals before the device enrols; returns the task as it is to be
+    computed, or raises if that cannot be. telemetry: made from the transport's counters. profile: the device's
+    description of itself, this machine's by default. progress: called with (assignment, steps done, steps in all, loss)
+    while the device trains. watchdog: holds the device to its policy, between assignments and between batches.
+    local_noise: added to each update before it is sent. memory_limit: bytes that the process may hold; None: what there
+    is. known: the facts of a federation that would be asked for otherwise. announce: whether a device that is enrolled
+    reports that it is there. hosted: whether it is one of many that a process hosts in turn: such a device may be
+    silent, and sends no heartbeats.
+    """
+
+    budget: float = 1.0
+    engine: EngineChoice | Engine = "auto"
+    prepare: Prepare | None = None
+    telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic)
+    profile: DeviceProfile | None = None
+    progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None
+    watchdog: Watchdog | None = None
+    demands: Demands = field(default_factory=Demands)
+    local_noise: LocalNoise | None = None
+    memory_limit: int | None = None
+    known: Known | None = None
+    announce: bool = True
+    hosted: bool = False
+
+
+USUAL = SessionOptions()
+
+
 class Session:
     """One device in one federation.
 
-    make_task: gives the task once the federation's settings and its manifest are known. telemetry: made from the
-    transport's counters. profile: what the device says of itself, this machine by default. progress: called with
-    (assignment, steps done, steps in all, loss) while the device trains. prepare: given task, manifest, federation and
-    what makes the engine's rehearsals before the device enrols; returns the task as it is to be computed, or raises if
-    that cannot be. known: what else would be asked for. announce: whether a device that is enrolled says that it is
-    there. watchdog: holds the device to its policy, between assignments and between batches. hosted: whether it is one
-    of many that a process hosts in turn: such a device may be silent, and sends no heartbeats. engine: what trains
-    (``choose_engine``); ONNX Runtime needs only the task's data; or an engine itself, which devices may use one after
-    another. local_noise: added to each update before it is sent (``device.local_noise``). memory_limit: bytes that the
-    process may hold; None: what there is. Raises the errors that ``errors`` lists; the state folder stays usable.
+    make_task: gives the task once the federation's settings and its manifest are known. Raises the errors that
+    ``errors`` lists; the state folder stays usable.
     """
 
     def __init__(
@@ -231,33 +257,23 @@ class Session:
         federation: str,
         name: str,
         make_task: Callable[[FederationInfo, Manifest], Task],
-        budget: float = 1.0,
-        telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
-        profile: DeviceProfile | None = None,
-        progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
-        prepare: Prepare | None = None,
-        known: Known | None = None,
-        announce: bool = True,
-        watchdog: Watchdog | None = None,
-        hosted: bool = False,
-        engine: EngineChoice | Engine = "auto",
-        demands: Demands | None = None,
-        local_noise: LocalNoise | None = None,
-        memory_limit: int | None = None,
+        options: SessionOptions = USUAL,
     ) -> None:
+        known, local_noise, engine, prepare = options.known, options.local_noise, options.engine, options.prepare
+        budget = options.budget
         self._make_task = make_task
-        self._memory_limit = memory_limit
+        self._memory_limit = options.memory_limit
         self._transport = transport
-        self._demands = demands or Demands()
+        self._demands = options.demands
         self._local_noise = local_noise
-        self._hosted = hosted
-        self._watchdog = watchdog
+        self._hosted = options.hosted
+        self._watchdog = options.watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
         self._uploading = 0.0  # seconds that the last upload took
         self._folder = folder
         self._federation = federation
-        self._profile = profile
-        self._report_progress = progress
+        self._profile = options.profile
+        self._report_progress = options.progress
         self.failed_rounds = 0  # in a row, since this process began
         self.last_failure: str | None = None
         # The same, as the coordinator learns it.
@@ -265,7 +281,7 @@ class Session:
         self._faults = 0  # of the coordinator, in a row
         self._next: Assignment | None = None  # what came with the answer to the last update
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
-        self._telemetry = telemetry(transport.traffic)
+        self._telemetry = options.telemetry(transport.traffic)
         self._enrolment_token = transport.token
         before = folder.known_identity()
         if before is not None and before.token is not None:
@@ -318,7 +334,7 @@ class Session:
         self._mask = load_mask(folder, self.manifest)
         if self._identity.token is None:
             self._enrol()
-        elif announce:
+        elif options.announce:
             transport.token = self._identity.token
             change = ChangeDevice(
                 budget=self.budget,

@@ -21,7 +21,7 @@ import httpx
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import as_taken, check_model, share_onnx, take_values
-from edge_sdk.device.session import Known, Outcome, Session
+from edge_sdk.device.session import Known, Outcome, Session, SessionOptions
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.device.transport import Traffic, Transport
@@ -282,16 +282,18 @@ class Host:
                 federation=self._plan.federation,
                 name=name,
                 make_task=lambda info, manifest: task,
-                budget=self._budget(index, board, task),
-                telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
-                profile=None if board is None else _profile(board),
-                known=self._known,
-                announce=announce,
-                hosted=True,
-                engine=self._trainer.engine(task),
+                options=SessionOptions(
+                    budget=self._budget(index, board, task),
+                    telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
+                    profile=None if board is None else _profile(board),
+                    known=self._known,
+                    announce=announce,
+                    hosted=True,
+                    engine=self._trainer.engine(task),
+                    demands=Demands(plain_metrics=True),
+                    local_noise=self._plan.local_noise,
+                ),
                 # A simulated device has no owner who could mind.
-                demands=Demands(plain_metrics=True),
-                local_noise=self._plan.local_noise,
             )
         except BaseException:
             folder.close()

@@ -16,13 +16,13 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from edge_sdk.device.trainable import exit_unless_trainable
 
-__all__ = ["simulate"]
+__all__ = ["SimulationOptions", "simulate"]
 
 if __name__ == "__main__":
     exit_unless_trainable("sparrow fleet", None)  # before what follows imports what needs 64 bits
@@ -34,7 +34,7 @@ from edge_sdk.device.opening import choose_compute
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
-from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_settings
+from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import ACCELERATORS
@@ -51,6 +51,38 @@ from .host import Plan
 from .result import Result, installed
 
 
+@dataclass(frozen=True)
+class SimulationOptions:
+    """The way devices are simulated.
+
+    new: how many more devices only adapt the finished model. boards: the boards whose seconds and joules the devices
+    report (``load_boards``); the first devices have the first one, and so on, in equal parts. engine: what trains
+    (``fleet.run_fleet``). accelerator, bfloat16, local_noise, local_clip, patience_seconds, trust: as in
+    ``JoinOptions``. processes: how many devices work at once, in threads with ONNX Runtime and in processes with
+    PyTorch; one per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of
+    workers. in_memory: keep the devices' state in memory, and forget it in the end. adapt: let devices that end without
+    a model of their own fetch the finished one.
+    """
+
+    new: int = 0
+    boards: Sequence[Board] = ()
+    engine: EngineChoice = "auto"
+    accelerator: str = "auto"
+    bfloat16: bool = False
+    local_noise: float | None = None
+    local_clip: float | None = None
+    processes: int | None = None
+    ray: str | None = None
+    workers: int | None = None
+    in_memory: bool = False
+    adapt: bool = True
+    patience_seconds: float | None = None
+    trust: tls.Tls | None = None
+
+
+USUAL = SimulationOptions()
+
+
 @translated()
 def simulate(
     server: str | None = None,
@@ -59,23 +91,10 @@ def simulate(
     devices: int,
     federation: str = "default",
     app: Any = None,
-    new: int = 0,
     data: str | None = None,
     budgets: Sequence[float] = (1.0,),
-    boards: Sequence[Board] = (),
-    engine: EngineChoice = "auto",
-    accelerator: str = "auto",
-    bfloat16: bool = False,
-    local_noise: float | None = None,
-    local_clip: float | None = None,
-    processes: int | None = None,
-    ray: str | None = None,
-    workers: int | None = None,
     state_dir: Path | str | None = None,
-    in_memory: bool = False,
-    adapt: bool = True,
-    patience_seconds: float | None = None,
-    trust: tls.Tls | None = None,
+    options: SimulationOptions = USUAL,
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
@@ -86,91 +105,75 @@ def simulate(
     ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
     creates the federation unless there is the same one already: the name of an installed task, or a function from a
     device's number to its Task. Without it the federation must be there. settings: of that federation, fields of
-    ``FederationSettings``; ``min_devices`` is ``devices`` and ``draws`` "seed" unless given. new: how many more devices
-    only adapt the finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it.
-    budgets: shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for
-    what each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
-    (``load_boards``). engine: what trains (``fleet.run_fleet``). accelerator, bfloat16, local_noise, local_clip, trust,
-    patience_seconds: as in ``join``. processes: how many devices work at once, in threads with ONNX Runtime and in
-    processes with PyTorch; one per core by default. ray: the address of a Ray cluster that hosts them instead, with
-    this number of workers. state_dir: where devices keep their state; a second call with the same folder continues.
-    in_memory: keep it in memory, and forget it in the end. adapt: let devices that end without a model of their own
-    fetch the finished one.
+    ``FederationSettings``; ``min_devices`` is ``devices`` and ``draws`` "seed" unless given. data: the data of a task
+    known by name, as ``--data`` of ``sparrow fleet`` has it. budgets: shares of a full training step; the first devices
+    have the first one, and so on, in equal parts; empty for what each device's board can afford. state_dir: where
+    devices keep their state; a second call with the same folder continues.
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
-    if isinstance(task, Task) or not (task is None or isinstance(task, str) or callable(task)):
-        raise BadArgument("task: give the name of a task, or a function from a device's number to its Task")
+    _check_task(task, data, settings, server)
     if not isinstance(devices, int) or devices < 0:
         raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
     if isinstance(budgets, str) or not all(isinstance(each, int | float) for each in _several(budgets)):
         raise BadArgument(f"budgets={budgets!r} cannot work; give shares of a full step, such as (0.3, 1.0)")
+    if server is not None and app is not None:
+        raise BadArgument("give the coordinator's address or its application, and not both")
+    engine, compute = choose_compute(options.engine, options.accelerator, None, bfloat16=options.bfloat16)
+    plan = Plan(
+        federation,
+        devices,
+        new=options.new,
+        data=data,
+        budgets=tuple(budgets),
+        boards=tuple(options.boards),
+        compute=compute,
+        local_noise=LocalNoise.asked(options.local_noise, options.local_clip),
+        make_task=(lambda index, info: task(index)) if callable(task) else None,
+    )
+    with contextlib.ExitStack() as stack:
+        in_memory = options.in_memory
+        if server is None and app is None:
+            if task is None:
+                raise BadArgument(
+                    "give a task, and a coordinator runs in this process; or the address of one that runs"
+                )
+            app = _own_coordinator(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-"))))
+            in_memory = in_memory or state_dir is None
+        elif isinstance(app, str):
+            app = _load_app(app)
+        if task is not None:
+            _create(server, app, plan, task, settings, options)
+        common: dict[str, Any] = {
+            "engine": engine,
+            "state_dir": None if state_dir is None else Path(state_dir),
+            "in_memory": in_memory,
+            "patience_seconds": options.patience_seconds,
+            "trust": options.trust,
+            "quiet": quiet,
+        }
+        if options.ray is None:
+            return run_fleet(server, plan, app=app, processes=options.processes, adapt=options.adapt, **common)
+        if not options.adapt:
+            raise BadArgument("adapt=False is of a fleet on this machine; leave it out, or ray")
+        if server is None:
+            raise BadArgument(
+                "the nodes of a cluster need the coordinator's address; give it in place of an application"
+            )
+        return run_on_ray(server, plan, address=options.ray, workers=options.workers, **common)
+
+
+def _check_task(task: object, data: str | None, settings: dict[str, Any], server: str | None) -> None:
+    """Raise BadArgument for a task that cannot be one, and for what does not go together with it."""
+    if isinstance(task, Task) or not (task is None or isinstance(task, str) or callable(task)):
+        raise BadArgument("task: give the name of a task, or a function from a device's number to its Task")
     if data is not None and callable(task):
         raise BadArgument("data belongs to a task known by name; the function given as task makes each device's data")
     if server is not None and server.isidentifier() and task is None:
         raise BadArgument(f"{server!r} is no address (http://HOST:PORT); where it is a task, give task={server!r}")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
-    read_settings(
-        settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "adapt", "accelerator", "engine")
-    )
-    if server is not None and app is not None:
-        raise BadArgument("give the coordinator's address or its application, and not both")
-    if server is None and app is None:
-        if task is None:
-            raise BadArgument("give a task, and a coordinator runs in this process; or the address of one that runs")
-        with tempfile.TemporaryDirectory(prefix="sparrow-") as folder:
-            return simulate(
-                *(None, task),
-                app=_own_coordinator(Path(folder)),
-                devices=devices,
-                federation=federation,
-                new=new,
-                data=data,
-                budgets=budgets,
-                boards=boards,
-                engine=engine,
-                accelerator=accelerator,
-                bfloat16=bfloat16,
-                local_noise=local_noise,
-                local_clip=local_clip,
-                processes=processes,
-                state_dir=state_dir,
-                in_memory=in_memory or state_dir is None,
-                adapt=adapt,
-                quiet=quiet,
-                **settings,
-            )
-    engine, compute = choose_compute(engine, accelerator, None, bfloat16=bfloat16)
-    plan = Plan(
-        federation,
-        devices,
-        new=new,
-        data=data,
-        budgets=tuple(budgets),
-        boards=tuple(boards),
-        compute=compute,
-        local_noise=LocalNoise.asked(local_noise, local_clip),
-        make_task=(lambda index, info: task(index)) if callable(task) else None,
-    )
-    app = _load_app(app) if isinstance(app, str) else app
-    if task is not None:
-        _create(server, app, plan, task, settings, trust, patience_seconds)
-    common: dict[str, Any] = {
-        "engine": engine,
-        "state_dir": None if state_dir is None else Path(state_dir),
-        "in_memory": in_memory,
-        "patience_seconds": patience_seconds,
-        "trust": trust,
-        "quiet": quiet,
-    }
-    if ray is None:
-        return run_fleet(server, plan, app=app, processes=processes, adapt=adapt, **common)
-    if not adapt:
-        raise BadArgument("adapt=False is of a fleet on this machine; leave it out, or ray")
-    if server is None:
-        raise BadArgument("the nodes of a cluster need the coordinator's address; give it in place of an application")
-    return run_on_ray(server, plan, address=ray, workers=workers, **common)
+    read_settings(settings, known=("state_dir", "options"))
 
 
 def _create(
@@ -179,19 +182,17 @@ def _create(
     plan: Plan,
     task: str | Callable[[int], Task],
     given: dict[str, Any],
-    trust: tls.Tls | None,
-    patience_seconds: float | None,
+    options: SimulationOptions,
 ) -> None:
     """Create the federation, unless there is the same one already; a task that is not built in is that of device 0."""
     settings = {"min_devices": plan.devices, "draws": "seed", **given}
     made = load_to_publish(task, plan.data_of(0), settings, device=plan.name(0)) if isinstance(task, str) else task(0)
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(connect_to(server, app, trust))
+        client = stack.enter_context(connect_to(server, app, options.trust))
         left_out = [name for name in ("min_devices", "draws") if name not in given]
         if left_out:  # a further fleet joins the federation that the first one has created
-            transport = Transport(
-                client, patience_seconds=PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-            )
+            patience = PATIENCE_SECONDS if options.patience_seconds is None else options.patience_seconds
+            transport = Transport(client, patience_seconds=patience)
             transport.token = token_of("admin", "observer", "enrolment")
             with contextlib.suppress(Refused):
                 has = transport.federation(plan.federation).settings
@@ -199,7 +200,8 @@ def _create(
         # A simulation leaves no key behind.
         signer = Publisher.new() if server is None else None
         address = server or in_process.ADDRESS
-        publish(address, plan.federation, made, exist_ok=True, client=client, publisher=signer, **settings)
+        publishing = PublishOptions(publisher=signer)
+        publish(address, plan.federation, made, exist_ok=True, client=client, options=publishing, **settings)
 
 
 def _several(values: Any) -> Sequence[Any]:
@@ -248,20 +250,22 @@ def _command(options: argparse.Namespace) -> None:
             devices=options.devices,
             federation=options.federation,
             app=options.app,
-            new=options.new,
             data=_data(options.data, options.partition),
             budgets=options.budgets,
-            boards=options.boards,
-            engine=options.engine,
-            accelerator=options.accelerator,
-            bfloat16=options.bfloat16,
-            processes=options.processes,
-            ray=options.ray,
-            workers=options.workers,
             state_dir=options.state_dir,
-            in_memory=options.memory,
-            patience_seconds=options.wait,
-            trust=tls.from_options(options),
+            options=SimulationOptions(
+                new=options.new,
+                boards=options.boards,
+                engine=options.engine,
+                accelerator=options.accelerator,
+                bfloat16=options.bfloat16,
+                processes=options.processes,
+                ray=options.ray,
+                workers=options.workers,
+                in_memory=options.memory,
+                patience_seconds=options.wait,
+                trust=tls.from_options(options),
+            ),
             quiet=options.quiet,
             **settings,
         )

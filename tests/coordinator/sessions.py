@@ -6,7 +6,7 @@ import hashlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
@@ -146,8 +146,7 @@ class CoordinatorWithDevices(LocalCoordinator):
             self.folders[-1],
             federation="f",
             name=name,
-            budget=budget,
-            engine=engine,
+            options=SessionOptions(budget=budget, engine=engine),
             make_task=lambda info, manifest: load_task(
                 info.task,
                 (f"{data}," if data else "") + dealt + (",public=0.1" if info.method == "fedmd" else ""),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.device.session import Session
+from edge_sdk.device.session import Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.tasks import build_seeded
 from edge_sdk.tasks.digits import load_images
@@ -156,7 +156,7 @@ def open_with(coordinator, name, budget, classes):
         coordinator.folders[-1],
         federation="f",
         name=name,
-        budget=budget,
+        options=SessionOptions(budget=budget),
         make_task=lambda info, manifest: classification(
             "digits", build_seeded(DigitsNet, 0), part, part, None, batch_size=16
         ),

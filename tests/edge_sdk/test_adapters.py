@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.errors import WrongSettings
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
@@ -26,7 +26,7 @@ from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import NeuronMask, pack
 from sparrow.simulation import in_process
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 pytestmark = pytest.mark.integration  # plays whole federations
 
@@ -83,8 +83,8 @@ def create(client, method, **more):
 
 def take_part(client, method, folder, *, engine="onnx", budget=1.0, export=None, **ranks):
     return join(
-        in_process.ADDRESS, task_of(**ranks), client=client, federation=method, name="one", engine=engine, quiet=True,
-        budget=budget, state_dir=folder / method, patience_seconds=20, export=export,
+        in_process.ADDRESS, task_of(**ranks), client=client, federation=method, name="one", state_dir=folder / method,
+        options=JoinOptions(engine=engine, budget=budget, patience_seconds=20), export=export, quiet=True,
     )  # fmt: skip
 
 
@@ -226,8 +226,8 @@ def test_sums_of_other_values_are_left_alone():
 def test_a_fleet_of_mixed_budgets_trains_adapters(tmp_path, compiling):
     app = create_app(Settings(data_dir=tmp_path / "data", default_task=""))
     result = simulate(
-        app=app, task=task_of, devices=4, budgets=(1.0, 0.25), in_memory=True, quiet=True, method="hetlora",
-        rounds=15, learning_rate=0.3, local_epochs=5, early_stopping="off",
+        app=app, task=task_of, devices=4, budgets=(1.0, 0.25), quiet=True, method="hetlora",
+        options=SimulationOptions(in_memory=True), rounds=15, learning_rate=0.3, local_epochs=5, early_stopping="off",
     )  # fmt: skip
     assert result.engine == "onnx"
     assert result.ended.accuracy_global > 0.5

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from edge_sdk.device import state
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
@@ -71,7 +71,7 @@ def join_one(client, folder, task, name="pi"):
         task,
         federation="one",
         name=name,
-        budget=1.0,
+        options=JoinOptions(budget=1.0),
         state_dir=folder / name,
         export=folder / "model.onnx",
         client=client,
@@ -212,7 +212,7 @@ def test_a_mixture_with_the_finished_global_model_is_kept_where_it_is_better(cli
             of(name),
             federation="one",
             name=name,
-            budget=1.0,
+            options=JoinOptions(budget=1.0),
             state_dir=tmp_path / name,
             export=tmp_path / f"{name}.onnx",
             client=client,

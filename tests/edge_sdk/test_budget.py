@@ -20,7 +20,7 @@ from edge_sdk.budget.search import (
     choose,
     read_learned,
 )
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
@@ -402,9 +402,7 @@ def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settin
                 federation="f",
                 name=f"device-{index}",
                 make_task=lambda info, manifest, index=index: task_of(index),
-                prepare=prepare if index == 0 else None,
-                progress=grow_slow,
-                engine=engine,
+                options=SessionOptions(prepare=prepare if index == 0 else None, progress=grow_slow, engine=engine),
             )
             for index in range(5)
         ]

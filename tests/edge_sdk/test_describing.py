@@ -12,7 +12,7 @@ from torch import nn
 
 from edge_sdk.device.opening import check_model
 from edge_sdk.errors import BadArgument
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods import load_method
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.predict import Predictor
@@ -119,7 +119,7 @@ def play(client, folder, task, **settings):
         client=client,
         name="pi",
         state_dir=folder,
-        budget=1.0,
+        options=JoinOptions(budget=1.0),
         quiet=True,
         export=folder / "m.onnx",
     )

@@ -15,7 +15,7 @@ from edge_sdk import join as joining
 from edge_sdk.device.diagnosis import Spread, diagnose
 from edge_sdk.engines.training import LOSS, Divergence, TrainingDiverged, UnsoundModel
 from edge_sdk.errors import NothingTrained
-from edge_sdk.join import join, report
+from edge_sdk.join import JoinOptions, join, report
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
@@ -98,8 +98,7 @@ def both(client, tmp_path):
             name=name,
             state_dir=tmp_path / name,
             export=tmp_path / f"{name}.onnx",
-            budget=1.0,
-            deterministic=True,
+            options=JoinOptions(budget=1.0, deterministic=True),
             quiet=True,
         )
 
@@ -140,7 +139,7 @@ def test_a_device_whose_rounds_all_failed_says_that_it_trained_nothing(client, t
 @pytest.mark.integration  # plays a federation
 def test_a_device_that_comes_after_the_end_has_adapted(client, tmp_path):
     publish(inprocess.ADDRESS, "default", task(), client=client, method="fedavg", rounds=1, min_devices=1, cohort=1)
-    where = {"client": client, "budget": 1.0, "deterministic": True, "quiet": True}
+    where = {"client": client, "options": JoinOptions(budget=1.0, deterministic=True), "quiet": True}
     join(inprocess.ADDRESS, task(), name="first", state_dir=tmp_path / "first", **where)
     late = join(inprocess.ADDRESS, task(), name="late", state_dir=tmp_path / "late", **where)
     assert (late.trained_nothing, late.adapted) == (False, True)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NothingTrained
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
@@ -96,8 +96,7 @@ def run(lab, armed, tmp_path):
         federation="f",
         name="pi",
         state_dir=tmp_path / "device",
-        budget=1.0,
-        engine="torch",
+        options=JoinOptions(budget=1.0, engine="torch"),
         client=httpx.Client(base_url=inprocess.ADDRESS, transport=lab),
         on_progress=armed.look,
         quiet=True,
@@ -170,7 +169,12 @@ def session(lab, tmp_path):
         transport = Transport(client, sleep=lambda seconds: None)
         task = Armed().task()
         yield Session(
-            transport, folder, federation="f", name="pi", make_task=lambda info, manifest: task, engine="torch"
+            transport,
+            folder,
+            federation="f",
+            name="pi",
+            make_task=lambda info, manifest: task,
+            options=SessionOptions(engine="torch"),
         )
 
 

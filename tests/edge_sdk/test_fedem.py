@@ -16,7 +16,7 @@ from torch import nn
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import TrainingDiverged
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.methods.fedem import FEDEM, responsibilities
@@ -329,7 +329,7 @@ def test_devices_of_opposite_labels_end_at_different_components(tmp_path, compil
 
 def take_part(client, method, engine, folder, index):
     return join(
-        in_process.ADDRESS, opposites(index), client=client, federation=method, name=f"device-{index}", engine=engine,
-        quiet=True, budget=1.0, state_dir=folder / f"{method}-{index}", patience_seconds=60,
-        export=folder / f"{method}-{index}.onnx",
+        in_process.ADDRESS, opposites(index), client=client, federation=method, name=f"device-{index}",
+        options=JoinOptions(engine=engine, budget=1.0, patience_seconds=60), quiet=True,
+        state_dir=folder / f"{method}-{index}", export=folder / f"{method}-{index}.onnx",
     )  # fmt: skip

@@ -15,8 +15,8 @@ from torch import nn
 
 from edge_sdk.device.values import shared_folder
 from edge_sdk.errors import StateError
-from edge_sdk.join import join
-from edge_sdk.publish import publish
+from edge_sdk.join import JoinOptions, join
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.modes import begin_training, frozen_names
 from edge_sdk.publishing.skeleton import make_skeleton
@@ -28,7 +28,7 @@ from sparrow.protocol import checkpoint, values
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Manifest
 from sparrow.simulation import in_process
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 pytestmark = pytest.mark.integration  # plays whole federations
 
@@ -87,15 +87,16 @@ asked = []
 def create(client, name, model=None, *, classes=3, precision="auto", **settings):
     settings = {"method": "fedavg", "rounds": 2, "min_devices": 1, "cohort": 1, **settings}
     task = task_of(model or Tuned(classes), classes)
-    return publish(in_process.ADDRESS, name, task, client=client, frozen_precision=precision, **settings)
+    return publish(
+        in_process.ADDRESS, name, task, client=client, options=PublishOptions(frozen_precision=precision), **settings
+    )
 
 
 def take_part(client, name, folder, *, model=None, classes=3, engine="torch", budget=1.0, **more):
     task = task_of(model or Tuned(classes), classes)
     return join(
-        in_process.ADDRESS, task, client=client, federation=name, name="one", engine=engine, quiet=True,
-        budget=budget, patience_seconds=20,
-        state_dir=folder / name, **more,
+        in_process.ADDRESS, task, client=client, federation=name, name="one", state_dir=folder / name, quiet=True,
+        options=JoinOptions(engine=engine, budget=budget, patience_seconds=20, **more),
     )  # fmt: skip
 
 
@@ -262,10 +263,8 @@ def test_a_fleet_fetches_it_once(tmp_path, compiling, engine):
         app=app,
         task=lambda number: task_of(Tuned(), seed=number),
         devices=3,
-        engine=engine,
-        in_memory=True,
+        options=SimulationOptions(engine=engine, in_memory=True, processes=1),
         quiet=True,
-        processes=1,
         method="fedavg",
         rounds=2,
     )

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from edge_sdk.device.opening import fetch_graphs
-from edge_sdk.device.session import Known, Outcome, Session
+from edge_sdk.device.session import Known, Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines.onnx import Sessions
 from edge_sdk.errors import BadArgument
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
@@ -169,7 +169,7 @@ def personal_bytes(client, folder, federation):
     ("engine", "published", "settings", "own"),
     [
         ("onnx", "digits", {"method": "fedper"}, "out.weight"),
-        ("torch", digits(0), {"running_statistics": "personal"}, "bn1.running_mean"),
+        ("torch", digits(0), {"options": PublishOptions(running_statistics="personal")}, "bn1.running_mean"),
     ],
     ids=["onnx", "torch"],
 )
@@ -192,7 +192,7 @@ def test_devices_that_share_a_model_end_as_those_that_have_one_each(tmp_path, en
                         federation="personal",
                         name=plan.name(index),
                         make_task=lambda info, manifest, index=index: digits(index),
-                        engine=engine,
+                        options=SessionOptions(engine=engine),
                     )
                     for index in range(2)
                 ]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task, as_arrays, count_examples, passes
 from edge_sdk.tasks.intake import Taken, suited, take_in
@@ -280,7 +280,7 @@ def test_a_wrong_batch_while_training_ends_the_device_in_a_line(tmp_path):
                 federation="f",
                 name="pi",
                 state_dir=tmp_path / "s",
-                budget=1.0,
+                options=JoinOptions(budget=1.0),
                 client=client,
                 quiet=True,
                 on_progress=lambda moment: training.append(moment.step) if moment.steps else None,

@@ -13,9 +13,11 @@ import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
+from edge_sdk.device.bar import Bar
 from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Stop
 from edge_sdk.device.opening import choose_engine
-from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
+from edge_sdk.device.result import TAKEN
+from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, SessionOptions, Step
 from edge_sdk.device.state import StateFolder, Totals, default_root
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
@@ -94,7 +96,7 @@ def test_totals_never_blend_measured_and_estimated_joules():
 @pytest.mark.parametrize("taken", [GLOBAL, *CANDIDATES])
 def test_the_summary_says_which_model_all_devices_have_chosen(taken):
     first = join.report(result(rounds=3, best_round=3, global_share=0.5, taken=taken), "none").splitlines()[0]
-    assert join.TAKEN[taken] in first
+    assert TAKEN[taken] in first
     assert "all devices chose together" in first
     assert "best in round" not in first
     own = join.report(result(rounds=3, best_round=3, global_share=0.5), "none").splitlines()[0]
@@ -203,8 +205,8 @@ def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 
 def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
-    bar = join._Bar(quiet=True)
-    tell = ProgressReporter(bar.show)
+    shown = Bar(quiet=True)
+    tell = ProgressReporter(shown.show)
     tell.phase("train")
     tell.unreachable("connection refused", 2.0)
     assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
@@ -227,12 +229,12 @@ class Terminal(io.StringIO):
 
 
 def test_without_a_terminal_progress_is_a_line_a_round(capsys, monkeypatch):
-    show(join._Bar(quiet=False))
+    show(Bar(quiet=False))
     assert capsys.readouterr().err == "round 1 of 3, loss 0.250\nround 2 of 3, loss 0.250\n"
-    show(join._Bar(quiet=True))
+    show(Bar(quiet=True))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    show(join._Bar(quiet=False))
+    show(Bar(quiet=False))
     assert "\r" in terminal.getvalue()
     assert "round 1 of 3" not in terminal.getvalue()
 
@@ -321,7 +323,7 @@ def session(spoiling, tmp_path):
             federation="f",
             name="pi",
             make_task=lambda info, manifest: load("index=0,of=20", device="pi", seed=0, batch_size=16),
-            engine="torch",
+            options=SessionOptions(engine="torch"),
         )
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.errors import BadArgument, NothingTrained, Refused
-from edge_sdk.join import FAILURES, join
+from edge_sdk.join import FAILURES, JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task, load_task
 from sparrow.coordinator.main import create_app
@@ -23,6 +23,8 @@ from sparrow.simulation.host import Plan
 from ..kinds import chosen
 
 pytestmark = pytest.mark.integration  # plays whole federations
+
+ALONE = JoinOptions(budget=1.0, deterministic=True)
 
 NARROW = ("fedspu", "feddrop", "fjord", "heterofl", "hermes", "fedmp", "pfedgate", "prunefl_neurons")
 OWN = {
@@ -65,9 +67,11 @@ def exploding() -> Task:
 )
 def test_an_argument_that_cannot_work_is_named(client, tmp_path, wrong, said):
     publish(inprocess.ADDRESS, "default", "digits", client=client)
-    given = {"task": digits(0), "state_dir": tmp_path / "state", "client": client, "quiet": True, **wrong}
+    options = {name: wrong[name] for name in wrong if hasattr(JoinOptions, name)}
+    given = {name: value for name, value in wrong.items() if name not in options}
+    given = {"task": digits(0), "state_dir": tmp_path / "state", "client": client, "quiet": True, **given}
     with pytest.raises(BadArgument, match=said):
-        join(inprocess.ADDRESS, **given)
+        join(inprocess.ADDRESS, options=JoinOptions(**options), **given)
 
 
 def test_files_in_the_wrong_place_are_refused(client, tmp_path):
@@ -91,7 +95,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
         "sparrow.coordinator.rounds.dispatch.REST_SECONDS", 0.0
     )  # after each failure it rests: here there is no need
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
-    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "budget": 1.0, "deterministic": True}
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
     with pytest.raises(
         NothingTrained, match=rf"pi has trained nothing: {FAILURES} times in a row: the loss is nan .*lower"
     ):
@@ -102,7 +106,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
 
 def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, tmp_path):
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=1, min_devices=1, finetune_epochs=1)
-    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "budget": 1.0, "deterministic": True}
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
     with pytest.raises(NothingTrained, match="pi has trained nothing: its last try ended so: the loss"):
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
 
@@ -128,8 +132,7 @@ def together(client, tmp_path, federation, budgets, more=""):
             federation=federation,
             name=f"device-{index}",
             state_dir=tmp_path / federation / str(index),
-            budget=budgets[index],
-            deterministic=True,
+            options=JoinOptions(budget=budgets[index], deterministic=True),
             quiet=True,
             export=tmp_path / f"{federation}-{index}.onnx",
         )

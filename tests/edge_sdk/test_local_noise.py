@@ -15,7 +15,7 @@ from torch import nn
 from edge_sdk import join, publish
 from edge_sdk.device import local_noise
 from edge_sdk.device.local_noise import DELTA, LocalNoise, check_history, count_update, epsilon, withhold
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
@@ -164,7 +164,7 @@ def test_a_device_never_mixes_updates_with_and_without(tmp_path):
 )
 def test_numbers_that_cannot_work_are_refused(given, said):
     with pytest.raises(BadArgument, match=said):
-        join.join("http://127.0.0.1:9", None, **given)
+        join.join("http://127.0.0.1:9", options=join.JoinOptions(**given))
 
 
 def test_without_an_accountant_there_is_no_local_noise(monkeypatch):
@@ -231,8 +231,7 @@ class Played:
             federation="f",
             name=f"pi-{number}",
             make_task=lambda info, manifest: plain_digits(number),
-            engine="torch",
-            local_noise=noise,
+            options=SessionOptions(engine="torch", local_noise=noise),
         )
 
     def close(self):
@@ -350,10 +349,7 @@ def test_join_says_what_was_spent_at_its_start_and_its_end(federation, tmp_path,
         name="pi-0",
         state_dir=tmp_path / "pi-0",
         client=federation.client,
-        engine="torch",
-        budget=1.0,
-        local_noise=1,
-        local_clip=0.5,
+        options=join.JoinOptions(engine="torch", budget=1.0, local_noise=1, local_clip=0.5),
         quiet=True,
     )
     assert result.local_epsilon == gaussian_epsilon(DELTA, (0.5, 2))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.metrics import METRICS
@@ -67,8 +67,8 @@ def test_metrics_are_in_the_result_the_records_and_the_overview(client, tmp_path
     settings = {"method": "fedavg", "rounds": 2, "min_devices": 1, "cohort": 1, "learning_rate": 0.1}
     publish(in_process.ADDRESS, "f", task_of(metrics), client=client, **settings)
     result = join(
-        in_process.ADDRESS, task_of(metrics), client=client, federation="f", name="one", engine=engine, quiet=True,
-        budget=1.0, state_dir=tmp_path / "state", patience_seconds=20,
+        in_process.ADDRESS, task_of(metrics), client=client, federation="f", name="one", quiet=True,
+        options=JoinOptions(engine=engine, budget=1.0, patience_seconds=20), state_dir=tmp_path / "state",
     )  # fmt: skip
     assert set(result.metrics) == {"mae", "shifted"}
     assert "the metric unknown is nan on held-out data" in caplog.text
@@ -84,7 +84,8 @@ def test_a_device_that_brings_its_data_alone_measures_what_was_published(client,
     arrays = [(x.numpy(), y.numpy()) for x, y in task_of(()).train]
     result = join(
         in_process.ADDRESS, Task("regression", None, None, arrays, arrays[:1], classification=False), client=client,
-        federation="f", name="one", quiet=True, budget=1.0, state_dir=tmp_path / "state", patience_seconds=20,
+        federation="f", name="one", quiet=True, options=JoinOptions(budget=1.0, patience_seconds=20),
+        state_dir=tmp_path / "state",
     )  # fmt: skip
     assert set(result.metrics) == {"rmse", "r2"}
 

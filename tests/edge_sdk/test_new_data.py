@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.device.validation import digest_of
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -50,8 +50,7 @@ def take_part(client, folder, labels):
         name="pi",
         state_dir=folder / "pi",
         export=folder / "pi.onnx",
-        budget=1.0,
-        deterministic=True,
+        options=JoinOptions(budget=1.0, deterministic=True),
         client=client,
         quiet=True,
     )

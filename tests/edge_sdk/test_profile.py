@@ -22,7 +22,7 @@ from edge_sdk.budget.prediction import (
     predict_training,
 )
 from edge_sdk.budget.preparation import DoesNotFit, Preparation
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods import load_method
 from edge_sdk.publish import publish
 from edge_sdk.tasks.loading import EVALUATION_BATCH
@@ -301,8 +301,8 @@ def client(tmp_path_factory, engine):
 
 
 def take_part(client, large, folder, **how):
-    how = {"name": "pi", **how}
-    return join("", large[0], federation="f", state_dir=folder, client=client, quiet=True, **how)
+    name, options = how.pop("name", "pi"), JoinOptions(**how)
+    return join("", large[0], federation="f", name=name, state_dir=folder, options=options, client=client, quiet=True)
 
 
 def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_does_is_named(

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.errors import BadArgument, DifferentFederation, Refused
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods import UnknownMethod
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -39,7 +39,14 @@ def two_layers():
 
 def test_who_publishes_may_cut_the_model_into_blocks(client, two_layers):
     settings = {"method": "pfedgate", "method_settings": {"smallest_budget": 0.5}}
-    publish(inprocess.ADDRESS, "cut", two_layers, client=client, blocks={"body.weight": (1, 2, 3)}, **settings)
+    publish(
+        inprocess.ADDRESS,
+        "cut",
+        two_layers,
+        client=client,
+        options=PublishOptions(blocks={"body.weight": (1, 2, 3)}),
+        **settings,
+    )
     blocks = client.get("/v1/federations/cut/manifest").json()["blocks"]
     assert blocks["body.weight"] == [4, 8, 12]
     assert {name: sum(sizes) for name, sizes in blocks.items()} == {
@@ -56,12 +63,12 @@ def test_who_publishes_may_cut_the_model_into_blocks(client, two_layers):
 )
 def test_blocks_that_do_not_add_up_are_refused(client, two_layers, blocks, message):
     with pytest.raises((ValueError, BadArgument), match=message):
-        publish(inprocess.ADDRESS, "cut", two_layers, client=client, blocks=blocks)
+        publish(inprocess.ADDRESS, "cut", two_layers, client=client, options=PublishOptions(blocks=blocks))
 
 
 def test_a_built_in_task_is_cut_by_the_method(client):
     with pytest.raises(BadArgument, match="publish a Task of your own"):
-        publish(inprocess.ADDRESS, "cut", "digits", client=client, blocks={"fc1.weight": (1,)})
+        publish(inprocess.ADDRESS, "cut", "digits", client=client, options=PublishOptions(blocks={"fc1.weight": (1,)}))
 
 
 # --- a method that the coordinator chooses ---------------------------------------------------------------------------
@@ -202,7 +209,7 @@ def test_the_training_step_is_compiled_and_published(client, two_layers, compili
 
 
 def test_a_step_need_not_be_compiled(client, two_layers, compiling, caplog):
-    publish(inprocess.ADDRESS, "own", two_layers, client=client, compiled=False)
+    publish(inprocess.ADDRESS, "own", two_layers, client=client, options=PublishOptions(compiled=False))
     assert not said_by_publish(caplog)
     assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]
 
@@ -276,7 +283,7 @@ def test_a_script_that_publishes_and_joins_needs_an_admin_token_on_the_first_dev
             wide(seed),
             federation="wide",
             name=name,
-            budget=1.0,
+            options=JoinOptions(budget=1.0),
             state_dir=tmp_path / name,
             client=guarded,
             quiet=True,
@@ -334,13 +341,17 @@ def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, 
             {"method": "fedprox", "method_settings": {"proximal_wieght": 1}},
             r"method_settings\.proximal_wieght: there is no such setting \(did you mean proximal_weight\?\)",
         ),
-        ({"running_statistics": "peronal"}, "give shared or personal"),
         ({"optimizer": "adam", "momentum": 0.9}, "momentum belongs to the optimizer sgd"),
     ],
 )
 def test_a_wrong_setting_names_the_nearest_one_or_what_can_work(client, two_layers, wrong, said):
     with pytest.raises((BadArgument, UnknownMethod), match=said):
         publish(inprocess.ADDRESS, "cut", two_layers, client=client, **wrong)
+
+
+def test_only_known_kinds_of_running_statistics_are_published():
+    with pytest.raises(BadArgument, match="give shared or personal"):
+        PublishOptions(running_statistics="peronal")
 
 
 def test_only_a_task_with_a_fitting_name_is_published(client, two_layers):

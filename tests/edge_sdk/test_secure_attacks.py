@@ -13,7 +13,7 @@ import pytest
 from edge_sdk import publish
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.secure import check_alone
-from edge_sdk.device.session import Session
+from edge_sdk.device.session import Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.methods import Update
@@ -51,7 +51,14 @@ class Federation:
     def __init__(self, client, path, budgets, plain_metrics=(), **settings):
         count = len(budgets)
         asked = {**SETTINGS, "cohort": count, "min_devices": count, **settings}
-        publish.publish(in_process.ADDRESS, "f", "digits", client=client, publisher=Publisher.new(), **asked)
+        publish.publish(
+            in_process.ADDRESS,
+            "f",
+            "digits",
+            client=client,
+            options=publish.PublishOptions(publisher=Publisher.new()),
+            **asked,
+        )
         self.client = client
         self.plain_metrics = plain_metrics
         self.lying = {f"d{number}": Lying(client) for number in range(count)}
@@ -66,9 +73,9 @@ class Federation:
             federation="f",
             name=name,
             make_task=lambda info, manifest: load(f"index={name[1:]},of=20", device=name, seed=0, batch_size=16),
-            engine="onnx",
-            budget=budget,
-            demands=Demands(plain_metrics=name in self.plain_metrics),
+            options=SessionOptions(
+                engine="onnx", budget=budget, demands=Demands(plain_metrics=name in self.plain_metrics)
+            ),
         )
 
     def play(self, rounds=1, most=400):

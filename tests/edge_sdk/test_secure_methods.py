@@ -9,7 +9,7 @@ import pytest
 
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
-from sparrow.simulation.simulate import simulate
+from sparrow.simulation.simulate import SimulationOptions, simulate
 
 from ..kinds import METHODS as KINDS
 from ..kinds import chosen
@@ -47,7 +47,8 @@ def last_record(folder, method, **settings):
     simulate(
         app=app, task="digits", devices=6, cohort=6, rounds=2, local_epochs=1, learning_rate=0.01, method=method,
         method_settings=(METHODS | DRAWN)[method], budgets=budgets, early_stopping="off", evaluation_interval=1,
-        data="public=0.1" if method == "fedmd" else None, quiet=True, in_memory=True, **settings,
+        data="public=0.1" if method == "fedmd" else None, quiet=True,
+        options=SimulationOptions(in_memory=True), **settings,
     )  # fmt: skip
 
     async def ask():

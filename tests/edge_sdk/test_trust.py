@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from edge_sdk import publish
 from edge_sdk.device.demands import Demands
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.trust import accept
@@ -56,9 +56,14 @@ def coordinator(tmp_path):
 
 
 def published(client, publisher=AUTHOR, name="f", **settings):
-    task = settings.pop("task", "digits")
+    task, allow = settings.pop("task", "digits"), settings.pop("allow", ())
     return publish.publish(
-        in_process.ADDRESS, name, task, client=client, publisher=publisher, **{**SETTINGS, **settings}
+        in_process.ADDRESS,
+        name,
+        task,
+        client=client,
+        options=publish.PublishOptions(publisher=publisher, allow=allow),
+        **{**SETTINGS, **settings},
     )
 
 
@@ -79,8 +84,7 @@ class Joining:
             federation="f",
             name="pi",
             make_task=lambda info, manifest: load("index=0,of=20", device="pi", seed=0, batch_size=16),
-            engine="torch",
-            demands=Demands(**demands),
+            options=SessionOptions(engine="torch", demands=Demands(**demands)),
         )
 
     def leave(self):
@@ -439,7 +443,7 @@ def test_a_step_whose_gradients_are_not_its_losss_is_handed_back(coordinator, co
         federation="f",
         name="pi",
         make_task=lambda info, manifest: task,
-        engine="onnx",
+        options=SessionOptions(engine="onnx"),
     )
     try:
         failed = worked(session).failed

@@ -19,7 +19,7 @@ import sparrow
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.errors import BadArgument, Damaged, FederationDeleted, NotFound, Refused, Unreachable, WrongSettings
 from edge_sdk.tasks import load_task
-from sparrow import SdkError, Seeded, Task, join, publish, simulate
+from sparrow import JoinOptions, PublishOptions, SdkError, Seeded, SimulationOptions, Task, join, publish, simulate
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -63,9 +63,15 @@ def task(inputs=4, outputs=2, name="own", values=None):
 
 
 WRONG = {
-    "server down": lambda where: publish(DOWN, "f", "digits", patience_seconds=0),
-    "server down for a device": lambda where: join(DOWN, task(), patience_seconds=0, state_dir=where["state_dir"]),
-    "server down for a fleet": lambda where: simulate(DOWN, devices=2, patience_seconds=0, in_memory=True),
+    "server down": lambda where: publish(DOWN, "f", "digits", options=PublishOptions(patience_seconds=0)),
+    "server down for a device": lambda where: join(
+        DOWN, task(), options=JoinOptions(patience_seconds=0), state_dir=where["state_dir"]
+    ),
+    "server down for a fleet": lambda where: simulate(
+        DOWN,
+        devices=2,
+        options=SimulationOptions(patience_seconds=0, in_memory=True),
+    ),
     "address without a scheme": lambda where: join("127.0.0.1:8000", task()),
     "no such federation": lambda where: join(ADDRESS, task(), federation="none", **where),
     "not a task": lambda where: join(ADDRESS, nn.Linear(2, 2), **where),
@@ -87,17 +93,21 @@ WRONG = {
     "export to a folder": lambda where: join(ADDRESS, task(), export=where["state_dir"].parent, **where),
     "state in a file": lambda where: join(ADDRESS, task(), **{**where, "state_dir": where["state_dir"] / "file"}),
     "fleet's state in a file": lambda where: simulate(
-        DOWN, devices=2, state_dir=where["state_dir"] / "file", patience_seconds=0
+        DOWN, devices=2, state_dir=where["state_dir"] / "file", options=SimulationOptions(patience_seconds=0)
     ),
-    "bad budget": lambda where: join(ADDRESS, task(), budget=2.0, **where),
+    "bad budget": lambda where: join(ADDRESS, task(), options=JoinOptions(budget=2.0), **where),
     "no device": lambda where: simulate(ADDRESS, devices=0),
     "settings without a task": lambda where: simulate(ADDRESS, devices=2, rounds=3),
     "no coordinator at all": lambda where: simulate(devices=2),
     "an application that is not there": lambda where: simulate(app="no.such:app", devices=2),
-    "masks where there are none": lambda where: join(ADDRESS, task(), budget=1.0, require_secure=1, **where),
-    "known devices in no file": lambda where: join(ADDRESS, task(), known_devices="no file", **where),
-    "colluders": lambda where: join(ADDRESS, task(), require_secure=-1, **where),
-    "memory": lambda where: join(ADDRESS, task(), budget=1.0, memory_limit=1, **where),
+    "masks where there are none": lambda where: join(
+        ADDRESS, task(), options=JoinOptions(budget=1.0, require_secure=1), **where
+    ),
+    "known devices in no file": lambda where: join(
+        ADDRESS, task(), options=JoinOptions(known_devices="no file"), **where
+    ),
+    "colluders": lambda where: join(ADDRESS, task(), options=JoinOptions(require_secure=-1), **where),
+    "memory": lambda where: join(ADDRESS, task(), options=JoinOptions(budget=1.0, memory_limit=1), **where),
 }
 
 
@@ -114,7 +124,7 @@ def test_whatever_goes_wrong_is_an_sdk_error(client, tmp_path, what):
 
 def test_answers_of_the_coordinator_are_told_apart(client, tmp_path):
     with pytest.raises(Unreachable):
-        publish(DOWN, "f", "digits", patience_seconds=0)
+        publish(DOWN, "f", "digits", options=PublishOptions(patience_seconds=0))
     with pytest.raises(NotFound, match="did you mean default"):
         join(ADDRESS, task(), federation="defualt", client=client, state_dir=tmp_path / "s", quiet=True)
     with pytest.raises(WrongSettings) as refused:
@@ -145,7 +155,7 @@ def test_a_federation_that_is_deleted_meanwhile(client, tmp_path):
             federation="brief",
             client=client,
             name="pi",
-            budget=1.0,
+            options=JoinOptions(budget=1.0),
             state_dir=tmp_path / "s",
             quiet=True,
         )
@@ -154,7 +164,8 @@ def test_a_federation_that_is_deleted_meanwhile(client, tmp_path):
 
 def test_a_few_lines_simulate_devices(tmp_path):
     app = create_app(Settings(data_dir=tmp_path, default_task=""))
-    brief = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "in_memory": True, "quiet": True}
+    brief = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "quiet": True}
+    brief["options"] = SimulationOptions(in_memory=True)
     done = simulate(app=app, task="digits", devices=3, **brief)
     assert (done.hosted, done.device_rounds) == (3, 3)
     assert done.ended is not None
@@ -218,7 +229,7 @@ def test_nothing_is_simulated_without_a_task(tmp_path):
     [
         ({"task": 5, "devices": 3}, "a function from a device's number to its Task"),
         ({"task": "digits", "devices": "3"}, "devices: '3' cannot work"),
-        ({"task": "digits", "devices": 3, "patiense_seconds": 2}, "did you mean patience_seconds?"),
+        ({"task": "digits", "devices": 3, "state_dirs": 2}, "did you mean state_dir?"),
         ({"task": "digits", "devices": 3, "budgets": 0.3}, "budgets=0.3 cannot work; give shares of a full step"),
         ({"task": "digits", "devices": 3, "budgets": "0.3,1"}, "budgets='0.3,1' cannot work"),
         ({"task": task, "devices": 3, "data": "partition=iid"}, "data belongs to a task known by name"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from edge_sdk.join import Result, join
+from edge_sdk.join import JoinOptions, Result, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
@@ -84,8 +84,7 @@ def send(server: str, federation: str, budget: float, folder: Path) -> Result:
         federation=federation,
         name=name,
         state_dir=folder / name,
-        budget=budget,
-        patience_seconds=30,
+        options=JoinOptions(budget=budget, patience_seconds=30),
         quiet=True,
     )
 
@@ -209,9 +208,8 @@ def test_with_default_settings_a_device_moves_little_more_than_its_training_and_
             federation="leaf",
             name="pi",
             state_dir=tmp_path / "pi",
-            budget=0.2,
+            options=JoinOptions(budget=0.2, patience_seconds=30),
             export=tmp_path / "leaf.onnx",
-            patience_seconds=30,
             quiet=True,
         )
     finally:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from edge_sdk.errors import BadArgument
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import load_to_publish, publish
 from edge_sdk.tasks import Task, own
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -88,7 +88,7 @@ def federate(client, name, task, devices, folder, method="fedavg", **settings):
                 name=device,
                 state_dir=folder / f"{name}-{device}",
                 export=folder / f"{name}-{device}.onnx",
-                deterministic=True,
+                options=JoinOptions(deterministic=True),
                 quiet=True,
             )
         except BaseException as error:
@@ -353,7 +353,7 @@ def test_another_preparation_starts_the_devices_models_again(client, tmp_path, c
         state_dir=state,
         export=tmp_path / "again.onnx",
         on_progress=lambda moment: said.append(moment.text),
-        deterministic=True,
+        options=JoinOptions(deterministic=True),
     )
     after = read_source(state)
     assert after.manifest.preparation_sha256 != before.manifest.preparation_sha256

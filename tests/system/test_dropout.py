@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 
 from .conftest import Coordinator, Device, Devices, Machine, wait_until
@@ -68,8 +68,7 @@ def test_a_round_moves_what_its_budget_leaves_of_the_model(coordinator: Coordina
             federation=method,
             name=name,
             state_dir=tmp_path / name,
-            budget=budget,
-            patience_seconds=30,
+            options=JoinOptions(budget=budget, patience_seconds=30),
             quiet=True,
         )
 

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from edge_sdk.errors import BadArgument, NotAuthenticated, NotFound, Unreachable, WrongState
 from edge_sdk.tasks import load_task
-from sparrow import Client, DeviceProgress, SdkError, join
+from sparrow import Client, DeviceProgress, JoinOptions, SdkError, join
 from sparrow.protocol.failures import in_words
 
 from .conftest import Coordinator, wait_until
@@ -39,8 +39,7 @@ def where(coordinator, tmp_path):
         "data": "index=0,of=4",
         "name": "pi",
         "state_dir": tmp_path / "state",
-        "budget": 0.5,
-        "threads": 1,
+        "options": JoinOptions(budget=0.5, threads=1),
     }
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from edge_sdk.errors import BadArgument, Refused, StateError
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
@@ -536,7 +536,7 @@ def test_where_the_coordinator_asks_for_tokens(tmp_path):
     )
     guarded.start()
     try:
-        publish(guarded.url, NAME, "digits", admin_token="the-chief-s-secret", **SETTINGS)
+        publish(guarded.url, NAME, "digits", options=PublishOptions(admin_token="the-chief-s-secret"), **SETTINGS)
         with pytest.raises(Refused, match="observer token is needed"):
             run_fleet(guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="the-enrolment-token")
         result = run_fleet(

@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load_file
 
 from edge_sdk.device.state import StateFolder
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
@@ -103,9 +103,7 @@ def played(coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -
             federation=NAME,
             name=name,
             state_dir=folder / name,
-            budget=budget,
-            patience_seconds=30,
-            deterministic=True,
+            options=JoinOptions(budget=budget, patience_seconds=30, deterministic=True),
             quiet=True,
         )
 

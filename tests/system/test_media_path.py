@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from edge_sdk.predict import Predictor, read_inputs
-from edge_sdk.publish import load_to_publish
+from edge_sdk.publish import PublishOptions, load_to_publish
 from edge_sdk.reading import read_file
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
@@ -191,7 +191,17 @@ def test_each_form_takes_raw_samples(client, tmp_path, kind, method):
     data = write(tmp_path / kind, 60 if "." not in kind else 12, 3)
     task = load_to_publish("npz", f"{data}{options}", {}, device="publisher")
     name = f"{method}-{kind.partition('.')[0]}"
-    federate(client, name, task, {"one": data}, tmp_path, method=method, rounds=2, learning_rate=0.02, compiled=False)
+    federate(
+        client,
+        name,
+        task,
+        {"one": data},
+        tmp_path,
+        method=method,
+        rounds=2,
+        learning_rate=0.02,
+        options=PublishOptions(compiled=False),
+    )
     source = read_source(tmp_path / f"{name}-one")
     samples = read_raw_samples(f"{data}{options}", source.manifest, source.class_names)
     plain, preparer = dense(source), Preparer(source.preparation)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from edge_sdk.errors import NothingTrained
-from edge_sdk.join import Result, join
-from edge_sdk.publish import publish
+from edge_sdk.join import JoinOptions, Result, join
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import Task
 
 from .conftest import Coordinator, environment, wait_until
@@ -51,9 +51,9 @@ def take_part(coordinator: Coordinator, folder, tasks: dict[str, Task], **how) -
                 name=name,
                 state_dir=folder / name,
                 export=folder / f"{name}.onnx",
-                patience_seconds=20,
+                # To find out what it can afford, it would call the loss before it enrols.
+                options=JoinOptions(**{"budget": 1.0, "patience_seconds": 20, **how}),
                 quiet=True,
-                **{"budget": 1.0, **how},  # to find out what it can afford, it would call the loss before it enrols
             )
         except BaseException as error:
             ended[name] = error
@@ -73,7 +73,7 @@ def test_a_regression_with_personal_statistics_adam_and_short_values(coordinator
         coordinator.url,
         "own",
         regression(0),
-        running_statistics="personal",
+        options=PublishOptions(running_statistics="personal"),
         rounds=2,
         optimizer="adam",
         learning_rate=0.01,

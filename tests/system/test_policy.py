@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from edge_sdk.device.policy import Policy
-from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Watchdog
@@ -50,8 +50,7 @@ class Device:
             federation=NAME,
             name=name,
             make_task=lambda info, manifest: load(f"index={index},of=2,alpha=1", device=name, seed=0, batch_size=16),
-            progress=lambda assignment, done, total, loss: self.wait(1.0),
-            watchdog=self.watch,
+            options=SessionOptions(progress=lambda assignment, done, total, loss: self.wait(1.0), watchdog=self.watch),
         )
 
     def wait(self, seconds):

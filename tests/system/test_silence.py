@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from sparrow.command_line.exits import Exit
@@ -42,7 +42,7 @@ def test_a_long_training_is_waited_for_and_a_dead_device_is_not(coordinator, tmp
     results = []
     where = {"federation": "f", "name": "slow", "state_dir": tmp_path / "slow"}
     thread = threading.Thread(
-        target=lambda: results.append(join(coordinator.url, task, budget=1.0, quiet=True, **where))
+        target=lambda: results.append(join(coordinator.url, task, options=JoinOptions(budget=1.0), quiet=True, **where))
     )
     thread.start()
     coordinator.wait_for_log(r"f: silent for more than 1 s, so nobody waits for dead")

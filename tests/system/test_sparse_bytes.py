@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from edge_sdk.join import Result, join
+from edge_sdk.join import JoinOptions, Result, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
@@ -45,7 +45,13 @@ def task() -> Task:
 
 def send(server: str, federation: str, name: str, folder: Path) -> Result:
     return join(
-        server, task(), federation=federation, name=name, state_dir=folder / name, patience_seconds=30, quiet=True
+        server,
+        task(),
+        federation=federation,
+        name=name,
+        state_dir=folder / name,
+        options=JoinOptions(patience_seconds=30),
+        quiet=True,
     )
 
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from edge_sdk.errors import Refused
-from edge_sdk.join import Result, join
-from edge_sdk.publish import publish
+from edge_sdk.join import JoinOptions, Result, join
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import load_task
 
 from .conftest import Coordinator
@@ -37,8 +37,7 @@ def take_part(coordinator: Coordinator, folder, name: str, token: str | None) ->
         name=name,
         state_dir=folder / name,
         export=folder / f"{name}.onnx",
-        enrolment_token=token,
-        patience_seconds=20,
+        options=JoinOptions(enrolment_token=token, patience_seconds=20),
         quiet=True,
     )
 
@@ -47,7 +46,7 @@ def test_with_their_tokens_devices_join_and_with_what_they_got_they_come_again(g
     settings = {"rounds": 1, "local_steps": 2, "min_devices": 2, "early_stopping": "off"}
     with pytest.raises(Refused, match="an admin token to publish"):
         publish(guarded.url, "night", "digits", **settings)
-    publish(guarded.url, "night", "digits", admin_token=TOKENS["admin"], **settings)
+    publish(guarded.url, "night", "digits", options=PublishOptions(admin_token=TOKENS["admin"]), **settings)
     with pytest.raises(Refused, match="An enrolment token is needed to join"):
         take_part(guarded, tmp_path, NAMES[0], None)
 

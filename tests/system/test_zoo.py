@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 import torch
 
-from edge_sdk.join import join
+from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
@@ -174,7 +174,7 @@ def test_adapters_are_all_that_travels_and_are_merged_in_the_export(
         task,
         federation=federation,
         name="one",
-        engine=engine,
+        options=JoinOptions(engine=engine),
         state_dir=tmp_path / "state",
         export=tmp_path / "model.onnx",
     )

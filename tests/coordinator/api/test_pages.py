@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import segno
 
-from edge_sdk.publish import publish
+from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.publishing.signing import Publisher
 from sparrow.coordinator.dashboard import OWN
 from sparrow.coordinator.web import links, runtime
@@ -363,7 +363,12 @@ def test_a_link_names_the_publisher_of_a_signed_model(open_app, pages_train, tok
     client = open_app(**tokens)
     admin = tokens.get("admin_token")
     publish(
-        "http://coordinator", "signed", "digits", method="fedavg", client=client, publisher=author, admin_token=admin
+        "http://coordinator",
+        "signed",
+        "digits",
+        method="fedavg",
+        client=client,
+        options=PublishOptions(publisher=author, admin_token=admin),
     )
     look = signed_in(client, admin) if tokens else {}
     body = {"server": SERVER, "token": tokens.get("enrolment_token")}

@@ -1,0 +1,283 @@
+"""The record of a device's work in a federation, for programs and, as text, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from sparrow.protocol.messages import Evaluation, Moved
+
+from ..budget.search import Choice
+from .local_noise import DELTA, LocalNoise, epsilon
+from .session import Session
+from .state import Progress, Totals
+
+if TYPE_CHECKING:
+    from .exporting import Export
+
+
+@dataclass(frozen=True)
+class Result:
+    """The record of a device's work in a federation. Accuracies are on its held-out data, None where there are none.
+
+    ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
+    ``global_share`` of the global model mixed into it; None where it is the last one. ``taken``: which of its
+    candidates it is, where all devices chose together (``protocol.evidence``); else "". ``adapted``: it came after the
+    end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
+    cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
+    device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
+    kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
+    before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
+    exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
+    ``failure`` why in the last of them. ``local_epsilon``: of all updates sent so far, at a delta of 1e-5
+    (``device.local_noise``); None without local noise.
+    """
+
+    name: str
+    rounds: int
+    steps: int
+    stopped_round: int | None
+    best_round: int | None
+    global_share: float
+    adapted: bool
+    accuracy_before: float | None
+    accuracy_after: float | None
+    training: Totals
+    evaluation: Totals
+    everything: Moved
+    export: Export | None
+    engine: str
+    budget: float = 1.0
+    choice: Choice | None = None
+    warnings: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+    failures: int = 0
+    failure: str | None = None
+    local_epsilon: float | None = None
+    taken: str = ""
+
+    @property
+    def trained_nothing(self) -> bool:
+        """True if this device was given rounds and training failed in all of them."""
+        return self.failures > 0 and not self.rounds
+
+
+def result_of(
+    session: Session, name: str, exported: Export | None, interrupted: bool, noise: LocalNoise | None
+) -> Result:
+    """Return the record of a device's work, its model judged on held-out data."""
+    best = session.best
+    judged = session.evaluate(best) if best is not None else None
+    return replace(
+        result_before(session.progress, name, session.budget, noise),
+        accuracy_after=judged.accuracy if judged else None,
+        metrics=judged.metrics if judged else {},
+        everything=session.moved,
+        export=exported,
+        engine=session.engine.title,
+        choice=session.choice,
+        warnings=tuple(_warnings(session.progress, tuned=bool(session.info.settings.finetune_epochs))),
+        interrupted=interrupted,
+    )
+
+
+def result_before(progress: Progress, name: str, budget: float, noise: LocalNoise | None) -> Result:
+    """Return the result of a device that was stopped before the coordinator had answered."""
+    return Result(
+        name=name,
+        rounds=progress.rounds,
+        steps=progress.steps,
+        stopped_round=progress.stopped_round,
+        best_round=progress.best.round if progress.best else None,
+        global_share=progress.best.global_share if progress.best else 0.0,
+        taken=progress.best.taken if progress.best else "",
+        adapted=progress.adapted,
+        failures=progress.failures,
+        failure=progress.failure,
+        local_epsilon=None if noise is None else epsilon(progress.updates),
+        accuracy_before=progress.accuracy_before,
+        accuracy_after=None,
+        training=progress.training,
+        evaluation=progress.evaluation,
+        everything=progress.everything,
+        export=None,
+        engine="",
+        budget=budget,
+        interrupted=True,
+    )
+
+
+def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
+    """Yield warnings about the personal model, judged on validation data. tuned: it is trained once more at the end."""
+    if progress.failures and not progress.rounds:
+        yield (
+            f"warning: this device has trained nothing: {failed(progress.failures)}, the last so: {progress.failure}. "
+            f"Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
+        )
+    yield from _of_new_data(progress)
+    if progress.best is None:
+        return
+    found = progress.best.validation
+    if progress.validation_before is not None and _worse(found, progress.validation_before):
+        yield (
+            f"warning: the personal model predicts worse than the model that this device began with "
+            f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
+            f"device more data, or the federation more rounds or another learning_rate"
+        )
+    if progress.best.taken:  # with all devices' samples, which tell more than these
+        return
+    if progress.validation_global is not None and _worse(found, progress.validation_global):
+        yield (
+            f"warning: the global model predicts better here than the personal one "
+            f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "
+            f"federation train for more rounds, give this device a larger budget, or use the global model"
+        )
+
+
+def _of_new_data(progress: Progress) -> Iterator[str]:
+    """Yield a warning if the model that was the best is worse on the validation data that came since."""
+    new = progress.new_data
+    if new is None or (new.after is not None and not _worse(new.after, new.before)):
+        return
+    now = "no finite loss" if new.after is None else _judged(new.after)
+    best = progress.best
+    if best is not None and best.round != new.round:
+        use = f"the model of round {best.round} is used now ({_judged(best.validation)})"
+    else:
+        use = "no better one is known; let the federation train for more rounds with the new data"
+    yield (
+        f"warning: the validation data changed: the model of round {new.round} had {_judged(new.before)} on those "
+        f"before, and has {now} on these; {use}"
+    )
+
+
+def failed(rounds: int) -> str:
+    """Return how many rounds have failed, in words."""
+    return "its one round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
+
+
+def _worse(found: Evaluation, than: Evaluation) -> bool:
+    """Return whether a model is worse than another in its loss, and no better in its accuracy."""
+    return than.loss < found.loss and (than.accuracy or 0.0) >= (found.accuracy or 0.0)
+
+
+def _judged(found: Evaluation) -> str:
+    loss = f"loss {found.loss:.3f}"
+    return loss if found.accuracy is None else f"accuracy {found.accuracy:.1%}, {loss}"
+
+
+TAKEN = {
+    "global": "the federation's, as it is",
+    "personal": "its own, of its last round",
+    "mixture": "half its own, half the federation's",
+    "finished": "half its own, half the federation's, trained once more",
+    "alone": "the one that it has trained alone",
+}
+"""Candidate -> words for it."""
+
+
+def _kept(result: Result) -> str:
+    """Return which model a device keeps, behind a comma; nothing where there is but one."""
+    if result.taken:
+        return f", keeps of its models {TAKEN.get(result.taken, result.taken)}: all devices chose together"
+    share = f" with {result.global_share:.0%} of the global model in it" if result.global_share else ""
+    return f", best in round {result.best_round}{share}" if result.best_round and not result.adapted else share
+
+
+def report(result: Result, energy: str) -> str:
+    """Return a device's result as text for a person."""
+    lines = [
+        f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
+        + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
+        + _kept(result)
+        + (f", trained nothing: {failed(result.failures)}" if result.trained_nothing else "")
+        + (", adapted the finished global model" if result.adapted and not result.trained_nothing else ""),
+        *_accuracy_lines(result),
+        *(f"  {name + ', held-out data':<27}{value:.4g} after" for name, value in result.metrics.items()),
+        f"  training                   {_cost(result.training)}",
+        f"  evaluation                 {_cost(result.evaluation)}",
+        f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}"
+        + (f", of which {result.everything.frozen_down:,} frozen, once" if result.everything.frozen_down else ""),
+        f"  engine                     {result.engine}",
+        f"  energy source              {energy}",
+        f"  energy per update          {_joules_per(result.training, result.rounds)}",
+        f"  energy per point           {_joules_per(result.training, _points(result))}",
+        f"  heat                       {_heat(result.training)}",
+        *_noise_lines(result),
+        f"  budget                     {result.choice or f'{result.budget:g}, as given'}",
+    ]
+    lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
+    if result.export:
+        lines.append(
+            f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
+            f"({', '.join(result.export.steps) or 'dense'}; {result.export.dense_bytes:,} dense), "
+            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from {result.export.engine} "
+            f"{result.export.max_difference:.1e} on {result.export.samples} samples"
+        )
+    return "\n".join(lines)
+
+
+def _noise_lines(result: Result) -> list[str]:
+    if result.local_epsilon is None:
+        return []
+    return [f"  local noise                epsilon {result.local_epsilon:.4g} at delta {DELTA:g}, of all updates sent"]
+
+
+def _accuracy_lines(result: Result) -> list[str]:
+    """Return the line of the accuracies; none for a regression, whose metrics say more."""
+    if result.accuracy_after is None and result.metrics:
+        return []
+    before, after = _percent(result.accuracy_before), _percent(result.accuracy_after)
+    return [f"  accuracy, held-out data    {before} before, {after} after"]
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _points(result: Result) -> float:
+    """Percentage points of accuracy that training has won."""
+    if result.accuracy_before is None or result.accuracy_after is None:
+        return 0.0
+    return 100 * (result.accuracy_after - result.accuracy_before)
+
+
+def _joules_per(totals: Totals, count: float) -> str:
+    """Return joules of each kind by ``count``; what was measured and what was estimated stay apart."""
+    kinds = (("measured", totals.joules_measured), ("estimated", totals.joules_estimated))
+    known = [f"{joules / count:.2f} J {kind}" for kind, joules in kinds if joules and count > 0]
+    return ", ".join(known) or "unknown"
+
+
+def _heat(totals: Totals) -> str:
+    peak = "no temperature known" if totals.celsius_peak is None else f"at most {totals.celsius_peak:.0f} °C"
+    throttled = totals.throttled_seconds
+    slow = "throttling unknown" if throttled is None else f"throttled for {throttled:.0f} s"
+    return f"{peak}, {slow}, paused for {totals.paused_seconds:.0f} s"
+
+
+def _both(moved: Totals | Moved) -> str:
+    return f"{moved.bytes_down:,} down and {moved.bytes_up:,} up"
+
+
+def _cost(totals: Totals) -> str:
+    joules = []
+    if totals.joules_measured:
+        joules.append(f"{totals.joules_measured:.1f} J measured")
+    if totals.joules_estimated:
+        joules.append(f"{totals.joules_estimated:.1f} J estimated")
+    if totals.seconds_without_joules or not joules:
+        joules.append(f"joules unavailable for {totals.seconds_without_joules:.1f} s")
+    return (
+        f"{totals.seconds:.1f} s, {totals.bytes_down:,} bytes down, {totals.bytes_up:,} bytes up, {', '.join(joules)}"
+    )
+
+
+def as_json(result: Result, energy: str) -> str:
+    """Return a device's result as JSON: seconds, bytes, joules, and shares of samples."""
+    totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
+    more = {"trained_nothing": result.trained_nothing, "energy_source": energy}
+    return json.dumps({**asdict(result), **totals, **more}, default=str)
