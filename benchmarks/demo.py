@@ -26,8 +26,9 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from edge_sdk.device.connection import connect
 from edge_sdk.device.state import Progress, StateFolder
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Engine, evaluate_held_out
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions

@@ -57,6 +57,7 @@ from . import arguments as read
 from .arguments import check_federation_name, check_ranges, read_setting
 from .budget.preparation import Preparation, check_budget
 from .budget.search import read_learned
+from .device.connection import connect, token_of
 from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
 from .device.local_noise import LocalNoise
 from .device.opening import choose_compute
@@ -65,7 +66,7 @@ from .device.result import Result, as_json, failed, report, result_before, resul
 from .device.session import FAILURES, Outcome, Session, SessionOptions
 from .device.state import StateFolder, default_root
 from .device.telemetry import Telemetry
-from .device.transport import Transport, connect, token_of
+from .device.transport import Transport
 from .device.watchdog import Watchdog, read_spent
 from .engines import EngineChoice
 from .errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated

@@ -56,8 +56,9 @@ from sparrow.protocol.signatures import Publication, fingerprint
 
 from . import arguments as read
 from .arguments import add_federation, check_federation_name, check_ranges, read_setting
+from .device.connection import connect, token_of
 from .device.label_prior import LabelPrior
-from .device.transport import Transport, connect, token_of
+from .device.transport import Transport
 from .errors import BadArgument, NameTaken, translated
 from .methods import load_method
 from .publishing import FrozenPrecision, RunningStatistics

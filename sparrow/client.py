@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from edge_sdk.arguments import check_federation_name
-from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.transport import Transport
 from edge_sdk.errors import BadArgument, NotFound, translated
 
 from .command_line.faults import faults

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from edge_sdk import arguments as read
-from edge_sdk.device.transport import connect, token_of
+from edge_sdk.device.connection import connect, token_of
 from edge_sdk.tasks import OWN, Task, collect_targets, count_examples, load_data_of, load_task
 from edge_sdk.tasks.preparing import Statistics
 

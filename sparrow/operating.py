@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.transport import Transport
 
 from .command_line.options import add_json, add_server, add_wait
 from .protocol import tls

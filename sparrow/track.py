@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
 from edge_sdk.arguments import add_federation
-from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.transport import Transport
 
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.options import add_json, add_server, add_wait

@@ -38,7 +38,8 @@ import onnx
 from onnx import helper, numpy_helper
 from tqdm import tqdm
 
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.connection import connect
+from edge_sdk.device.transport import Transport
 from edge_sdk.publish import PublishOptions, publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.contest import Row

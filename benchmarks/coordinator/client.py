@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.connection import connect
+from edge_sdk.device.transport import Transport
 from edge_sdk.errors import FederationOver
 from edge_sdk.methods import load_method
 from sparrow.protocol import bundle

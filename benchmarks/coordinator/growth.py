@@ -23,7 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.connection import connect
+from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
 from sparrow.benchmarks import server as ours
 from sparrow.benchmarks.coordinator.client import Device

@@ -94,6 +94,7 @@ from ..tasks.compute import PROCESSOR
 from ..tasks.intake import take_in
 from ..tasks.metrics import METRICS
 from .candidates import SHARE, SHARES, Candidates, Ending
+from .connection import Traffic
 from .demands import Demands
 from .diagnosis import diagnose
 from .heartbeat import Heartbeat
@@ -112,7 +113,7 @@ from .rounding import round_update
 from .state import Best, Identity, NewData, Pending, StateFolder, Totals
 from .telemetry import Telemetry as Meter
 from .trainable import CannotTrain
-from .transport import Traffic, Transport
+from .transport import Transport
 from .trust import Trust
 from .validation import digest_of
 from .values import load_values

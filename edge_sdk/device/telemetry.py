@@ -14,7 +14,7 @@ from sparrow.devices.simulation import Board
 from sparrow.protocol.fields import CELSIUS, MOST_JOULES, MOST_SECONDS
 from sparrow.protocol.messages import Phase
 
-from .transport import Traffic
+from .connection import Traffic
 
 COMPUTING = ("train", "evaluate", "adapt")
 """Phases that compute; the others only transfer."""

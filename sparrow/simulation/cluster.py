@@ -18,8 +18,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from edge_sdk.device.connection import connect, token_of
 from edge_sdk.device.state import default_root
-from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.transport import Transport
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
 

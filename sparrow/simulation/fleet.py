@@ -30,10 +30,11 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from edge_sdk.device.connection import connect, token_of
 from edge_sdk.device.opening import choose_engine, fetch_graphs
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
-from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.transport import Transport
 from edge_sdk.device.values import load_values
 from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
+from edge_sdk.device.connection import Traffic
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import as_taken, check_model, share_onnx, take_values
 from edge_sdk.device.session import Known, Outcome, Session, SessionOptions
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
-from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Engine
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method

@@ -29,9 +29,10 @@ if __name__ == "__main__":
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import read_setting
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import choose_compute
-from edge_sdk.device.transport import Transport, token_of
+from edge_sdk.device.transport import Transport
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, add_method_set, load_to_publish, publish, read_settings

@@ -6,9 +6,9 @@ import hashlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from edge_sdk.device.connection import Traffic
 from edge_sdk.device.session import Outcome, Session, SessionOptions
 from edge_sdk.device.state import StateFolder
-from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
 from edge_sdk.tasks import load_task
 from sparrow.coordinator import errors as coordinator_errors

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from edge_sdk.device.connection import Traffic
 from edge_sdk.device.telemetry import SAMPLE_SECONDS, Telemetry
-from edge_sdk.device.transport import Traffic
 from sparrow.devices import EnergyMeter
 from sparrow.devices.energy import Energy
 from sparrow.devices.readings import Quality, Reason

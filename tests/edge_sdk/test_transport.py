@@ -16,16 +16,16 @@ from contextlib import ExitStack, suppress
 import httpx
 import pytest
 
-from edge_sdk.device.transport import (
+from edge_sdk.device.connection import (
     FIRST_WAIT,
     LARGEST_ANSWER,
     LARGEST_LIST,
     LARGEST_REFUSAL,
     LONGEST_PAUSE,
     LONGEST_WAIT,
-    Transport,
     connect,
 )
+from edge_sdk.device.transport import Transport
 from edge_sdk.errors import (
     BadArgument,
     BadContent,

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import segno
 
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.connection import connect
+from edge_sdk.device.transport import Transport
 from sparrow import status
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.settings import Settings

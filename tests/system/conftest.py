@@ -346,8 +346,8 @@ class Nursery:
 
         ``resumed``: updates of so many bytes go on where a connection broke, instead of only large ones.
         """
-        transport = "edge_sdk.device.transport"
-        constants: dict[str, Any] = {f"{transport}.FIRST_WAIT": 0.1, f"{transport}.LONGEST_WAIT": 1.0}
+        waits, transport = "edge_sdk.device.connection", "edge_sdk.device.transport"
+        constants: dict[str, Any] = {f"{waits}.FIRST_WAIT": 0.1, f"{waits}.LONGEST_WAIT": 1.0}
         if resumed is not None:
             constants[f"{transport}.RESUMED"] = resumed
         child = self.fork(program, arguments, log, constants=constants)

@@ -12,7 +12,8 @@ import trustme
 import uvicorn
 
 from edge_sdk import join, publish
-from edge_sdk.device.transport import Transport, connect
+from edge_sdk.device.connection import connect
+from edge_sdk.device.transport import Transport
 from edge_sdk.errors import TooManyRequests, Unreachable
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate

@@ -1,0 +1,426 @@
+"""HTTP with the coordinator: patient, resumable, counted.
+
+Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
+``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once; Retry-After is
+waited for first, up to ``LONGEST_PAUSE``. Everything else is an answer: a problem document, raised as the exception of
+its type (``PROBLEMS``). A failed TLS handshake is not tried again. A download that breaks goes on where it broke, and
+so does a large upload.
+
+An answer is hostile until it was read: it is asked for unencoded, and may be no longer than its kind can be, and no
+slower than ``SLOWEST``. One that is, or that cannot be read, counts as no answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.cookiejar
+import io
+import logging
+import os
+import random
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from sparrow.command_line.table import printable
+from sparrow.protocol import tls
+from sparrow.protocol.addresses import is_loopback
+from sparrow.protocol.messages import UpdateReceived
+
+from .. import errors
+from ..errors import BadArgument, NoCoordinator, Refused, Unreachable
+
+log = logging.getLogger(__name__)
+
+UPLOAD_PART = 256 * 1024
+_ALIKE = (
+    errors.NotAuthenticated,
+    errors.TokenExpired,
+    errors.NotAllowed,
+    errors.NotFound,
+    errors.NoGlobalModel,
+    errors.NameTaken,
+    errors.DifferentFederation,
+    errors.WrongState,
+    errors.DifferentUpdate,
+    errors.FederationDeleted,
+    errors.BadContent,
+    errors.TooManyRequests,
+)
+PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
+    **{kind.__name__: kind for kind in _ALIKE},
+    **dict.fromkeys(("CrossSite", "WrongHost"), errors.NotAllowed),
+    "RoundClosed": errors.RoundOver,
+    "Finished": errors.FederationOver,
+    **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), errors.NotInstalled),
+    **dict.fromkeys(("InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), errors.BadContent),
+    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), errors.BadContent),
+    "DiskFull": errors.CoordinatorFull,
+    **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
+}
+"""Type of a problem document, without ``PREFIX`` -> its exception. Problems of any other type are ``Refused``.
+
+An ``Unreachable`` may pass by itself: it is raised when the caller's patience has ended.
+"""
+PREFIX = "urn:sparrow:problem:"
+
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+LONGEST_PAUSE = 900.0
+"""The longest pause that a coordinator may ask for, s."""
+LARGEST_ANSWER = 1024 * 1024
+LARGEST_REFUSAL = 64 * 1024
+"""Bytes of a refusal that are read."""
+LARGEST_LIST = 64 * 1024 * 1024
+"""Largest list accepted, such as that of all devices, in bytes."""
+LONGEST_TEXT = 1000
+"""Characters of a refusal that are shown."""
+SLOWEST = 1024.0
+"""Bytes per second, on average, below which the body of an answer counts as broken after ``SLOW_SECONDS``."""
+SLOW_SECONDS = 60.0
+TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+Message = TypeVar("Message", bound=BaseModel)
+Found = TypeVar("Found")
+
+
+@dataclass
+class Traffic:
+    """Bytes of HTTP bodies so far, repetitions included. Those of a payload that came with its assignment count when it
+    is taken; ``earlier_seconds`` is how long such bodies took to arrive. ``frozen``: those of ``down`` that were values
+    which nobody trains."""
+
+    down: int = 0
+    up: int = 0
+    frozen: int = 0
+    earlier_seconds: float = 0.0
+
+
+def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
+    """Return a client of the coordinator at this address, whose path, if any, a proxy removes.
+
+    Raises BadArgument for an address that cannot be used, BadCertificate for such certificates.
+    """
+    if "@" in str(server):  # first, so that no message repeats it
+        raise bad_address("The address", "holds a name or password, but tokens are given as SPARROW_..._TOKEN")
+    named = f"The address {server}"
+    try:
+        url = httpx.URL(server)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise bad_address(named, f"cannot be read ({error})") from error
+    if url.scheme not in ("http", "https"):
+        raise bad_address(named, "has no scheme")
+    if not url.host:
+        raise bad_address(named, "names no host")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise bad_address(named, f"has the port {url.port}, but ports go from 1 to 65535")
+    if url.query or url.fragment:
+        raise bad_address(named, "continues after its path")
+    verify: ssl.SSLContext | bool = True
+    if trust is not None and trust != tls.Tls():
+        verify = trust.context()
+    elif url.scheme == "http":
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody, and need not read the public authorities
+    no_cookies = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=()))
+    return httpx.Client(
+        base_url=server,
+        timeout=TIMEOUT,
+        verify=verify,
+        cookies=no_cookies,  # else they would be kept for as long as the client, however many
+        event_hooks={"request": [_warn_of_plain_http(url)]},
+    )
+
+
+def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
+    """Return a hook that warns once if a token is sent unencrypted over a network."""
+    plain = url.scheme == "http" and not is_loopback(url.host)
+
+    def warn(request: httpx.Request) -> None:
+        nonlocal plain
+        if plain and "Authorization" in request.headers:
+            plain = False
+            log.warning(
+                "tokens go to %s over plain http: whoever can listen on the network can take them; use https://, and "
+                "--ca FILE where its certificate is of an authority of your own",
+                url.host,
+            )
+
+    return warn
+
+
+def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
+    """Return the first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
+    return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
+
+
+def bad_address(named: str, fault: str) -> BadArgument:
+    """Return the error of an address that cannot be called. named: its beginning, ``The address ...``."""
+    return BadArgument(f"{named} {fault}; give http://HOST:PORT or https://HOST")
+
+
+class Connection:
+    """Calls to one coordinator. ``client`` has the coordinator as its base URL.
+
+    patience_seconds: how long one call may go unanswered before Unreachable is raised; None waits for ever.
+    on_wait: called with (reason, seconds) before each wait. sleep, chance and clock are injected by tests.
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        *,
+        patience_seconds: float | None = None,
+        on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
+        sleep: Callable[[float], None] = time.sleep,
+        chance: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self.patience_seconds = patience_seconds
+        self._on_wait = on_wait
+        self._sleep = sleep
+        self._chance = chance or random.Random()
+        self._clock = clock
+        self.token: str | None = None
+        self._known = False  # whether a coordinator has answered at this address
+        self.body_seconds = 0.0  # how long the last answer's body took
+        self.traffic = Traffic()
+
+    def ask(self, kind: type[Message], method: str, path: str, **arguments: Any) -> Message:
+        """Return the message that answers a call."""
+        return self.call(method, path, read=lambda answer: message_of(kind, answer), **arguments)
+
+    def ask_all(self, kind: type[Message], path: str) -> list[Message]:
+        """Return the messages of a list."""
+        return self.call("GET", path, read=lambda answer: _read_all(kind, answer), most=LARGEST_LIST)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        read: Callable[[httpx.Response], Found] = lambda answer: answer,  # type: ignore[assignment, return-value]
+        content: bytes = b"",
+        **arguments: Any,
+    ) -> Found:
+        """Call until there is an answer; return what ``read`` makes of it."""
+        if content:
+            arguments["headers"] = {**arguments["headers"], "Content-Length": str(len(content))}
+
+        def attempt() -> httpx.Response:
+            return self.exchange(method, path, content=self._counted(content) if content else None, **arguments)
+
+        return self._patiently(attempt, read)
+
+    def exchange(self, method: str, path: str, *, most: int = LARGEST_ANSWER, **arguments: Any) -> httpx.Response:
+        """Call once and return the answer, read whole. One of more than ``most`` bytes is none."""
+        with self._client.stream(method, path, follow_redirects=False, **self._with_token(arguments)) as answer:
+            return self._whole(answer, most)
+
+    def _whole(self, answer: httpx.Response, most: int) -> httpx.Response:
+        """Return the answer with its body; of a refusal at most ``LARGEST_REFUSAL`` bytes are read."""
+        limit = most if answer.is_success else LARGEST_REFUSAL
+        body = bytearray()
+        for part in self._parts(answer):
+            body += part[: limit + 1 - len(body)]
+            if len(body) > limit:
+                break  # leaving the caller's block closes the connection
+        if answer.is_success and len(body) > limit:
+            raise NoCoordinator(answer.status_code, f"its answer is longer than {limit:,} bytes")
+        return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
+
+    def _parts(self, answer: httpx.Response) -> Iterator[bytes]:
+        """Yield a body as it comes, counted. Raises NoCoordinator where it is encoded, httpx.ReadTimeout where it comes
+        too slowly."""
+        encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise NoCoordinator(
+                answer.status_code, f"its answer is encoded ({printable(encoding)[:40]}); have no proxy compress it"
+            )
+        begin, arrived = self._clock(), 0
+        for part in answer.iter_bytes():
+            arrived += len(part)
+            self.traffic.down += len(part)
+            yield part
+            if self._clock() - begin > SLOW_SECONDS + arrived / SLOWEST:
+                raise httpx.ReadTimeout(f"{arrived} bytes came in {self._clock() - begin:.0f} s")
+        self.body_seconds = self._clock() - begin
+
+    def upload(
+        self,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        params: dict[str, str],
+        read: Callable[[httpx.Response], Found],
+    ) -> Found:
+        """Send ``body``; after a break, only what has not arrived."""
+        digest, size, begun = hashlib.sha256(body).hexdigest(), len(body), False
+        headers = {**headers, "Sparrow-Update-SHA256": digest}
+
+        def attempt() -> httpx.Response:
+            nonlocal begun
+            first = 0
+            if begun:
+                answer = self.exchange("GET", path, params={"sha256": digest})
+                if not answer.is_success:
+                    return answer
+                first = min(message_of(UpdateReceived, answer).received, size)
+            begun = True
+            length = str(size - first)
+            of = {"Content-Range": f"bytes {first}-{size - 1}/{size}" if first < size else f"bytes */{size}"}
+            of |= {"Content-Length": length}
+            content = self._counted(body[first:])
+            answer = self.exchange("PUT", path, content=content, headers={**headers, **of}, params=params)
+            if answer.status_code == 416:  # what is there has changed meanwhile: ask again
+                raise httpx.RemoteProtocolError(detail_of(answer))
+            return answer
+
+        return self._patiently(attempt, read)
+
+    def _counted(self, content: bytes) -> Iterator[bytes]:
+        """``content`` in parts, counted as they are handed to the connection: what never left is no traffic."""
+        for start in range(0, len(content), UPLOAD_PART):
+            part = content[start : start + UPLOAD_PART]
+            self.traffic.up += len(part)
+            yield part
+
+    def download(self, path: str, size: int, into: BinaryIO, etag: str = "") -> None:
+        """Write ``size`` bytes to ``into``; what arrived before a break is kept, and only the rest asked for. etag: of
+        what is there already."""
+
+        def attempt() -> httpx.Response:
+            nonlocal etag
+            held = into.seek(0, io.SEEK_END)
+            headers = {"Range": f"bytes={held}-", "If-Range": etag} if 0 < held < size else {}
+            with self._client.stream(
+                "GET", path, follow_redirects=False, **self._with_token({"headers": headers})
+            ) as answer:
+                if answer.status_code not in (200, 206):
+                    return self._whole(answer, LARGEST_REFUSAL)
+                if answer.status_code == 200:
+                    into.seek(0)
+                    into.truncate()
+                etag = answer.headers.get("ETag", "")
+                for part in self._parts(answer):
+                    into.write(part)
+                    if into.tell() > size:
+                        break  # more than announced: the digest will not match, and memory is not theirs to take
+                return answer
+
+        self._patiently(attempt)
+
+    def _with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        return {**arguments, "headers": headers}
+
+    def _patiently(
+        self,
+        attempt: Callable[[], httpx.Response],
+        read: Callable[[httpx.Response], Found] = lambda answer: answer,  # type: ignore[assignment, return-value]
+    ) -> Found:
+        waited, longest = 0.0, FIRST_WAIT
+        while True:
+            pause, kind = 0.0, Unreachable
+            try:
+                answer = attempt()
+                if answer.is_success or answer.status_code == 304:
+                    found = read(answer)
+                    self._known = True
+                    return found
+                # After a coordinator has answered, refusals of another server (captive portal, proxy) will pass, too.
+                if not passes(answer) and (is_problem(answer) or not self._known):
+                    raise _refusal(answer)
+                passing = PROBLEMS.get(_type(answer), Unreachable)
+                kind = passing if issubclass(passing, Unreachable) else Unreachable
+                reason = f"HTTP {answer.status_code}: {detail_of(answer)}"
+                pause = pause_of(answer, 0.0)
+            except NoCoordinator as error:
+                if not self._known:
+                    raise
+                reason = error.detail
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
+                raise bad_address(f"The address {self._client.base_url}", f"cannot be called ({error})") from error
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                reason = str(error) or type(error).__name__
+                if not self._known:
+                    reason = tls.hint(error, str(self._client.base_url))
+                untrusted = tls.explain(error)
+                if untrusted is not None and not self._known:  # else another server is in between, for a while
+                    raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from error
+            # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
+            seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
+            if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
+                if kind is not Unreachable:
+                    raise kind(f"{self._client.base_url} cannot take this now ({reason})")
+                raise Unreachable(
+                    f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
+                    f"runs there"
+                )
+            self._on_wait(reason, seconds)
+            self._sleep(seconds)
+            waited += seconds
+            longest = min(2 * longest, LONGEST_WAIT)
+
+
+def message_of(kind: type[Message], answer: httpx.Response) -> Message:
+    """Return the message of the answer; a page of another server (a captive portal, a proxy) is none."""
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError:
+        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
+
+
+def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
+    """Return the messages of the answer, as ``_read`` returns one."""
+    try:
+        return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
+    except ValidationError:
+        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
+
+
+def pause_of(answer: httpx.Response, usual: float) -> float:
+    """Return the seconds that Retry-After asks for, at most ``LONGEST_PAUSE``; its other form, a date, which proxies
+    may send, is ignored: it would be off by as much as this device's clock."""
+    text = answer.headers.get("Retry-After", "")
+    sensible = text.isascii() and text.isdecimal() and len(text) < 10
+    return min(float(text), LONGEST_PAUSE) if sensible else usual
+
+
+def _refusal(answer: httpx.Response) -> Refused:
+    """Return the exception of what was answered."""
+    if not is_problem(answer):
+        return NoCoordinator(answer.status_code, detail_of(answer))
+    kind = PROBLEMS.get(_type(answer), Refused)
+    return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, detail_of(answer))
+
+
+def passes(answer: httpx.Response) -> bool:
+    """Return whether the answer may be another one later."""
+    return answer.status_code in (408, 429) or answer.status_code >= 500
+
+
+def is_problem(answer: httpx.Response) -> bool:
+    return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
+
+
+def _type(answer: httpx.Response) -> str:
+    """Return the type of a problem document without ``PREFIX``; empty where the answer has none."""
+    try:
+        return str(answer.json()["type"]).removeprefix(PREFIX)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def detail_of(answer: httpx.Response) -> str:
+    """Return what the answer says."""
+    try:
+        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"The answer of {answer.url.host} is not one of a Sparrow coordinator; check the address"
