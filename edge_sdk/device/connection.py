@@ -407,6 +407,7 @@ def passes(answer: httpx.Response) -> bool:
 
 
 def is_problem(answer: httpx.Response) -> bool:
+    """Return whether an answer is a problem document."""
     return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
 
 
