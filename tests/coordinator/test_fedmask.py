@@ -238,7 +238,7 @@ def test_signs_are_refused_where_a_method_has_none(coordinator, monkeypatch, cap
     session = coordinator.open_device("a")
     usual = bundle.encode
     monkeypatch.setattr(
-        "edge_sdk.device.session.bundle.encode",
+        "sparrow.protocol.bundle.encode",
         lambda *given, **named: usual(*given, **{**named, "parts": {"signs": np.ones(3, np.int8)}}),
     )
     coordinator.rounds.advance()

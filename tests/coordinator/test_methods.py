@@ -611,7 +611,7 @@ def test_what_int8_owes_is_of_the_updates_that_counted(coordinator, clock, monke
             clock.pass_seconds(61)
         return device
 
-    monkeypatch.setattr("edge_sdk.device.session.round_update", watched)
+    monkeypatch.setattr("edge_sdk.device.session.work.round_update", watched)
     coordinator.create(method, precision="int8", rounds=7, min_devices=1, method_settings=own, silence_seconds=600)
     until(1, disturbed([])).folder.close()
     device = disturbed([ConnectionError("the acknowledgement is lost")])

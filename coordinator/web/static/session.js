@@ -1,5 +1,5 @@
 /**
- * One device's conversation with its coordinator: `edge_sdk/device/session.py`. `step` does one thing and returns;
+ * One device's conversation with its coordinator: `edge_sdk/device/session/`. `step` does one thing and returns;
  * between steps everything that matters is in the store, so that a page may be closed anywhere:
  *
  *     before the state is kept   the assignment is still open: it is given again and done again, from the same model and

@@ -1,0 +1,100 @@
+"""A device's place in its federation: name, keys and token.
+
+A new token is kept before it is used, so that there is a good one on disk at any time; and the old one until it was
+used, because a coordinator that resumes from a backup knows only that.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+from sparrow.protocol.messages import (
+    ChangeDevice,
+)
+
+from ...errors import (
+    NotAuthenticated,
+    TokenExpired,
+)
+from ..state import Identity
+from ..trainable import CannotTrain
+from .options import Device, SessionOptions
+
+log = logging.getLogger(__name__)
+
+
+class Identified:
+    """A device that the coordinator knows, or will know. Raises StateError, Refused, Unreachable."""
+
+    def __init__(self, device: Device, options: SessionOptions) -> None:
+        transport, folder, federation = device.transport, device.folder, device.federation
+        self.transport = transport
+        self.folder = folder
+        self._options = options
+        self._federation = federation
+        self._enrolment_token = transport.token
+        self._telemetry = options.telemetry(transport.traffic)
+        before = folder.known_identity()
+        if before is not None and before.token is not None:
+            transport.token = before.token
+            if before.previous is not None:
+                self._settle_token(before)
+        try:
+            self.info = options.known.info if options.known else transport.federation(federation)
+        except TokenExpired:
+            transport.token = self._enrolment_token
+            self.info = transport.federation(federation)
+        self.identity = folder.identity(federation, self.info.uid, device.name)
+
+    @property
+    def name(self) -> str:
+        """The name of this device in its federation."""
+        return self.identity.name
+
+    def _renew_token(self) -> None:
+        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time; and the old
+        one until it was used: a coordinator that goes on from a backup knows only that."""
+        before = self.identity
+        if before.device_id is not None:
+            token = self.transport.new_token(before.device_id, before.enrolment_key)
+            self.identity = self.identity.model_copy(update={"token": token, "previous": before.token})
+            self.folder.save_identity(self.identity)
+            self.identity = self._settle_token(self.identity)
+
+    def _settle_token(self, identity: Identity) -> Identity:
+        """Use a new token for the first time, or go on with the old one where it is refused."""
+        assert identity.device_id is not None, "there is no token without"
+        token = self.transport.token = identity.token
+        try:
+            self.transport.change_device(identity.device_id, ChangeDevice())
+        except NotAuthenticated:
+            token = self.transport.token = identity.previous
+        settled = identity.model_copy(update={"token": token, "previous": None})
+        self.folder.save_identity(settled)
+        return settled
+
+    def _tell(self, change: ChangeDevice) -> None:
+        if self.identity.device_id is not None:
+            self.transport.change_device(self.identity.device_id, change)
+
+    def _public_identity(self) -> str | None:
+        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
+        where the device sends updates under masks alone, and the federation has none."""
+        if not self.info.settings.secure:
+            if self._options.demands.secure is not None:
+                raise CannotTrain(
+                    f"{self._federation} is no secure federation, and this device sends updates under masks alone "
+                    f"(require_secure); ask its operator for one with secure=true"
+                )
+            return None
+        if find_spec("cryptography") is None:
+            raise CannotTrain("a secure federation needs cryptography: pip install 'sparrow-fl[secure]'")
+        from sparrow.protocol.secure.pads import public_identity
+
+        return public_identity(bytes.fromhex(self.identity.identity_key)).hex()
+
+    @property
+    def identity_key(self) -> str | None:
+        """The public key by which others know this device in secure rounds; None in a federation without any."""
+        return self._public_identity() if self.info.settings.secure else None

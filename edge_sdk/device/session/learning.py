@@ -1,0 +1,279 @@
+"""The model, data and engine with which a device trains in its federation."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from pydantic import ValidationError
+
+from sparrow.devices.memory import available
+from sparrow.graphs import Graphs
+from sparrow.protocol import personal
+from sparrow.protocol.errors import ManifestError
+from sparrow.protocol.manifest import Array, GraphName, Manifest, Tensors
+from sparrow.protocol.messages import (
+    FederationInfo,
+)
+
+from ...budget.prediction import held
+from ...budget.preparation import Prepared
+from ...budget.search import Choice
+from ...engines import Engine
+from ...errors import (
+    BadArgument,
+    ModelReplaced,
+    SdkError,
+)
+from ...methods import Job, load_method
+from ...methods.merging import is_whole, whole_model
+from ...tasks import Task
+from ...tasks.compute import PROCESSOR
+from ...tasks.intake import take_in
+from ...tasks.metrics import METRICS
+from ..label_prior import LabelPrior
+from ..opening import (
+    Prepare,
+    as_taken,
+    check_digest,
+    choose_engine,
+    fetch_graphs,
+    open_onnx,
+    open_torch,
+)
+from ..trust import Trust
+from ..validation import digest_of
+from ..values import load_values
+from .identity import Identified
+from .options import Device, SessionOptions
+
+log = logging.getLogger(__name__)
+
+
+class Learning(Identified):
+    """A device that has its federation's model, its own data, and an engine that trains the one on the other.
+
+    Raises the errors that ``errors`` lists; the state folder stays usable.
+    """
+
+    def __init__(self, device: Device, options: SessionOptions) -> None:
+        super().__init__(device, options)
+        transport, folder, federation = device.transport, device.folder, device.federation
+        known, engine, prepare, budget = options.known, options.engine, options.prepare, options.budget
+        self._make_task = device.make_task
+        self.trust = known.trust if known else Trust(federation, options.demands, folder)
+        self.manifest = known.manifest if known else self._load_manifest(self.info)
+        self._method = load_method(self.info.method)
+        if options.local_noise is not None:
+            options.local_noise.check(self._method, self.manifest, self.info.settings)
+        self.differences: list[tuple[str, str]] = []
+        task = self._load_task()
+        self.frozen, self._first = Tensors(), Tensors()
+        if known is None:
+            share = not options.demands.own_frozen
+            self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=share)
+            self._first = load_values("first", self.manifest, federation, transport, folder.path)
+        # Built-in steps are known by their digests.
+        self._step_checked = self.trust.built_in
+        self._own_graphs = False  # the engine trains with them, and is this session's alone
+        self._prepared: Prepared
+        self.engine: Engine
+        if not isinstance(engine, str):
+            self._prepared, self.engine = Prepared(task, budget), engine
+        elif choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
+            self._own_graphs = True
+            self._prepared, self.engine = self._open_onnx(task, prepare, budget)
+        else:
+            values = {**self.frozen, **self._first}
+            self._prepared, self.engine = open_torch(task, self.manifest, self.info, values, prepare, budget)
+        self.task = self._prepared.task
+        log.info("%s trains with %s", self.name, self.engine.title)
+        self._prior = LabelPrior.of(self.task, self.manifest, self.info.settings)
+        if self._prior is not None:
+            self._prior.check(self.engine, self.task.train)
+        if known is None:
+            self._note_membership()
+
+    @property
+    def budget(self) -> float:
+        """The share of each layer's neurons that this device trains now."""
+        return self._prepared.budget
+
+    @property
+    def choice(self) -> Choice | None:
+        """The reasons for the budget; None where the user gave it."""
+        return self._prepared.choice
+
+    def _load_manifest(self, info: FederationInfo) -> Manifest:
+        """Return the federation's manifest, downloaded once: anew if the one that is there is another.
+
+        Raises BadPublication for one that this device does not accept; then everything stays as it was.
+        """
+        cached = self.folder.cached(personal.MANIFEST)
+        manifest = None
+        with suppress(ValidationError):  # damaged on the disk
+            manifest = Manifest.model_validate_json(cached) if cached else None
+        before = manifest
+        if manifest is None or manifest.digest != info.manifest_digest:
+            manifest = self.transport.manifest(self._federation)
+        self.trust.admit(info, manifest, lambda: self.transport.publication(self._federation))
+        if manifest is not before:
+            if before is not None and _only_prepares_otherwise(before, manifest):
+                log.warning("the federation prepares its samples in another way; this device's model starts again")
+                self.folder.forget_model()
+            self.folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
+        return manifest
+
+    def _load_task(self) -> Task:
+        """Return this device's task, its data prepared as the federation's model takes them."""
+        task = self._make_task(self.info, self.manifest)
+        if task.prepared is None and not self._options.hosted:
+            task = self._prepare(task)
+        if self._method.check_data is not None:
+            self._method.check_data(task, self.info.settings)
+        if not task.metrics:  # as of a device that brings its data alone
+            task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
+        return task
+
+    def _prepare(self, task: Task) -> Task:
+        """Run the federation's preparation over a device's raw samples, and keep what they add to it."""
+        description = self.manifest.preparation
+        statistics: Mapping[str, Array] = {}
+        if description is None:
+            if task.preparation is not None:
+                raise BadArgument(
+                    f"the task has a preparation, but the federation {self.info.name} was published without one: leave "
+                    "preparation out and give prepared samples, or publish the model again (replace=True)"
+                )
+            task = take_in(as_taken(task, self.manifest), self.manifest)
+        else:
+            task = take_in(task, self.manifest)
+            # Here, because ONNX Runtime is imported with it.
+            from ...tasks.prepared import compute_own, differences, load_preparer, prepared, raw_statistics
+
+            digest = str(self.manifest.preparation_sha256)
+            if description.own:
+                kept = personal.read_own(self.folder.cached(personal.OWN), digest)
+                statistics = compute_own(task.train, description) if kept is None else kept
+            if description.mean:
+                self.differences = differences(raw_statistics(task.train, description), description)
+            preparer = load_preparer(self.manifest, self._graph("preparation"), statistics)
+            task = prepared(task, preparer, memory_limit=self._options.memory_limit)
+        if statistics or task.class_names:
+            own = personal.write_own(statistics, self.manifest.preparation_sha256, task.class_names)
+            self.folder.cache(personal.OWN, own)
+        return task
+
+    def skeleton(self) -> bytes:
+        """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
+        return self._graph("skeleton")
+
+    @cached_property
+    def graphs(self) -> Graphs | None:
+        """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
+        was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
+        found = fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
+        if found is None:
+            return None
+        graphs, self._needs = found
+        return graphs
+
+    def _open_onnx(self, task: Task, prepare: Prepare | None, budget: float) -> tuple[Prepared, Engine]:
+        assert self.graphs is not None, "the manifest names them"
+        free = available() if self._options.memory_limit is None else self._options.memory_limit - held(PROCESSOR)
+        return open_onnx(
+            *(task, self.manifest, self.info, self.graphs, prepare, budget),
+            needs=self._needs,
+            free=free,
+            trial=not self.trust.built_in,
+        )
+
+    def _take_new_version(self) -> None:
+        """Go on with a new version of the federation's model, of the same values and of other graphs.
+
+        Raises ModelReplaced where PyTorch trains, with code of the version before, and for one
+        device of a fleet, whose engine is not its own.
+        """
+        manifest = self._load_manifest(self.transport.federation(self._federation))
+        if manifest.tensors_digest != self.manifest.tensors_digest:
+            raise ManifestError("the federation's model has other values than this device's; join under another name")
+        if not self._own_graphs:
+            raise ModelReplaced(
+                f"the model of federation {self.info.name} has a new version, and this device trains the one before: "
+                f"start it again, with the new code where PyTorch trains (--engine onnx needs none)"
+            )
+        log.warning("the federation's model has a new version; this device goes on with it")
+        before, self.manifest = self.manifest, manifest
+        prepares_alike = before.preparation_sha256 == manifest.preparation_sha256
+        self.__dict__.pop("graphs", None)
+        try:
+            task = self.task if prepares_alike else replace(self._load_task(), compute=self.task.compute)
+            _, engine = self._open_onnx(task, None, self.budget)
+        except SdkError:
+            self.manifest = before  # so that it is tried again
+            raise
+        if prepares_alike:
+            engine.load(self.engine.read())
+        self.engine, self.task = engine, task
+        self._step_checked = False
+        with suppress(SdkError):  # so that the personal model can be exported later, as in ``join``
+            self.skeleton()
+
+    def _graph(self, name: GraphName) -> bytes:
+        """Return a graph that has the digest in the manifest, downloaded once. Raises GraphError."""
+        file, wanted = personal.graph_file(name), self.manifest.graphs.get(name)
+        graph = self.folder.cached(file)
+        if graph is None or hashlib.sha256(graph).hexdigest() != wanted:
+            graph = self.transport.graph(self._federation, name)
+            check_digest(self.manifest, name, graph)
+            self.folder.cache(file, graph, durable=False)
+        return graph
+
+    def _note_membership(self) -> None:
+        membership = personal.Membership(device=self.identity.name, budget=self.budget, federation=self.info)
+        self.folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
+
+    def _never_sent(self) -> Tensors:
+        """Return the tensors of the task's model that no payload holds: a device's own part, local
+        running statistics."""
+        shared = {spec.name for spec in self.manifest.shared}
+        return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
+
+    def _check_step(self, job: Job) -> None:
+        """Compare the gradients of a published step with its loss, before this device first trains with it.
+
+        Raises ImplausibleStep.
+        """
+        if self._step_checked or not self._own_graphs:
+            return
+        from ...engines.engine import OnnxEngine  # here, because PyTorch's engine does without ONNX Runtime
+
+        engine = self.engine
+        assert isinstance(engine, OnnxEngine), "it trains with the published graphs"
+        before = {name: np.array(tensor) for name, tensor in engine.read().items()}
+        try:
+            if job.received is not None and not self.manifest.outputs and is_whole(self.manifest, job.received):
+                engine.load({**before, **whole_model(self.manifest, job.received)})
+            # Nobody else knows the samples, and so the directions that follow from them.
+            found = engine.check_plausible(self.task.train, int(self._data[:15], 16))
+        finally:
+            engine.load(before)
+        if not found.judged:
+            log.warning(
+                "the gradients of the training step could not be compared with its loss; it is used all the same"
+            )
+        self._step_checked = True
+
+    @cached_property
+    def _data(self) -> str:
+        return digest_of(self.task.validation)
+
+
+def _only_prepares_otherwise(before: Manifest, manifest: Manifest) -> bool:
+    """Return whether a manifest is of the same tensors, behind another preparation."""
+    return before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != manifest.preparation_sha256
