@@ -109,3 +109,17 @@ def bring_forward(
     moved = difference(manifest, began, values, mask)
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is left out
         return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
+
+
+def goes_on(db: Session, federation: Federation) -> bool:
+    """Return whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+    if settings_of(federation).buffer is None:
+        return False
+    return bool(working(db, federation) or arrivals(db, federation, most=1))
+
+
+def is_final(federation: Federation, number: int) -> bool:
+    """Return whether a buffered round is the last one: it takes all that came, and waits for nobody."""
+    stopped, last = federation.status == "stopped", settings_of(federation).rounds
+    asked = federation.rollback_version is not None or federation.replacement is not None
+    return stopped or number >= last or asked

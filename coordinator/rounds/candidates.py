@@ -9,13 +9,12 @@ from statistics import median_low
 from sqlalchemy import and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
-from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
 
 from ..draws import Candidate, choose, choose_each, uniform
 from ..methods import Participation, Situation, load_method
-from ..models.global_models import settings_of
+from ..models.global_models import Models, settings_of
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import COHORT_KINDS, Drawable, open_round, weight_of
 
@@ -70,13 +69,13 @@ def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> 
     return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
 
 
-def situation_of(db: Session, manifest: Manifest, federation: Federation, number: int) -> Situation:
+def situation_of(db: Session, models: Models, federation: Federation, number: int) -> Situation:
     """Return the situation of round ``number`` for its method, when it opens and when it closes."""
     which = {"federation_id": federation.id, "number": number}
     examples = [row[0] for row in db.execute(_EXAMPLES, which) for _ in range(row[1])]
     settings = settings_of(federation)
     return Situation(
-        manifest,
+        models.manifest(federation),
         settings,
         number,
         db.scalars(_PLAN, which).first() or {},
@@ -156,7 +155,7 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
 
 
 def chosen_ratios(
-    db: Session, manifest: Manifest, federation: Federation, drawn: Sequence[Drawable], number: int
+    db: Session, models: Models, federation: Federation, drawn: Sequence[Drawable], number: int
 ) -> Mapping[str, float]:
     """Return the active ratios that the method chooses for devices drawn for round ``number``, by name; none where
     their budgets say them."""
@@ -170,7 +169,7 @@ def chosen_ratios(
         participations(db, federation, number),
         budgets,
         lambda name: uniform(federation.secret, "ratio", number, name),
-        Situation(manifest, settings, number),
+        Situation(models.manifest(federation), settings, number),
     )
     return {name: min(ratio, budgets[name]) for name, ratio in ratios.items()}
 

@@ -209,7 +209,7 @@ class Dispatch:
             if found is None:
                 (most,) = most_examples([device], able(db, federation, self._clock()), settings_of(federation))
                 found = assign(federation, device, wire.Kind.personalise, number, 0, self._clock(), most_examples=most)
-                situation = situation_of(db, self._models.manifest(federation), federation, number)
+                situation = situation_of(db, self._models, federation, number)
                 found.plan = dict(schedule.work(situation).plan) or None
                 db.add(found)
             found.status = "open"

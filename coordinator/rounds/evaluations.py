@@ -30,7 +30,7 @@ from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Device, Federation, Round
 from ..sums.private import noisy_means
 from .assignments import assign, rests
-from .candidates import devices_of
+from .candidates import devices_of, why_over
 from .skew import adjustment
 
 
@@ -57,6 +57,19 @@ def ask_for_evaluation(
         assignment.plan = plan or None
         db.add(assignment)
     return bool(asked)
+
+
+def evaluate_in_between(db: Session, federation: Federation, before: int, now: float) -> None:
+    """Ask for the evaluations that are due after a round; ``before``: the number of the round before it."""
+    settings, number = settings_of(federation), federation.round
+
+    def is_due(interval: int) -> bool:
+        return interval > 0 and number // interval > before // interval
+
+    with_global = is_due(settings.global_evaluation_interval)
+    if with_global or is_due(settings.evaluation_interval):
+        last = why_over(db, federation) is not None
+        ask_for_evaluation(db, federation, now, with_global=with_global, last=last)
 
 
 def _work(

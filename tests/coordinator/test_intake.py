@@ -11,7 +11,7 @@ import pytest
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds import engine
+from sparrow.coordinator.rounds import closing
 from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 from sparrow.protocol import bundle, checkpoint
 from sparrow.protocol.builtin import load_builtin
@@ -484,7 +484,7 @@ def test_where_nobody_can_be_told_the_old_model_stays_and_the_record_says_so(coo
         return replace(made, own={"moment": np.full(3, np.inf, dtype=np.float32)}) if broken else made
 
     odd = replace(fedavg, aggregation=replace(fedavg.aggregation, close=close))
-    monkeypatch.setattr(engine, "load_method", lambda name: odd)
+    monkeypatch.setattr(closing, "load_method", lambda name: odd)
     coordinator.create(**CALM, method="fedavg")
     devices = coordinator.enrol(*NAMES)
     coordinator.rounds.advance()

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import event
 
 from sparrow.coordinator.errors import Finished, RoundClosed
-from sparrow.coordinator.rounds.engine import GAP_SECONDS
+from sparrow.coordinator.rounds.expiry import GAP_SECONDS
 from sparrow.coordinator.rounds.last_seen import WRITE_SECONDS
 from sparrow.protocol.messages import ChangeFederation
 

@@ -1,0 +1,202 @@
+"""The close of rounds: the next model is made of a round's sums, stored and recorded.
+
+A round closes in two steps: first the new model's files, outside of any transaction, for slow storage may take a
+minute; then a short transaction that looks whether the round is still open, records the model and moves everything on.
+Killed between them, the coordinator finds the round still open, and does the same again; files that no record names are
+never served. Where only the second step fails, it is repeated with the model that was made: noise is drawn once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from ..methods import GlobalModel, load_method
+from ..models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
+from .assignments import open_round, update_folder
+from .buffered import count_in, is_final, working
+from .candidates import situation_of
+from .cleanup import clear, models_in_use
+from .costs import UploadCosts
+from .evaluations import evaluate_in_between
+from .expiry import MOST_SAID
+from .intake import DecodedUpdates, Folding, next_model
+from .opening import Opening
+from .privacy import spent
+from .rollback import carry_out, newest_version
+from .skew import note_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Closing:
+    """What the close of a round is to record: made once, and kept until it is recorded.
+
+    last: in a buffered round the last arrival that counts in it. files: those of its new model; None for none.
+    """
+
+    round: int
+    base: int
+    files: ModelFiles | None
+    updates: int
+    notes: dict[str, Any]
+    parts: dict[str, int]
+    last: int
+    warning: str | None
+
+
+class Closing:
+    """Closes rounds. The other arguments are those of ``Rounds``."""
+
+    def __init__(
+        self,
+        store: Store,
+        models: Models,
+        clock: Callable[[], float],
+        costs: UploadCosts,
+        decoded: DecodedUpdates,
+        opening: Opening,
+        on_closed: Callable[[str, float, int], None],
+        progress: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+        self._costs = costs
+        self._decoded = decoded
+        self._opening = opening
+        self._on_closed = on_closed
+        self._progress = progress
+        self._made: dict[int, _Closing] = {}  # by federation: what is still to be recorded
+
+    def is_made(self, federation: Federation, current: Round) -> bool:
+        """Return whether the close of the open round has been made, and is still to be recorded."""
+        made = self._made.get(federation.id)
+        return made is not None and (made.round, made.base) == (current.number, federation.model_version)
+
+    def forget(self, federation_id: int) -> None:
+        """Forget a close that was made, and not recorded."""
+        self._made.pop(federation_id, None)
+
+    def forget_all(self) -> None:
+        """Forget what was made everywhere, since another process may have moved rounds."""
+        self._made.clear()
+
+    def close(
+        self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
+    ) -> bool:
+        """Make the next model, and close. skipped: assignment id -> why its update is not in it, where none is made."""
+        version = federation.model_version
+        method, warning = load_method(federation.method), federation.warning
+        folding.finish()
+        sums, notes = folding.intake.sums, folding.intake.notes() | folding.notes
+        if settings_of(federation).buffer is not None:
+            notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
+        model: GlobalModel | None = None
+        if skipped is not None:
+            notes["left_out"] = dict(skipped)
+        elif folding.intake.moves(folding.position):
+            with self._store.reading() as db:
+                situation, newest = situation_of(db, self._models, federation, number), newest_version(db, federation)
+            made = next_model(method, self._models.model(federation, version), sums, situation)
+            if isinstance(made, str):
+                warning = f"round {number} made no model, the one before stays: {made}"
+                notes["left_out"] = {**dict.fromkeys(folding.taken, warning), **notes.get("left_out", {})}
+            else:
+                model, version = made, newest + 1
+                notes |= model.notes
+                warning = method.warning(model, situation)
+            if warning and warning != federation.warning:
+                log.warning("%s: %s", federation.name, warning)
+        with self._store.reading() as db:
+            notes |= note_of(db, federation, number, notes)
+            cost = spent(db, federation.id, number, settings_of(federation))
+        self._made[federation.id] = _Closing(
+            number,
+            federation.model_version,
+            None if model is None else self._models.files(federation.id, version, model),
+            0 if model is None else sums.updates,
+            notes if cost is None else {**notes, "privacy": cost.model_dump()},
+            dict(folding.sizes),
+            folding.last,
+            warning,
+        )
+        return self.record(federation)
+
+    def record(self, federation: Federation) -> bool:
+        """Write the next model's files, and then, in a transaction, what its close changes.
+
+        Return whether the round's sums are done with."""
+        closing = self._made[federation.id]
+        number, files, notes = closing.round, closing.files, closing.notes
+        method, now = load_method(federation.method), self._clock()
+        self._costs.write()
+        if files is not None:
+            self._models.write(federation.id, files, self._progress)
+        with self._store.moving() as db:
+            federation = db.get_one(Federation, federation.id)
+            current = open_round(db, federation)
+            version = federation.model_version if files is None else files.version
+            outdated = files is not None and version != newest_version(db, federation) + 1
+            if outdated or current is None or (current.number, federation.model_version) != (number, closing.base):
+                self.forget(federation.id)  # another process has closed it meanwhile
+                return True
+            if is_final(federation, number) and working(db, federation):
+                self.forget(federation.id)
+                return False  # an operator has just said so: who trains is told first
+            if files is not None:
+                self._models.record(db, federation.id, files)
+                federation.model_version, federation.model_sha256 = version, files.sha256
+            before, digest = federation.round, federation.model_sha256
+            federation.round, federation.warning = number, closing.warning
+            current.base_version, current.model_version = closing.base, version
+            current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
+            current.notes, current.parts = notes, closing.parts
+            if closing.last:
+                count_in(db, federation, number, closing.last)
+            left_out = _names(db, notes.get("left_out", {}))
+            if method.prepares and version == 0:
+                self._opening.withdraw(db, current)
+                federation.warning = (
+                    "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
+                    "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
+                )
+            carry_out(db, federation)
+            carry_out_replacement(federation)
+            if federation.status == "running":
+                evaluate_in_between(db, federation, before, now)
+            self._models.drop_old(db, federation, models_in_use(db, federation))
+        if files is not None and federation.model_sha256 == files.sha256:
+            self._models.remember(federation.id, files)
+        self.forget(federation.id)
+        log.info(
+            "%s: round %s closes, %s updates in its model",
+            *(federation.name, number, closing.updates),
+            extra={"round": number},
+        )
+        if left_out:
+            log.warning("%s: round %s leaves out %s", federation.name, number, left_out, extra={"round": number})
+        self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
+        # Only now, with the new model in the records, may its updates be removed.
+        self._decoded.forget(update_folder(federation.id))
+        clear(self._store, self._models, federation.id)
+        return True
+
+
+def _names(db: Session, left_out: Mapping[str, str]) -> str:
+    """Return for the log whose updates were left out, and why the first of them was."""
+    if not left_out:
+        return ""
+    first = list(left_out)[:MOST_SAID]
+    whose = select(Assignment.id, Device.name).join(Device, Device.id == Assignment.device_id)
+    found = {row[0]: row[1] for row in db.execute(whose.where(Assignment.id.in_(first)))}
+    more = f" and {len(left_out) - MOST_SAID} more" if len(left_out) > MOST_SAID else ""
+    return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}"

@@ -1,0 +1,219 @@
+"""The opening of rounds: federations start, devices are drawn and given work, more of them if updates are missing."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.settings import FederationSettings
+
+from ..methods import Work, load_method
+from ..models.global_models import Models, settings_of
+from ..storage.store import Store
+from ..storage.tables import Assignment, Device, Federation, Round
+from .assignments import (
+    JUDGING_KINDS,
+    Drawable,
+    assign,
+    cohort_of,
+    drop_late_work,
+    extend_deadlines,
+    open_round,
+)
+from .buffered import goes_on, working
+from .candidates import chosen_ratios, draw, drawable, most_examples, situation_of, why_over
+from .evaluations import ask_for_evaluation
+from .secure import SecureRounds
+from .skew import adjustment
+
+log = logging.getLogger(__name__)
+
+ACCIDENT = 1e-9
+"""The error of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+
+
+class Step(Enum):
+    """The outcome of a step: nothing; something moved, so that there may be more to do; or a round opened."""
+
+    nothing = 0
+    moved = 1
+    opened = 2
+
+
+class Opening:
+    """Opens rounds, and gives their work to devices."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float], secure: SecureRounds) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+        self._secure = secure
+        # By federation: devices that did not prepare it, since the others were asked.
+        self._failed_to_prepare: dict[int, set[str]] = {}
+
+    def start(self, federation_id: int) -> bool:
+        """Let a federation run that has enough devices; return whether it does from now on."""
+        with self._store.moving() as db:
+            federation = db.get_one(Federation, federation_id)
+            enrolled = db.scalar(
+                select(func.count()).where(Device.federation_id == federation_id, Device.status != "revoked")
+            )
+            if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
+                return False
+            federation.status = "running"
+            log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
+            return True
+
+    def open(self, federation_id: int) -> Step:
+        """Open the next round, or end the federation."""
+        now = self._clock()
+        with self._store.moving() as db:
+            federation = db.get_one(Federation, federation_id)
+            settings = settings_of(federation)
+            if federation.status != "running" or open_round(db, federation):
+                return Step.nothing
+            over, going_on = why_over(db, federation), goes_on(db, federation)
+            if over and not (over == "all_stopped" and going_on):
+                return Step.moved if self._finish(db, federation, over) else Step.nothing
+            there = drawable(db, federation, now)
+            if not there and not going_on:
+                return Step.nothing
+            number, size, work, able = self._next_work(db, federation, settings, there)
+            more = 0.0 if work.everyone or work.kind is Kind.prepare else settings.over_selection
+            current = Round(federation_id=federation.id, number=number, status="open", stale=True)
+            current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            current.target = 0
+            db.add(current)
+            busy = 0 if settings.buffer is None else len(working(db, federation))
+            drawn = math.ceil(size * (1 + more) - ACCIDENT) - busy
+            secure = settings.secure and work.kind is Kind.train
+            asked = replace(work, kind=Kind.keys) if secure else work
+            count = self._hand_out(db, federation, current, asked, drawn, able)
+            if secure:
+                self._secure.begin(db, federation, current, work.plan)
+            wanted = settings.quorum * (min(size, count) if more else count)
+            current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
+            log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
+            return Step.opened if settings.buffer is None else Step.moved
+
+    def extend(self, federation_id: int, number: int, *, late: bool) -> bool:
+        """Give a round another deadline, and its work to as many further devices as updates are missing.
+
+        False where nobody is there to ask before the deadline: somebody may come.
+        """
+        if not late and not self._somebody_is_free(federation_id, number):
+            return False
+        with self._store.moving() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if current is None or current.number != number:
+                return False
+            missing = current.target - sum(member.status == "done" for member in cohort_of(db, federation, number))
+            work = Work(plan=situation_of(db, self._models, federation, number).plan)
+            there = drawable(db, federation, self._clock())
+            more = self._hand_out(db, federation, current, work, missing, there)
+            if not more and not late:
+                return False
+            current.extensions += 1
+            extend_deadlines(db, federation, self._clock())
+        log.warning(
+            "%s: round %s lacks updates; it is extended, and given to %s devices more",
+            *(federation.name, number, more),
+            extra={"round": number},
+        )
+        return True
+
+    def top_up(self, federation_id: int, number: int) -> bool:
+        """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
+        if not self._somebody_is_free(federation_id, number):
+            return False
+        with self._store.moving() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if federation.status != "running" or current is None or current.number != number:
+                return False
+            room = settings_of(federation).cohort - len(working(db, federation))
+            work = Work(plan=adjustment(db, federation))
+            return bool(self._hand_out(db, federation, current, work, room, drawable(db, federation, self._clock())))
+
+    def withdraw(self, db: Session, current: Round) -> None:
+        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present.
+
+        Those that were not asked yet come first, or one that never answers would be asked for ever."""
+        of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
+        asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()
+        self._failed_to_prepare.setdefault(current.federation_id, set()).update(asked)
+        db.execute(delete(Assignment).where(*of_round, Assignment.kind == Kind.prepare.value))
+        db.delete(current)
+
+    def _next_work(
+        self, db: Session, federation: Federation, settings: FederationSettings, there: Sequence[Drawable]
+    ) -> tuple[int, int, Work, Sequence[Drawable]]:
+        """Return the number of the next round, how many devices it is for, its work, and the devices to draw from."""
+        method = load_method(federation.method)
+        if method.prepares and federation.model_version == 0:
+            failed = self._failed_to_prepare.setdefault(federation.id, set())
+            others = [device for device in there if device.id not in failed]
+            if not others:
+                failed.clear()
+            return 0, 1, Work(Kind.prepare), others or there
+        work = method.schedule.work(situation_of(db, self._models, federation, federation.round + 1))
+        work = replace(work, plan={**work.plan, **adjustment(db, federation)})
+        return federation.round + work.rounds, len(there) if work.everyone else settings.cohort, work, there
+
+    def _hand_out(
+        self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
+    ) -> int:
+        """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
+        now, (asked, free) = self._clock(), _free(db, federation, current.number, there)
+        names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
+        if load_method(federation.method).schedule.last_for_everyone is not None:
+            drop_late_work(db, [free[name].id for name in names])
+        drawn = [free[name] for name in names]
+        limits = most_examples(drawn, there, settings_of(federation))
+        ratios = chosen_ratios(db, self._models, federation, drawn, current.number)
+        for position, (device, most) in enumerate(zip(drawn, limits, strict=True), start=asked):
+            assignment = assign(
+                *(federation, device, work.kind, current.number, position, now),
+                ratio=ratios.get(device.name),
+                most_examples=most,
+            )
+            assignment.plan = dict(work.plan) or None
+            db.add(assignment)
+        return len(names)
+
+    def _somebody_is_free(self, federation_id: int, number: int) -> bool:
+        """Return whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            return bool(_free(db, federation, number, drawable(db, federation, self._clock()))[1])
+
+    def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
+        evaluations = select(Assignment.id).where(
+            Assignment.federation_id == federation.id, Assignment.kind.in_(JUDGING_KINDS)
+        )
+        if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
+            return False  # the last evaluation is still being answered
+        of_last = evaluations.where(Assignment.round == federation.round, Assignment.kind == Kind.evaluate.value)
+        judged = db.scalar(of_last.limit(1))
+        if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), last=True):
+            return True
+        federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
+        log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
+        return True
+
+
+def _free(
+    db: Session, federation: Federation, number: int, there: Sequence[Drawable]
+) -> tuple[int, dict[str, Drawable]]:
+    """Return how many devices round ``number`` was given to, and the others, by name, that could have it."""
+    asked = {member.device_id for member in cohort_of(db, federation, number)}
+    busy = asked.union(working(db, federation))
+    return len(asked), {device.name: device for device in there if device.id not in busy}
