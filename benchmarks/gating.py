@@ -39,7 +39,7 @@ from sparrow.benchmarks import steps
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.benchmarks.steps import Setting
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices import memory
 from sparrow.protocol.blocks import Selection

@@ -34,6 +34,8 @@ from .fleet.access import Tokens
 from .fleet.devices import Devices
 from .fleet.federations import Federations
 from .fleet.polling import Polling
+from .fleet.publishing import Publisher
+from .fleet.serving import ServedModels
 from .fleet.sessions import Sessions
 from .models.global_models import Models, Retention
 from .models.payloads import Packed
@@ -112,6 +114,8 @@ class Coordinator:
         self.metrics.observe_rounds(self.progress.seconds, lambda: self.store.moves_now)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
+        self.publisher = Publisher(self.store, self.models, clock, self.federations)
+        self.served = ServedModels(self.store, self.models)
         self.tokens = Tokens(self.store, clock, settings.tokens())
         self.sessions = Sessions(self.store, clock, self.tokens)
         lifetime = settings.device_token_lifetime_days
@@ -178,7 +182,7 @@ class Coordinator:
         """Go on from where the last process ended, and begin to move rounds. At the first start, make the default
         federation."""
         if self.settings.default_task:
-            self.federations.ensure_default(self.settings.default_task, self.settings.default_settings)
+            self.publisher.ensure_default(self.settings.default_task, self.settings.default_settings)
         if self.store.is_first:
             self.rounds.resume_after_restart()
             clear_all(self.store, self.models)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from sparrow.protocol.settings import FederationSettings
 
-from ..fleet.federations import completed
+from ..fleet.checks import completed
 from .access import AdminOnly
 from .packing import PackedRoute
 

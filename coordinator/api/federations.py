@@ -83,7 +83,7 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     body = await _read(request, JSON_TYPE, "name, task and settings", LARGEST_REQUEST)
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
-    return await coordinator.writers.run(coordinator.federations.create, wanted)
+    return await coordinator.writers.run(coordinator.publisher.create, wanted)
 
 
 @router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)
@@ -91,7 +91,7 @@ async def publish_model(request: Request, coordinator: TheCoordinator) -> Federa
     """Create a federation of one's own model: a checkpoint with manifest, graphs, and name and settings as its note."""
     most = coordinator.settings.max_model_bytes
     body = await _read(request, checkpoint.MEDIA_TYPE, "the model", most)
-    return await coordinator.publishing.run(coordinator.federations.publish, body, most)
+    return await coordinator.publishing.run(coordinator.publisher.publish, body, most)
 
 
 @router.get("", dependencies=[ObserverOnly])
@@ -120,7 +120,7 @@ async def change_federation(name: str, change: ChangeFederation, coordinator: Th
 @router.post("/{name}/comparison", dependencies=[ProspectiveMemberOnly])
 def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoordinator) -> FederationInfo:
     """Return the federation if it is the one that the caller would publish; 409 with the differences if not."""
-    return coordinator.federations.compare(name, wanted)
+    return coordinator.publisher.compare(name, wanted)
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
@@ -226,13 +226,13 @@ def make_join_link(
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
     """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
     as_it_is = {"Cache-Control": "no-transform"}
-    return Response(coordinator.federations.manifest(name).text, media_type="application/json", headers=as_it_is)
+    return Response(coordinator.served.manifest(name).text, media_type="application/json", headers=as_it_is)
 
 
 @router.get("/{name}/publication", dependencies=[ProspectiveMemberOnly])
 def get_publication(name: str, coordinator: TheCoordinator) -> Published:
     """Return the signed publication of the federation's model; 404 without one."""
-    return coordinator.federations.publication(name)
+    return coordinator.served.publication(name)
 
 
 @router.get("/{name}/model", dependencies=[MemberOnly])
@@ -245,14 +245,14 @@ def get_model(
     ] = None,
 ) -> Response:
     """Return the global model: a safetensors file with tensors by name."""
-    return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)
+    return ranged(request, coordinator.served.model(name, version), checkpoint.MEDIA_TYPE)
 
 
 @router.patch("/{name}/model", dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
     """Replace the model's graphs, between rounds: a checkpoint of manifest and graphs, whose tensors are the same."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "manifest and graphs", coordinator.settings.max_model_bytes)
-    info = await coordinator.publishing.run(coordinator.federations.replace_model, name, body)
+    info = await coordinator.publishing.run(coordinator.publisher.replace_model, name, body)
     coordinator.fact_recorded()
     coordinator.wake()
     return info
@@ -261,7 +261,7 @@ async def replace_model(name: str, request: Request, coordinator: TheCoordinator
 @router.get("/{name}/models", dependencies=[ObserverOnly])
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
     """Return the global models that are kept, oldest first: a rollback can go back to these."""
-    return coordinator.federations.models(name)
+    return coordinator.served.models(name)
 
 
 @router.post("/{name}/model/evaluation", dependencies=[AdminOnly], openapi_extra=A_FILE)
@@ -269,13 +269,13 @@ async def evaluate_model(name: str, request: Request, coordinator: TheCoordinato
     """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "the test data", coordinator.settings.max_test_bytes)
     seconds, stop = coordinator.settings.max_test_seconds, coordinator.stopping
-    return await coordinator.evaluating.run(coordinator.federations.evaluate, name, body, seconds=seconds, stop=stop)
+    return await coordinator.evaluating.run(coordinator.served.evaluate, name, body, seconds=seconds, stop=stop)
 
 
 @router.get("/{name}/model.onnx", dependencies=[MemberOnly])
 def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> Response:
     """Return the global model as ONNX."""
-    return ranged(request, coordinator.federations.model_onnx(name), "application/octet-stream")
+    return ranged(request, coordinator.served.model_onnx(name), "application/octet-stream")
 
 
 @router.get("/{name}/frozen", dependencies=[ProspectiveMemberOnly])
@@ -291,8 +291,8 @@ def get_first(name: str, coordinator: TheCoordinator, request: Request) -> Respo
 
 
 def _values(name: str, which: Values, coordinator: TheCoordinator, request: Request) -> Response:
-    digest = coordinator.federations.manifest(name).files.get(which)
-    return ranged(request, coordinator.federations.values(name, which), "application/octet-stream", digest)
+    digest = coordinator.served.manifest(name).files.get(which)
+    return ranged(request, coordinator.served.values(name, which), "application/octet-stream", digest)
 
 
 @router.get("/{name}/fast-step.onnx", dependencies=[ProspectiveMemberOnly])
@@ -310,8 +310,8 @@ async def get_fast_step(
     if too many others are being made.
     """
     check_ratio(ratio)
-    manifest = await run_in_threadpool(coordinator.federations.manifest, name)
-    read = partial(coordinator.federations.graph, name, "step")
+    manifest = await run_in_threadpool(coordinator.served.manifest, name)
+    read = partial(coordinator.served.graph, name, "step")
     step = await coordinator.page_steps.get(manifest, ratio, read)
     return ranged(request, step.body, "application/octet-stream", step.sha256)
 
@@ -319,4 +319,4 @@ async def get_fast_step(
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])
 def get_graph(name: str, graph: GraphName, coordinator: TheCoordinator, request: Request) -> Response:
     """Return an ONNX graph of the federation's model without weights: forward pass, training step or evaluation."""
-    return ranged(request, coordinator.federations.graph(name, graph), "application/octet-stream")
+    return ranged(request, coordinator.served.graph(name, graph), "application/octet-stream")

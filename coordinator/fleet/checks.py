@@ -9,16 +9,37 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 
+from pydantic import ValidationError
+
+from sparrow.command_line.faults import faults
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.secure.groups import choose_sharing, least_cell
 from sparrow.protocol.secure.numbers import Scale
 from sparrow.protocol.settings import FederationSettings
 
-from ..errors import BadContent
-from ..methods import AS_ASSIGNED, CoordinatorMethod, why_mean_only, why_not_buffered, why_not_private
+from ..errors import BadContent, NoSuchMethod, UnknownMethod
+from ..methods import AS_ASSIGNED, CoordinatorMethod, load_method, why_mean_only, why_not_buffered, why_not_private
 from ..rounds.intake import clips_relatively
 from ..rounds.privacy import epsilon
 from ..sums.robust import ACCIDENT, fewest
+
+
+def completed(settings: FederationSettings) -> FederationSettings:
+    """Return the settings with every one of the method's own, so that devices need not know their defaults.
+
+    Raises BadContent for a method that is not installed, and for settings that are not the method's.
+    """
+    try:
+        settings_type = load_method(settings.method).settings_type
+    except UnknownMethod as error:
+        raise NoSuchMethod(str(error)) from None
+    try:
+        own = settings_type.model_validate(settings.method_settings)
+    except ValidationError as error:
+        known = ", ".join(settings_type.model_fields) or "no settings of its own"
+        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
+        raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
+    return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
 
 
 def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:

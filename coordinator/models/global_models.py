@@ -416,6 +416,16 @@ class Models:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
+def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
+    """Return why the global model cannot be used alone, or None if it can."""
+    if not load_method(federation.method).usable_global_model:
+        return f"{federation.method} has no global model that can be used alone; export a device's personal model"
+    if len(manifest.kept) > len(manifest.shared):  # what is frozen is known here
+        personal = next(spec.name for spec in manifest.kept if spec.policy == "personal")
+        return f"{personal} is kept on the devices, so the global model is incomplete; export a personal model"
+    return None
+
+
 def keys_of(model: Model) -> set[str]:
     """Return the keys of a global model's files."""
     keys = {model_key(model.federation_id, model.version, model.sha256)}

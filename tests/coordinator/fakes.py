@@ -27,7 +27,7 @@ class LocalCoordinator(Coordinator):
         self.store.moves()
 
     def create(self, name="f", task="digits", **settings):
-        self.federations.create(
+        self.publisher.create(
             CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, "draws": "seed", **settings}))
         )
 
@@ -47,7 +47,7 @@ class LocalCoordinator(Coordinator):
         return self.federations.change("f", ChangeFederation(**what))
 
     def model(self):
-        return self.federations.model("f")
+        return self.served.model("f")
 
     def record(self, number):
         return self.records.rounds("f")[number - 1]

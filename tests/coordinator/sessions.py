@@ -65,10 +65,10 @@ class Wire:
         return self.coordinator.federations.get(name)
 
     def manifest(self, name):
-        return self.coordinator.federations.manifest(name)
+        return self.coordinator.served.manifest(name)
 
     def graph(self, name, which):
-        return self.coordinator.federations.graph(name, which)
+        return self.coordinator.served.graph(name, which)
 
     def enrol(self, federation, request):
         self._device_id = None
@@ -133,7 +133,7 @@ class CoordinatorWithDevices(LocalCoordinator):
         }
         task = settings.pop("task", "digits")
         settings = FederationSettings(method=method, **{**usual, **settings})
-        return self.federations.create(CreateFederation(name="f", task=task, settings=settings))
+        return self.publisher.create(CreateFederation(name="f", task=task, settings=settings))
 
     def open_device(self, name, budget=1.0, of=8, engine="torch", data=None):
         """The device of this name: its session, new or taken up again from its folder. data: a file, for all tasks but

@@ -233,7 +233,7 @@ def test_a_restart_makes_the_same_model_of_what_had_arrived(open_coordinator, cl
     def play(name, *, restarts):
         coordinator = open_coordinator()
         settings = FederationSettings(buffer=3, cohort=4, min_devices=4, rounds=2, evaluation_interval=0, seed=1)
-        coordinator.federations.create(CreateFederation(name=name, task="digits", settings=settings))
+        coordinator.publisher.create(CreateFederation(name=name, task="digits", settings=settings))
         devices = coordinator.enrol(*"abcd", federation=name)
         coordinator.rounds.advance()
         for device in (devices[2], devices[0], devices[3], devices[1]):

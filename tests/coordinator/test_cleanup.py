@@ -22,9 +22,7 @@ def updates(coordinator):
 
 
 def kept_models(coordinator):
-    return [model.version for model in coordinator.federations.models("f")], len(
-        coordinator.store.blobs.keys("1/models")
-    )
+    return [model.version for model in coordinator.served.models("f")], len(coordinator.store.blobs.keys("1/models"))
 
 
 def restart(open_coordinator):

@@ -106,12 +106,12 @@ class Seen:
     def look(self, coordinator):
         """Download all there is."""
         for graph in get_args(GraphName):
-            self.note(graph, lambda: coordinator.federations.graph("f", graph))  # noqa: B023
-        self.note("manifest", lambda: coordinator.federations.manifest("f").model_dump_json().encode())
+            self.note(graph, lambda: coordinator.served.graph("f", graph))  # noqa: B023
+        self.note("manifest", lambda: coordinator.served.manifest("f").model_dump_json().encode())
         with suppress(Unavailable):
-            for version in [None, *(kept.version for kept in coordinator.federations.models("f"))]:
+            for version in [None, *(kept.version for kept in coordinator.served.models("f"))]:
                 number = coordinator.info().model_version if version is None else version
-                self.note(("model", number), lambda: coordinator.federations.model("f", version))  # noqa: B023
+                self.note(("model", number), lambda: coordinator.served.model("f", version))  # noqa: B023
 
     def play(self, coordinator, devices):
         """Let devices train until nothing moves, and look at all there is after each round."""

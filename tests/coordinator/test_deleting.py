@@ -138,13 +138,13 @@ def test_the_next_federation_gets_nothing_of_it_though_a_kill_left_all_its_blobs
     mine = [path for path in blobs(coordinator) if path.startswith("2/")]
     clear_all(coordinator.store, Models(coordinator.store))
     assert blobs(coordinator) == mine
-    assert coordinator.federations.models("f")[0].version == 0
+    assert coordinator.served.models("f")[0].version == 0
 
 
 def test_the_first_federation_is_not_made_again_once_it_was_deleted(coordinator):
-    coordinator.federations.ensure_default("digits", FederationSettings())
+    coordinator.publisher.ensure_default("digits", FederationSettings())
     coordinator.federations.delete("default")
-    coordinator.federations.ensure_default("digits", FederationSettings())
+    coordinator.publisher.ensure_default("digits", FederationSettings())
     assert coordinator.federations.list() == []
 
 
@@ -180,30 +180,30 @@ def wanted(task="digits", model=None, **settings):
 def test_the_same_federation_is_found(coordinator):
     coordinator.create(method="fedprox", rounds=50, method_settings={"proximal_weight": 0.01})
     for same in (wanted(method="fedprox", rounds=50), wanted(method="fedprox", rounds=50, model=DIGITS.model_digest)):
-        assert coordinator.federations.compare("f", same).name == "f", "a default that is filled in is no difference"
+        assert coordinator.publisher.compare("f", same).name == "f", "a default that is filled in is no difference"
     with pytest.raises(NotFound):
-        coordinator.federations.compare("g", wanted())
+        coordinator.publisher.compare("g", wanted())
 
 
 def test_each_difference_is_named(coordinator):
     coordinator.create(method="fedprox", rounds=2, method_settings={"proximal_weight": 1.0})
     with pytest.raises(DifferentFederation) as refused:
-        coordinator.federations.compare("f", wanted(task="har", model="0" * 64, method="fedavg", rounds=50))
+        coordinator.publisher.compare("f", wanted(task="har", model="0" * 64, method="fedavg", rounds=50))
     assert str(refused.value) == (
         "a federation 'f' exists and is another: method: asked for fedavg, it has fedprox; rounds: asked for 50, it "
         "has 2; task: asked for har, it has digits. Choose another name, ask for what it has, or delete it first "
         "(sparrow federation delete f)"
     )
     with pytest.raises(DifferentFederation, match=r"proximal_weight: asked for 0\.01, it has 1\.0"):
-        coordinator.federations.compare("f", wanted(method="fedprox", rounds=2))
+        coordinator.publisher.compare("f", wanted(method="fedprox", rounds=2))
     settings = {"method": "fedprox", "rounds": 2, "method_settings": {"proximal_weight": 1}}
     with pytest.raises(DifferentFederation, match="model: its layers, their shapes"):
-        coordinator.federations.compare("f", wanted(model="0" * 64, **settings))
+        coordinator.publisher.compare("f", wanted(model="0" * 64, **settings))
 
 
 def test_what_an_operator_changed_since_is_no_difference(coordinator):
     coordinator.create(rounds=2)
     coordinator.federations.change("f", ChangeFederation(rounds=9, cohort=3, deadline_seconds=7, silence_seconds=9))
-    assert coordinator.federations.compare("f", wanted(rounds=2)).rounds == 9
+    assert coordinator.publisher.compare("f", wanted(rounds=2)).rounds == 9
     with pytest.raises(DifferentFederation, match="rounds: asked for 9, it has 2"):
-        coordinator.federations.compare("f", wanted(rounds=9))
+        coordinator.publisher.compare("f", wanted(rounds=9))

@@ -123,7 +123,7 @@ def test_each_weight_is_averaged_over_those_who_held_it(coordinator, method):
             block.put(held, np.ones(block.shape))
             numerator[spec.name] += examples * dense
             weight[spec.name] += examples * held
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     start = initial_values(DIGITS, 0)
     for name, total in weight.items():
         wanted = np.where(total > 0, numerator[name] / np.maximum(total, 1), start[name])
@@ -173,7 +173,7 @@ def test_heterofls_rows_are_those_of_the_devices_that_have_the_class(coordinator
     updates = [bundles(session, "sent")[0] for session in sessions]
     for update, classes in zip(updates, seen.values(), strict=True):
         assert update.mask.active[CLASSES].tolist() == classes
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     start = initial_values(DIGITS, 0)
     for name in ("out.weight", "out.bias"):
         for row in (4, 6, 7, 8, 9):

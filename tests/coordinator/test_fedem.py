@@ -14,7 +14,7 @@ from edge_sdk.methods.fedem import FEDEM as DEVICE
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks import Task
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import PublishedModel
 from sparrow.coordinator.methods.fedem import FEDEM
 from sparrow.graphs.errors import SkeletonError

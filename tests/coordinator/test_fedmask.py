@@ -189,7 +189,7 @@ def test_weights_never_move_and_a_round_sends_two_bits_of_each_at_most(coordinat
     start = initial_values(DIGITS, 0)
     sessions = [coordinator.open_device(name) for name in "ab"]
     coordinator.play(*sessions)
-    manifest = coordinator.federations.manifest("f")
+    manifest = coordinator.served.manifest("f")
     assert digest(coordinator.model().tensors) == digest(start)
     whole = sum(start[name].size for name in MASKED)
     kept = sum(round(0.25 * start[name].size) for name in MASKED)

@@ -159,7 +159,7 @@ def test_scores_travel_and_come_back_as_their_mean(coordinator):
     coordinator.create("fedmd", rounds=3, method_settings={"public_samples": 20})
     sessions = [coordinator.open_device(name) for name in "ab"]
     coordinator.play(*sessions)
-    manifest = coordinator.federations.manifest("f")
+    manifest = coordinator.served.manifest("f")
     up, down = (
         [[bundle.decode(body, manifest).values for body in bodies[:3]] for bodies in found]
         for found in (

@@ -647,10 +647,10 @@ def test_directions_of_every_position_travel_with_a_memory(coordinator, take_apa
 def test_the_global_model_of_a_sparse_federation_can_be_used(coordinator):
     play(coordinator, *start(coordinator, rounds=3))
     model, info = coordinator.model(), coordinator.info()
-    body = coordinator.federations.model("f")
+    body = coordinator.served.model("f")
     assert hashlib.sha256(body).hexdigest() == info.model_sha256
     tensors, _ = checkpoint.load(body)
-    graph = onnx.load_model_from_string(coordinator.federations.model_onnx("f"))
+    graph = onnx.load_model_from_string(coordinator.served.model_onnx("f"))
     onnx.checker.check_model(graph, full_check=True)
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
     for name, exists in model.mask.exists.items():

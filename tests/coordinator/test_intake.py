@@ -354,7 +354,7 @@ def test_clipping_keeps_direction_and_what_is_short_enough(small):
 def answer(device, assignment, values=None, *, moved=None, examples=10, precision="fp32"):
     """Send values [n] under the assignment's mask, or an int8 difference, by which all of them move by ``moved``."""
     coordinator = device.coordinator
-    manifest, model = coordinator.federations.manifest("f"), model_of(coordinator)
+    manifest, model = coordinator.served.manifest("f"), model_of(coordinator)
     work = assignment.work
     draw = NeuronDraw(work.key, work.ratio) if work else None
     mask = draw_neurons(manifest, draw) if draw else model.mask
@@ -381,7 +381,7 @@ def model_of(coordinator):
 
 
 def packed(coordinator):
-    return pack(coordinator.federations.manifest("f"), model_of(coordinator).tensors, model_of(coordinator).mask)
+    return pack(coordinator.served.manifest("f"), model_of(coordinator).tensors, model_of(coordinator).mask)
 
 
 HUGE = 3.3e38

@@ -219,7 +219,7 @@ def test_the_finished_model_may_be_the_mean_of_the_last_rounds(coordinator, new_
     for name, tensor in mean.items():
         np.testing.assert_allclose(tensor, (second[name] + third[name]) / 2, rtol=1e-5, atol=1e-7)
     assert not same(second, third)
-    whole, _ = checkpoint.load(player.federations.model("f"))
+    whole, _ = checkpoint.load(player.served.model("f"))
     assert same({name: whole[name] for name in mean}, mean), "what is downloaded is the mean, and nothing beside it"
 
 
@@ -231,7 +231,7 @@ def test_everybody_ends_with_the_last_global_model(coordinator, method):
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate", "adapt"]] * 2
     info = coordinator.info()
     assert (info.status, info.round, info.model_version) == ("finished", 3, 3)
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     for session in sessions:
         assert same(final, session.personal)
         assert session.progress.adapted
@@ -325,7 +325,7 @@ def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(coordinator, 
         other = new_coordinator()
         other.create(method, method_settings=own, rounds=1, local_epochs=5)
         other.play(other.open_device("a"), other.open_device("b"))
-        models[label], _ = checkpoint.load(other.federations.model("f"))
+        models[label], _ = checkpoint.load(other.served.model("f"))
     moved = {
         label: sum(np.square(model[spec.name] - start[spec.name]).sum() for spec in DIGITS.shared if spec.trainable)
         for label, model in models.items()
@@ -416,7 +416,7 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(coordinator):
 
     def publish(method):
         request = CreateFederation(name=method, settings=FederationSettings(method=method))
-        return coordinator.federations.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
+        return coordinator.publisher.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
 
     with pytest.raises(BadContent, match=r"bn1\.running_mean: fedavg keeps no model .* --running-statistics shared"):
         publish("fedavg")
@@ -433,7 +433,7 @@ def test_reopened_devices_adapt_the_later_model(coordinator):
     coordinator.reopen(3)
     worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train", "train", "evaluate", "adapt"]] * 2
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     assert all(same(final, session.personal) for session in sessions)
 
 
@@ -445,7 +445,7 @@ def test_an_adapted_device_that_starts_again_adapts_the_later_model(coordinator)
     coordinator.reopen(2)
     coordinator.devices.change(coordinator.device("a").device_id, ChangeDevice(holds_model=True))
     coordinator.play(busy, idle)
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     assert same(final, idle.personal)
 
 

@@ -17,7 +17,7 @@ from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import pfedgate as device_half
 from edge_sdk.publishing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent, CoordinatorError
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method, sends_values
 from sparrow.coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
 from sparrow.coordinator.storage.tables import Device
@@ -277,7 +277,7 @@ def assigned(coordinator, session):
 
 
 def decoded(coordinator, bodies):
-    return [bundle.decode(body, coordinator.federations.manifest("f")) for body in bodies]
+    return [bundle.decode(body, coordinator.served.manifest("f")) for body in bodies]
 
 
 def bundles(session):
@@ -301,7 +301,7 @@ def test_devices_of_every_budget_learn_one_model(coordinator):
         "so small a budget leaves little choice"
     )
     assert not coordinator.info().global_model_usable
-    table = coordinator.federations.manifest("f").block_table
+    table = coordinator.served.manifest("f").block_table
     records = coordinator.records.rounds("f")
     assert [record.updates for record in records] == [3] * 3
     for session, budget in zip(sessions, (0.1, 0.45, 1.0), strict=True):
@@ -340,7 +340,7 @@ def test_if_everybody_has_too_little_the_federation_says_so(coordinator):
 def test_updates_hold_what_was_touched_and_payloads_what_has_changed(coordinator):
     sessions = start(coordinator, rounds=5)
     coordinator.play(*sessions)
-    manifest = coordinator.federations.manifest("f")
+    manifest = coordinator.served.manifest("f")
     records = coordinator.records.rounds("f")
     assert any(record.notes["blocks"] < len(manifest.block_table.sizes) for record in records)
     for session in sessions:
@@ -560,7 +560,7 @@ def test_other_methods_name_no_model(coordinator):
 def test_masks_that_are_no_blocks_of_this_model_are_refused(coordinator):
     (session,) = start(coordinator, names="a")
     coordinator.rounds.advance()
-    manifest, tensors = coordinator.federations.manifest("f"), coordinator.model().tensors
+    manifest, tensors = coordinator.served.manifest("f"), coordinator.model().tensors
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
 
     def send(mask):
@@ -591,7 +591,7 @@ def test_updates_of_everything_are_welcome(coordinator):
     """A method of one's own may train under no mask at all."""
     (session,) = start(coordinator, names="a")
     coordinator.rounds.advance()
-    manifest, tensors = coordinator.federations.manifest("f"), coordinator.model().tensors
+    manifest, tensors = coordinator.served.manifest("f"), coordinator.model().tensors
     moved = {name: tensor + np.float32(1) for name, tensor in tensors.items()}
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(manifest, pack(manifest, moved, None), None, report=report)
@@ -609,7 +609,7 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(coordinator):
     assert kinds(worked) == ["adapt"]
     assert [key for key in late.folder.own if key.startswith("gate:")]
     held = dict(zip(coordinator.model().tensors, np.split(late.folder.own["model"], _ends(coordinator)), strict=True))
-    for name in coordinator.federations.manifest("f").block_table.tensors:
+    for name in coordinator.served.manifest("f").block_table.tensors:
         assert held[name].tobytes() == coordinator.model().tensors[name].tobytes()
     assert late.progress.model == coordinator.info().model_sha256
     assert late.progress.adapted
@@ -618,7 +618,7 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(coordinator):
 
 
 def _ends(coordinator):
-    return np.cumsum([spec.size for spec in coordinator.federations.manifest("f").shared])[:-1]
+    return np.cumsum([spec.size for spec in coordinator.served.manifest("f").shared])[:-1]
 
 
 def test_who_came_late_goes_on_in_a_federation_that_is_reopened(coordinator, rebuilt):
@@ -650,7 +650,7 @@ def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(coordinator):
             flat = np.ascontiguousarray(tensor).reshape(-1)
             assert not any(flat[:8].tobytes() in body for body in bodies if np.any(flat[:8] != flat[0]))
         assert not any(word in body for body in bodies for word in (b"gate:", b"batch_norm", b"running_mean"))
-    for get in (coordinator.federations.model, coordinator.federations.model_onnx):
+    for get in (coordinator.served.model, coordinator.served.model_onnx):
         with pytest.raises(CoordinatorError, match="has no global model that can be used alone"):
             get("f")
 

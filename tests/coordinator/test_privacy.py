@@ -14,8 +14,8 @@ from sqlalchemy import event
 
 from sparrow.coordinator.draws import choose_each, new_secret
 from sparrow.coordinator.errors import BadContent, NotFound
-from sparrow.coordinator.fleet.checks import check_privacy
-from sparrow.coordinator.fleet.federations import completed, find
+from sparrow.coordinator.fleet.checks import check_privacy, completed
+from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.rounds.assignments import assign
@@ -375,9 +375,9 @@ def test_a_model_whose_commit_fails_is_no_model_and_its_retries_draw_no_fresh_no
     for _ in range(5):
         coordinator.rounds.advance()
         assert coordinator.info().model_version == 0
-        assert [each.version for each in coordinator.federations.models("f")] == [0]
+        assert [each.version for each in coordinator.served.models("f")] == [0]
         with pytest.raises(NotFound, match="model 1 of f is not kept"):
-            coordinator.federations.model("f", 1)
+            coordinator.served.model("f", 1)
         with pytest.raises(NotFound, match="has no model 1"):
             coordinator.change(action="rollback", model_version=1)
     assert len(made) == 1

@@ -48,7 +48,7 @@ def linear(*names):
 @pytest.mark.parametrize("method", list(SHARED))
 def test_what_is_private_is_personal_in_the_manifest(coordinator, method):
     coordinator.create(method)
-    manifest = coordinator.federations.manifest("f")
+    manifest = coordinator.served.manifest("f")
     assert {spec.name for spec in manifest.shared} == SHARED[method]
     assert {spec.name: spec.model_dump(exclude={"policy"}) for spec in manifest.tensors} == {
         spec.name: spec.model_dump(exclude={"policy"}) for spec in DIGITS.tensors
@@ -101,7 +101,7 @@ def occurs(tensor, bodies):
 def test_private_values_are_on_no_wire(coordinator, method):
     coordinator.create(method, evaluation_interval=1, rounds=2, min_devices=2)
     sessions = [coordinator.open_device(name) for name in "ab"]
-    manifest, snapshots = coordinator.federations.manifest("f"), []
+    manifest, snapshots = coordinator.served.manifest("f"), []
     private = [spec.name for spec in manifest.tensors if spec.name not in SHARED[method] and spec.size >= 8]
     assert private
     initial = initial_values(DIGITS, 0)
@@ -120,7 +120,7 @@ def test_private_values_are_on_no_wire(coordinator, method):
     shared = max(SHARED[method], key=lambda name: initial[name].size)
     assert occurs(initial[shared], sessions[0].transport.received), "so that it would be found"
     assert not np.array_equal(sessions[0].personal[private[0]], sessions[1].personal[private[0]])
-    for get in (coordinator.federations.model, coordinator.federations.model_onnx):
+    for get in (coordinator.served.model, coordinator.served.model_onnx):
         with pytest.raises(CoordinatorError):
             get("f")
 
@@ -134,7 +134,7 @@ def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(coordinator
     for name, _ in late.task.model.named_parameters():  # statistics are counted where its own part is trained
         if name in SHARED[method]:
             assert late.personal[name].tobytes() == coordinator.model().tensors[name].tobytes()
-    source = Source(late.manifest, coordinator.federations.graph("f", "skeleton"), late.personal)
+    source = Source(late.manifest, coordinator.served.graph("f", "skeleton"), late.personal)
     exported = export_personal(tmp_path / "c.onnx", source, late.engine, late.task)
     graph = onnx.load(str(exported.path))
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
@@ -180,7 +180,7 @@ def test_lgfedavg_begins_with_fedavgs_model_and_then_shares_the_head_alone(coord
         assert len({*values, own[name].tobytes()}) == 3, "each device has trained its own"
     assert all(own[name].tobytes() != fedavg[name].tobytes() for name in LINEAR)
 
-    manifest = coordinator.federations.manifest("f")
+    manifest = coordinator.served.manifest("f")
     whole = manifest.shared_values
     head = sum(spec.size for spec in DIGITS.shared if spec.name in LINEAR or not spec.trainable)
     for session in sessions:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import Participation, Situation
 from sparrow.coordinator.methods.fedmp import FedMPSettings, next_ratio, rewards
 from sparrow.coordinator.sums.averages import MaskedSums
@@ -221,7 +221,7 @@ def test_fedmp_gives_each_device_the_ratio_and_the_neurons_that_the_coordinator_
     for _ in range(4):
         one_round(coordinator, *sessions)
         coordinator.rounds.advance()
-        models.append(checkpoint.load(coordinator.federations.model("f"))[0])
+        models.append(checkpoint.load(coordinator.served.model("f"))[0])
     coordinator.play(*sessions)
     seen = set()
     for session, budget in zip(sessions, BUDGETS.values(), strict=True):
@@ -259,7 +259,7 @@ def test_fedmps_global_model_is_the_mean_of_whole_models(coordinator):
         for name, tensor in whole.items():
             numerator[name] += examples * tensor.astype(np.float64)
         weight += examples
-    final, _ = checkpoint.load(coordinator.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.served.model("f"))
     for name, summed in numerator.items():
         np.testing.assert_allclose(final[name], summed / weight, rtol=1e-6, atol=1e-8, err_msg=name)
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.fleet.checks import check_robust
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import check_robust, completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Situation, any_budget, load_method
 from sparrow.coordinator.rounds.intake import sums_of
 from sparrow.coordinator.sums import robust

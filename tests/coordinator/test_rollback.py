@@ -35,23 +35,23 @@ def coordinator(tmp_path, clock):
 
 
 def versions(coordinator):
-    return [model.version for model in coordinator.federations.models("f")]
+    return [model.version for model in coordinator.served.models("f")]
 
 
 def test_the_newest_are_kept_and_every_so_many(coordinator, play):
     coordinator.create(rounds=10)
     play(coordinator, coordinator.enrol("a", "b"))
     assert versions(coordinator) == [0, 4, 8, 9, 10]
-    models = coordinator.federations.models("f")
+    models = coordinator.served.models("f")
     assert [model.round for model in models] == [0, 4, 8, 9, 10]
     assert [model.current for model in models] == [False] * 4 + [True]
     records = coordinator.records.rounds("f")
     assert models[1].model_sha256 == records[3].model_sha256
-    tensors, note = checkpoint.load(coordinator.federations.model("f", 4))
+    tensors, note = checkpoint.load(coordinator.served.model("f", 4))
     assert note == '{"version": 4}'
     assert tensors
     with pytest.raises(NotFound, match=r"model 5 of f is not kept; GET /v1/federations/f/models"):
-        coordinator.federations.model("f", 5)
+        coordinator.served.model("f", 5)
 
 
 def some_rounds(coordinator, answer, count):
@@ -68,7 +68,7 @@ def some_rounds(coordinator, answer, count):
 
 def test_the_next_round_begins_from_the_older_model(coordinator, answer):
     devices = some_rounds(coordinator, answer, 5)
-    wanted = coordinator.federations.model("f", 3)
+    wanted = coordinator.served.model("f", 3)
     info = coordinator.change(action="rollback", model_version=3)
     assert (info.model_version, info.rollback_version) == (5, 3), "its open round closes first"
     for device in devices:
@@ -80,7 +80,7 @@ def test_the_next_round_begins_from_the_older_model(coordinator, answer):
     assert info.model_sha256 == coordinator.record(3).model_sha256
     assignment = devices[0].ask()
     assert assignment.round == 7
-    received = bundle.decode(devices[0].payload(assignment), coordinator.federations.manifest("f"))
+    received = bundle.decode(devices[0].payload(assignment), coordinator.served.manifest("f"))
     tensors, _ = checkpoint.load(wanted)
     assert np.isin(received.values, np.concatenate([each.ravel() for each in tensors.values()])).all()
     for device in devices:
@@ -156,9 +156,9 @@ def version(number, change=lambda manifest, tensors: manifest, **left_out):
 
 def stamp(coordinator):
     """Which version of the model is served, all graphs alike, and whether the manifest names them."""
-    graphs = {name: coordinator.federations.graph("f", name) for name in ("skeleton", "step", "evaluation")}
-    assert coordinator.federations.manifest("f").with_graphs(graphs) == coordinator.federations.manifest("f")
-    graphs["filled"] = coordinator.federations.model_onnx("f")
+    graphs = {name: coordinator.served.graph("f", name) for name in ("skeleton", "step", "evaluation")}
+    assert coordinator.served.manifest("f").with_graphs(graphs) == coordinator.served.manifest("f")
+    graphs["filled"] = coordinator.served.model_onnx("f")
     (found,) = {onnx.load_from_string(graph).producer_version for graph in graphs.values()}
     return found
 
@@ -171,8 +171,8 @@ def test_a_new_version_waits_for_the_open_round_also_through_a_restart(tmp_path,
     coordinator = LocalCoordinator(tmp_path / "again", clock)
     devices = some_rounds(coordinator, answer, 1)
     before, first = stamp(coordinator), devices[0].ask()
-    assert coordinator.federations.replace_model("f", version(1)).replacing
-    assert coordinator.federations.replace_model("f", version(2)).replacing, "the last counts"
+    assert coordinator.publisher.replace_model("f", version(1)).replacing
+    assert coordinator.publisher.replace_model("f", version(2)).replacing, "the last counts"
     assert stamp(coordinator) == before
     assert devices[0].ask().manifest_digest == first.manifest_digest == coordinator.info().manifest_digest
     coordinator.store.close()
@@ -192,7 +192,7 @@ def test_a_backup_has_the_version_that_waits(tmp_path, clock, answer):
     coordinator = LocalCoordinator(tmp_path / "data", clock)
     with closing(coordinator.store):
         devices = some_rounds(coordinator, answer, 1)
-        coordinator.federations.replace_model("f", version(1))
+        coordinator.publisher.replace_model("f", version(1))
         back_up(coordinator.settings, tmp_path / "copy")
     bring_back(Settings(data_dir=tmp_path / "new", default_task=""), tmp_path / "copy")
     coordinator = LocalCoordinator(tmp_path / "new", clock)
@@ -208,9 +208,9 @@ def test_between_rounds_a_new_version_counts_at_once_and_goes_for_all_models(coo
     coordinator.create(rounds=3)
     play(coordinator, coordinator.enrol("a", "b"))
     weights, old = coordinator.model(), coordinator.info().manifest_digest
-    info = coordinator.federations.replace_model("f", version(1))
+    info = coordinator.publisher.replace_model("f", version(1))
     assert (info.replacing, info.manifest_digest != old, stamp(coordinator)) == (False, True, "1")
-    assert coordinator.federations.replace_model("f", version(1)) == info, "the same again changes nothing"
+    assert coordinator.publisher.replace_model("f", version(1)) == info, "the same again changes nothing"
     assert coordinator.change(action="rollback", model_version=2).model_version == 2
     assert stamp(coordinator) == "1"
     assert coordinator.model() != weights
@@ -221,7 +221,7 @@ def test_work_of_a_buffered_round_does_not_outlive_the_version_that_it_was_given
     a, b, slow = coordinator.enrol("a", "b", "slow")
     coordinator.rounds.advance()
     late = slow.ask()
-    coordinator.federations.replace_model("f", version(1))
+    coordinator.publisher.replace_model("f", version(1))
     for device in (a, b):
         answer(device)
     coordinator.rounds.advance()
@@ -267,7 +267,7 @@ def test_another_model_is_refused_as_a_new_version(coordinator, body, error, sai
     coordinator.create()
     before = coordinator.info()
     with pytest.raises(error, match=said):
-        coordinator.federations.replace_model("f", body)
+        coordinator.publisher.replace_model("f", body)
     assert coordinator.info() == before
     assert graph_files(coordinator) == 3
 
@@ -294,7 +294,7 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
     a, b = real.open_device("a"), real.open_device("b")
     real.play(a, b)
     held = {session: session.progress.model for session in (a, b)}
-    wanted = real.federations.models("f")[2]
+    wanted = real.served.models("f")[2]
     real.federations.change("f", ChangeFederation(action="rollback", model_version=2))
     assert real.info().model_sha256 == wanted.model_sha256
     before = real.model().tensors
@@ -304,7 +304,7 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
         wire = session.transport
         wire.received.clear()
         assignment, _ = wire.assignment("f", 0, None, None, held[session])
-        manifest = real.federations.manifest("f")
+        manifest = real.served.manifest("f")
         parts = expected(load_method(method).payload_parts, manifest, assignment.plan)
         body = wire.payload(assignment.assignment_id, assignment.payload)
         received = bundle.decode(body, manifest, parts=parts)

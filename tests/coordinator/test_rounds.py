@@ -1112,13 +1112,13 @@ def test_a_model_whose_transaction_failed_is_not_served_and_is_recorded_as_it_wa
     coordinator.rounds.advance()
     (written,) = (key for key in coordinator.store.blobs.keys("1/models") if "000000001" in key)
     with pytest.raises(NotFound, match="model 1 of f is not kept"):
-        coordinator.federations.model("f", 1)
-    assert [model.version for model in coordinator.federations.models("f")] == [0]
+        coordinator.served.model("f", 1)
+    assert [model.version for model in coordinator.served.models("f")] == [0]
     body = coordinator.store.blobs.get(written)
     coordinator.store.blobs.put("1/models/000000001." + 64 * "f" + ".safetensors", b"another process's, that is late")
     coordinator.store.cut = False
     coordinator.rounds.advance()
-    assert coordinator.federations.model("f", 1) == coordinator.model() == body
+    assert coordinator.served.model("f", 1) == coordinator.model() == body
     assert coordinator.store.blobs.keys("1/models") == [written], "and of others nothing stays"
     play(coordinator, devices)
     assert coordinator.model() == undisturbed
@@ -1176,7 +1176,7 @@ def test_a_publication_that_was_killed_leaves_neither_a_federation_nor_files(ope
     coordinator = open_coordinator()
     clear_all(coordinator.store, coordinator.models)
     assert coordinator.store.blobs.keys("1/models") == []
-    coordinator.federations.ensure_default("digits", FederationSettings())
+    coordinator.publisher.ensure_default("digits", FederationSettings())
     assert [info.name for info in coordinator.federations.list()] == ["default"], "there never was any"
 
 

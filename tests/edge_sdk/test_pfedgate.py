@@ -22,7 +22,7 @@ from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.rehearsal import block_nanoseconds
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import Situation
 from sparrow.coordinator.methods import load_method as load_server
 from sparrow.protocol.blocks import BlockMask

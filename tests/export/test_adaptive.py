@@ -20,7 +20,7 @@ from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors, set_tensors
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.export.adaptive import MARGIN, PERSONAL, adaptive_model
 from sparrow.export.errors import ExportError
 from sparrow.protocol.builtin import load_builtin

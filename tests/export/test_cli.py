@@ -18,7 +18,7 @@ from edge_sdk.tasks.models import DigitsNet
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.local import get_tensors
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.export import compact as compacting
 from sparrow.export import report

@@ -21,7 +21,7 @@ from edge_sdk.tasks.public import MODELS
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import get_tensors
-from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.export.errors import ExportError
 from sparrow.export.gated import GATES, MARGIN, gated_model

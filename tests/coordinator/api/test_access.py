@@ -19,6 +19,7 @@ from sparrow.coordinator.fleet import access
 from sparrow.coordinator.fleet.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
 from sparrow.coordinator.fleet.devices import Devices
 from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.publishing import Publisher
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
@@ -215,7 +216,8 @@ def test_secrets_are_kept_as_digests_only(open_app, command, tmp_path):
 def domain(tmp_path, clock):
     """A store with one federation, and what looks after tokens over it, as another process than the command's."""
     with closing(Store(tmp_path / "data")) as store:
-        Federations(store, Models(store), clock).create(
+        models = Models(store)
+        Publisher(store, models, clock, Federations(store, models, clock)).create(
             CreateFederation(name="default", task="digits", settings=SETTINGS)
         )
         yield store

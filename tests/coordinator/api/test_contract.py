@@ -29,7 +29,7 @@ from sparrow.coordinator import errors
 from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
-from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.serving import ServedModels
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.rounds import dispatch
 from sparrow.coordinator.settings import Settings
@@ -175,7 +175,7 @@ def test_an_unforeseen_error_shows_advice_and_no_secrets(client, tmp_path, caplo
     def broken(*_):
         raise RuntimeError(f"something in {tmp_path}")
 
-    monkeypatch.setattr(Federations, "model", broken)
+    monkeypatch.setattr(ServedModels, "model", broken)
     document = assert_problem(client.get("/v1/federations/default/model"), 500, "try again", "operator")
     assert str(tmp_path) not in json.dumps(document)
     assert "GET /v1/federations/default/model failed" in caplog.text

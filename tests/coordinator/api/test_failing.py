@@ -29,7 +29,7 @@ from sparrow.coordinator.api import connections, uploads
 from sparrow.coordinator.api.bodies import Downloads
 from sparrow.coordinator.api.threads import Batches, Threads
 from sparrow.coordinator.errors import NotFound, Unavailable, UnknownMethod
-from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.serving import ServedModels
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage import database, store
@@ -351,7 +351,7 @@ def test_one_addresss_calls_are_not_in_all_threads(open_app, monkeypatch):
             assert free.wait(60)
         raise NotFound("no such model")
 
-    monkeypatch.setattr(Federations, "model", model)
+    monkeypatch.setattr(ServedModels, "model", model)
     calls = all_at_once(lambda number: client.get("/v1/federations/default/model", params={"version": 7}), 60)
     become(lambda: len(inside) >= 8)
     for _ in range(5):

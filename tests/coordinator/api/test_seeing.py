@@ -17,6 +17,7 @@ from sqlalchemy import event, text
 
 from sparrow.command_line.table import table
 from sparrow.coordinator.fleet.federations import Federations, find
+from sparrow.coordinator.fleet.publishing import Publisher
 from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.reports.metrics import Metrics
@@ -225,7 +226,8 @@ def recorded(tmp_path, clock):
     """A store whose federation has had any number of rounds; answers the function that records them."""
     with closing(Store(tmp_path / "data")) as store:
         create = CreateFederation(name="f", task="digits", settings=SETTINGS)
-        Federations(store, Models(store), clock).create(create)
+        models = Models(store)
+        Publisher(store, models, clock, Federations(store, models, clock)).create(create)
 
         def record(first, last, devices=3):
             with store.writing() as db:
