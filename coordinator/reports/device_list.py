@@ -34,7 +34,7 @@ from ..fleet.federations import find
 from ..models.global_models import settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS
 from ..rounds.candidates import SLACK, smallest_budget
-from ..rounds.secure import PHASES
+from ..rounds.secure_state import PHASES
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
 from .summary import iso

@@ -24,7 +24,7 @@ from sparrow.protocol.messages import (
 
 from ..errors import read_stored
 from ..rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, weight_of
-from ..rounds.secure import PHASES
+from ..rounds.secure_state import PHASES
 from ..storage.tables import Assignment, Round
 
 MOST_NAMES = 50

@@ -55,7 +55,7 @@ from .buffered import number_arrival
 from .checking import check_form, check_mask, check_parts, check_values
 from .cleanup import drop_unneeded
 from .intake import DecodedUpdates
-from .secure import ANSWERS, check_answer, check_statement_of
+from .secure_answers import ANSWERS, check_answer, check_statement_of
 
 log = logging.getLogger(__name__)
 

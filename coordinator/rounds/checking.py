@@ -7,16 +7,19 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparrow.protocol.bundle import Bundle
+from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import Mask, NeuronMask, same_mask
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.parts import Expected
+from sparrow.protocol.secure.fine import words_of_extras
+from sparrow.protocol.secure.numbers import WORDS
+from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
 from ..methods import CoordinatorMethod, GlobalModel, Situation, load_method
 from ..storage.tables import Assignment
 from ..sums.averages import difference
 from .intake import fault_of_update
-from .secure import masked_fault
 
 
 def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
@@ -24,7 +27,7 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
     prepares a model says what exists of it."""
     settings = situation.settings
     if settings.secure and kind is Kind.train:
-        fault = masked_fault(situation.manifest, settings, decoded)
+        fault = _masked_fault(situation.manifest, settings, decoded)
         if fault is not None:
             raise BadContent(f"values: {fault}")
         return
@@ -35,6 +38,18 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
         raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
     if kind is Kind.prepare and decoded.mask is None:
         raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
+
+
+def _masked_fault(manifest: Manifest, settings: FederationSettings, decoded: Bundle) -> str | None:
+    """Return what is wrong with an update of a secure round."""
+    if decoded.masked is None:
+        return "an update of a secure round is sent masked, never as it is; update this SDK"
+    if decoded.masked.dtype != WORDS[settings.secure_bits]:
+        return f"masked values have {settings.secure_bits} bits here"
+    wanted = words_of_extras(manifest, decoded.mask, metrics=settings.masks_metrics)
+    if decoded.extras is None or len(decoded.extras) != wanted:
+        return f"{wanted} words must follow the masked values, of running statistics and metrics; update this SDK"
+    return None
 
 
 def check_mask(

@@ -22,7 +22,7 @@ from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
 from .candidates import able, most_examples, reaches, situation_of, smallest_budget
-from .secure import ANSWERS, secure_work
+from .secure_answers import ANSWERS, secure_work
 from .skew import adjustment
 
 log = logging.getLogger(__name__)

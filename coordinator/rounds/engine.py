@@ -66,7 +66,8 @@ from .intake import DecodedUpdates, Folding
 from .last_seen import LastSeen
 from .lengths import usual_before
 from .opening import Opening, Step
-from .secure import PHASES, SecureRounds
+from .secure import SecureRounds
+from .secure_state import PHASES
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .assignments import COHORT_KINDS, JUDGING_KINDS, note_failure, touch
 from .last_seen import LastSeen
-from .secure import PHASES
+from .secure_state import PHASES
 
 log = logging.getLogger(__name__)
 

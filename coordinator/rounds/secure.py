@@ -24,39 +24,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol import bundle
-from sparrow.protocol.manifest import Array, Manifest
+from sparrow.protocol.manifest import Array
 from sparrow.protocol.masks import Mask, pack
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.parts import Plan
 from sparrow.protocol.secure.consistency import round_digest, with_digest
-from sparrow.protocol.secure.fine import read_extras, statistics, words_of_extras
-from sparrow.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of, neighbourhoods
-from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+from sparrow.protocol.secure.fine import read_extras, statistics
+from sparrow.protocol.secure.groups import choose_sharing, least_cell, make_cells, most_of
+from sparrow.protocol.secure.messages import Keys, Unmask
 from sparrow.protocol.secure.numbers import WORDS, Scale, Words
 from sparrow.protocol.settings import FederationSettings
 
-from ..errors import BadContent
 from ..models.global_models import Models, settings_of
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .assignments import assign, update_key
+from .secure_state import PHASES, CellState, SecureState, scale_of, state_of
 
 log = logging.getLogger(__name__)
-
-ANSWERS: Mapping[str, type[BaseModel]] = {
-    Kind.keys.value: Keys,
-    Kind.shares.value: Shares,
-    Kind.agree.value: Agree,
-    Kind.unmask.value: Unmask,
-}
-"""The phases that are answered in JSON, and their answers."""
-
-PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
 
 
 def cell_size(settings: FederationSettings) -> int:
@@ -114,26 +103,23 @@ class SecureRounds:
         digest = round_digest(manifest, model, settings_of(federation), plan, current.number)
         # Of this round alone, and unforeseeable: keys and masks that follow from it are used once.
         context = f"{federation.uid}|{current.number}|{secrets.token_hex(8)}"
-        current.secure = {
-            "phase": Kind.keys.value,
-            "context": with_digest(context, digest),
-            "plan": dict(plan),
-        }
+        state = SecureState(phase=Kind.keys, context=with_digest(context, digest), plan=plan)
+        current.secure = state.model_dump(mode="json")
         for assignment in db.new:
             if isinstance(assignment, Assignment) and assignment.kind == Kind.keys.value:
                 assignment.deadline_at = self._clock() + settings_of(federation).secure_phase_seconds
 
     def advance(self, federation: Federation, current: Round) -> bool | Ended:
         """Move on where a phase is over; return whether anything moved, or what came out of the round."""
-        said = dict(current.secure or {})
-        phase, settings = said["phase"], settings_of(federation)
+        state, settings = state_of(current), settings_of(federation)
+        phase = state.phase
         with self._store.reading() as db:
             counts = _count(db, federation.id, current.number, phase)
         open_ones, earliest = counts.get("open", (0, math.inf))
         asked, answered = sum(count for count, _ in counts.values()), counts.get("done", (0, 0.0))[0]
         stopped = federation.status == "stopped"
         late = stopped or earliest <= self._clock()
-        enough = phase == Kind.train.value and answered >= math.ceil(settings.quorum * asked - 1e-9)
+        enough = phase is Kind.train and answered >= math.ceil(settings.quorum * asked - 1e-9)
         if open_ones and not late and not enough:
             return False
         with self._store.reading() as db:
@@ -142,21 +128,21 @@ class SecureRounds:
             self._expire(waiting, away=late and not stopped)
             return True
         done = [member for member in members if member.status == "done"]
-        if stopped and phase != Kind.unmask.value:
+        if stopped and phase is not Kind.unmask:
             return self._over(federation, current, "the federation was stopped")
         match phase:
-            case Kind.keys.value:
-                return self._to_shares(federation, current, said, done)
-            case Kind.shares.value:
-                return self._to_training(federation, current, said, done)
-            case Kind.train.value:
-                return self._to_agreement(federation, current, said, done)
-            case Kind.agree.value:
-                return self._to_unmasking(federation, current, said, done)
-        return self._open(federation, current, said, done)
+            case Kind.keys:
+                return self._to_shares(federation, current, state, done)
+            case Kind.shares:
+                return self._to_training(federation, current, state, done)
+            case Kind.train:
+                return self._to_agreement(federation, current, state, done)
+            case Kind.agree:
+                return self._to_unmasking(federation, current, state, done)
+        return self._open(federation, current, state, done)
 
     def _to_shares(
-        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+        self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
     ) -> bool | Ended:
         settings, names = settings_of(federation), [member.name for member in done]
         least = cell_size(settings)
@@ -166,18 +152,21 @@ class SecureRounds:
         # Only now, so that no key was chosen by who would be beside whom.
         seed = secrets.token_hex(16)
         ratios = {member.name: member.ratio for member in done}
-        cells = make_cells(ratios, least, f"cells {seed}".encode())
+        made = make_cells(ratios, least, f"cells {seed}".encode())
+        cells = tuple(CellState(names=each.names, ratio=each.ratio, key=secrets.token_hex(16)) for each in made)
         weights = self._weights(done, alike=settings.noise_multiplier is not None)
-        said |= {
-            "phase": Kind.shares.value,
-            "seed": seed,
-            "cohort": {member.name: member.identity for member in done},
-            "neighbours": sharing.neighbours,
-            "threshold": sharing.threshold,
-            "cells": [{"names": cell.names, "ratio": cell.ratio, "key": secrets.token_hex(16)} for cell in cells],
-            "weights": weights,
-        }
-        return self._next(federation, current, said, Kind.shares, done)
+        following = state.model_copy(
+            update={
+                "phase": Kind.shares,
+                "seed": seed,
+                "cohort": {member.name: member.identity for member in done},
+                "neighbours": sharing.neighbours,
+                "threshold": sharing.threshold,
+                "cells": cells,
+                "weights": weights,
+            }
+        )
+        return self._next(federation, current, following, done)
 
     def _weights(self, members: Sequence[_Member], *, alike: bool) -> dict[str, int]:
         """Return how much each device counts: the samples that it told, up to the most that any counts with. alike:
@@ -193,47 +182,44 @@ class SecureRounds:
         return {name: min(count, most) for name, count in told.items()}
 
     def _to_training(
-        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+        self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
     ) -> bool | Ended:
         least = least_cell(settings_of(federation).secure_colluders)
         shared = {member.name for member in done}
-        alive = [cell for cell in said["cells"] if len(shared & set(cell["names"])) >= least]
-        trains = [member for member in done if any(member.name in cell["names"] for cell in alive)]
+        alive = {name for cell in state.cells if len(shared & set(cell.names)) >= least for name in cell.names}
+        trains = [member for member in done if member.name in alive]
         if not trains:
             return self._over(federation, current, f"no cell has {least} devices that shared their secrets")
-        said |= {"phase": Kind.train.value, "shared": sorted(shared)}
-        return self._next(federation, current, said, Kind.train, trains)
+        following = state.model_copy(update={"phase": Kind.train, "shared": tuple(sorted(shared))})
+        return self._next(federation, current, following, trains)
 
     def _to_unmasking(
-        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+        self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
     ) -> bool | Ended:
-        wanted = most_of(len(said["cohort"]), settings_of(federation).secure_colluders)
+        wanted = most_of(len(state.cohort), settings_of(federation).secure_colluders)
         if len(done) < wanted:
             return self._over(federation, current, f"{len(done)} devices agree on who is left, {wanted} must")
-        said |= {"phase": Kind.unmask.value}
-        return self._next(federation, current, said, Kind.unmask, done)
+        return self._next(federation, current, state.model_copy(update={"phase": Kind.unmask}), done)
 
     def _to_agreement(
-        self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]
+        self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
     ) -> bool | Ended:
         least = least_cell(settings_of(federation).secure_colluders)
-        alike = _alike(said["cells"], done)
+        alike = _alike(state.cells, done)
         left = {member.name for member in alike}
-        if not any(len(left & set(cell["names"])) >= least for cell in said["cells"]):
+        if not any(len(left & set(cell.names)) >= least for cell in state.cells):
             return self._over(federation, current, f"no cell has {least} updates: none is unmasked")
-        said |= {"phase": Kind.agree.value, "left": sorted(left)}
-        return self._next(federation, current, said, Kind.agree, alike)
+        following = state.model_copy(update={"phase": Kind.agree, "left": tuple(sorted(left))})
+        return self._next(federation, current, following, alike)
 
-    def _next(
-        self, federation: Federation, current: Round, said: dict[str, Any], kind: Kind, members: Sequence[_Member]
-    ) -> bool:
+    def _next(self, federation: Federation, current: Round, state: SecureState, members: Sequence[_Member]) -> bool:
         """Record a phase, and ask its devices."""
-        settings, now = settings_of(federation), self._clock()
-        cells = {name: cell for cell in said["cells"] for name in cell["names"]}
+        settings, now, kind = settings_of(federation), self._clock(), state.phase
+        cells = {name: cell for cell in state.cells for name in cell.names}
         with self._store.moving() as db:
             current = db.get_one(Round, current.id)
             federation = db.get_one(Federation, federation.id)
-            if current.status != "open" or (current.secure or {}).get("phase") == kind.value:
+            if current.status != "open" or state_of(current).phase is kind:
                 return True  # another process has done it
             devices = {
                 device.id: device
@@ -243,17 +229,17 @@ class SecureRounds:
                 cell = cells[member.name]
                 assignment = assign(
                     *(federation, devices[member.device_id], kind, current.number, position, now),
-                    ratio=cell["ratio"],
+                    ratio=cell.ratio,
                     most_examples=member.most_examples,
                 )
-                assignment.draw_key = cell["key"] if cell["ratio"] is not None else None
+                assignment.draw_key = cell.key if cell.ratio is not None else None
                 if kind is Kind.train:
-                    assignment.plan = said["plan"] or None
+                    assignment.plan = dict(state.plan) or None
                     current.deadline_at = assignment.deadline_at
                 else:
                     assignment.deadline_at = now + settings.secure_phase_seconds
                 db.add(assignment)
-            current.secure, current.stale = dict(said), True
+            current.secure, current.stale = state.model_dump(mode="json"), True
         return True
 
     def _over(self, federation: Federation, current: Round, why: str) -> Ended:
@@ -267,7 +253,7 @@ class SecureRounds:
         lost = {member.id: f"no sum: {why}" for member in trained if member.status == "done"}
         return Ended(lost=lost, notes=notes | {"secure_without_sum": 1})
 
-    def _open(self, federation: Federation, current: Round, said: dict[str, Any], done: Sequence[_Member]) -> Ended:
+    def _open(self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]) -> Ended:
         """Return the sums of the cells of which enough are left."""
         from sparrow.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
 
@@ -284,12 +270,12 @@ class SecureRounds:
                 for member in _members(db, federation.id, current.number, Kind.train.value)
                 if member.status == "done"
             }
-        cohort = sorted(said["cohort"])
+        cohort = sorted(state.cohort)
         seeds, pad_secrets = _collected(done, cohort)
         wrong, unopened, metrics = 0, 0, _Means()
-        for cell in said["cells"]:
-            left = [name for name in cell["names"] if name in said["left"]]
-            gone = [name for name in cell["names"] if name in said["shared"] and name not in said["left"]]
+        for cell in state.cells:
+            left = [name for name in cell.names if name in state.left]
+            gone = [name for name in cell.names if name in state.shared and name not in state.left]
             ids = [trained[name].id for name in left]
             odd = [trained[name].id for name in gone if name in trained]
             ended.lost |= dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
@@ -303,13 +289,13 @@ class SecureRounds:
             try:
                 opened, bad = open_sum(
                     total,
-                    said["context"],
+                    state.context,
                     left=left,
                     gone=gone,
                     keys=keys,
                     seeds=seeds,
                     pad_secrets=pad_secrets,
-                    threshold=said["threshold"],
+                    threshold=state.threshold,
                 )
             except CannotOpen as error:
                 ended.lost |= dict.fromkeys(ids, f"no sum: {error}")
@@ -317,8 +303,8 @@ class SecureRounds:
                 continue
             wrong += sum(map(len, bad.values()))
             _warn_of_shares(federation, cohort, bad)
-            weight = sum(said["weights"][name] for name in left)
-            scale = scale_of(settings, cell["names"], said["weights"])
+            weight = sum(state.weights[name] for name in left)
+            scale = scale_of(settings, cell.names, state.weights)
             values, told = self._values(federation, opened, mask, scale, weight)
             metrics.update(told)
             ended.sums.append(CellSum(ids, values, mask, weight))
@@ -399,21 +385,16 @@ class _Means:
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0.5}
 
 
-def _alike(cells: Sequence[Mapping[str, Any]], done: Sequence[_Member]) -> list[_Member]:
+def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]:
     """Return those who state the scale and model that most of their cell do: with another beside them nobody signs."""
     stated = {member.name: (member.report or {})["secure"]["scale"] for member in done}
     most = {
-        name: Counter(stated[other] for other in cell["names"] if other in stated).most_common(1)[0][0]
+        name: Counter(stated[other] for other in cell.names if other in stated).most_common(1)[0][0]
         for cell in cells
-        for name in cell["names"]
+        for name in cell.names
         if name in stated
     }
     return [member for member in done if stated[member.name] == most[member.name]]
-
-
-def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mapping[str, int]) -> Scale:
-    """Return what a cell's numbers are scaled by."""
-    return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))
 
 
 def _count(db: Session, federation_id: int, number: int, kind: str) -> dict[str, tuple[int, float]]:
@@ -458,148 +439,3 @@ def _collected(
             for name, share in shares.items():
                 kept.setdefault(name, {})[point[member.name]] = int(share, 16)
     return seeds, pad_secrets
-
-
-def secure_work(db: Session, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
-    """Return what a device is told of its round with an assignment; None where its round is not secure."""
-    said = _said(db, federation, assignment)
-    if said is None:
-        return None
-    work, number = _outline(federation, assignment, name, said), assignment.round
-    told: dict[str, Any] = {}
-    match assignment.kind:
-        case Kind.shares.value:
-            wanted = {*work.neighbours, *work.cell} - {name}
-            point = {other: place for place, other in enumerate(sorted(said["cohort"]), start=1)}
-            told["peers"] = tuple(
-                Peer(name=other, identity=said["cohort"][other], keys=Keys.model_validate(keys), point=point[other])
-                for other, keys in _answers(db, federation, number, Kind.keys, wanted)
-            )
-            told["cohort"] = said["cohort"]
-        case Kind.train.value:
-            shared = _answers(db, federation, number, Kind.shares, work.neighbours)
-            told["sealed"] = {other: report["sealed"][name] for other, report in shared if name in report["sealed"]}
-        case Kind.agree.value:
-            trained = _answers(db, federation, number, Kind.train, said["left"])
-            told["statements"] = {other: Statement.model_validate(report["secure"]) for other, report in trained}
-        case Kind.unmask.value:
-            agreed = _answers(db, federation, number, Kind.agree, said["left"])
-            told["signatures"] = {other: report["signature"] for other, report in agreed}
-    return work.model_copy(update=told)
-
-
-def _said(db: Session, federation: Federation, assignment: Assignment) -> dict[str, Any] | None:
-    """Return what the round of an assignment goes by; None where it is not secure."""
-    if not settings_of(federation).secure or assignment.kind not in PHASES:
-        return None
-    return db.scalar(select(Round.secure).where(Round.federation_id == federation.id, Round.number == assignment.round))
-
-
-def _outline(federation: Federation, assignment: Assignment, name: str, said: Mapping[str, Any]) -> SecureWork:
-    """Return what a device is told but for what others have answered."""
-    settings = settings_of(federation)
-    work: dict[str, Any] = {"context": said["context"], "colluders": settings.secure_colluders}
-    if assignment.kind == Kind.keys.value:
-        return SecureWork.model_validate(work)
-    cell = next(each for each in said["cells"] if name in each["names"])
-    around = neighbourhoods(tuple(said["cohort"]), said["neighbours"], f"graph {said['seed']}".encode())[name]
-    scale = scale_of(settings, cell["names"], said["weights"])
-    work |= {
-        "threshold": said["threshold"],
-        "neighbours": around,
-        "cell": cell["names"],
-        "bits": scale.bits,
-        "value_range": scale.value_range,
-        "largest_weight": scale.largest_weight,
-        "weight": said["weights"][name],
-    }
-    if assignment.kind == Kind.train.value:
-        work["left"] = sorted(set(said["shared"]) & set(cell["names"]))
-    elif assignment.kind != Kind.shares.value:
-        work["left"], work["gone"] = said["left"], sorted(set(said["shared"]) - set(said["left"]))
-        work["cells"] = [each["names"] for each in said["cells"]]
-    return SecureWork.model_validate(work)
-
-
-def _answers(
-    db: Session, federation: Federation, number: int, kind: Kind, names: Collection[str]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return what devices of these names have answered to a phase, by name."""
-    rows = db.execute(
-        select(Device.name, Assignment.report)
-        .join(Device, Device.id == Assignment.device_id)
-        .where(
-            Assignment.federation_id == federation.id,
-            Assignment.round == number,
-            Assignment.kind == kind.value,
-            Assignment.status == "done",
-            Device.name.in_(list(names)),
-        )
-        .order_by(Device.name)
-    )
-    return [(name, report or {}) for name, report in rows]
-
-
-def check_answer(
-    db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
-) -> None:
-    """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
-    from sparrow.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
-    from sparrow.protocol.secure.pads import BadSecret
-
-    said = _said(db, federation, assignment)
-    if said is None:
-        raise BadContent("the round is over, or is not secure; ask for the next assignment")
-    work = _outline(federation, assignment, device.name, said)
-    if isinstance(answer, Keys):
-        if device.identity_key is None:
-            raise BadContent("this device has told no identity key; enrol again with an SDK that has the extra secure")
-        try:
-            check_keys(answer, device.identity_key, work.context, device.name)
-        except BadSecret as error:
-            raise BadContent(str(error)) from None
-    elif isinstance(answer, Agree):
-        signed = story(work.context, whole_of(said["cohort"], work.colluders), work)
-        try:
-            check_agreement(answer, device.identity_key or "", work.context, signed, device.name)
-        except BadSecret as error:
-            raise BadContent(str(error)) from None
-    elif isinstance(answer, Shares) and answer.sealed.keys() != set(work.neighbours):
-        raise BadContent("shares: sealed for others than the neighbours of this device; fetch the assignment again")
-    elif isinstance(answer, Unmask):
-        told = {*answer.seeds, *answer.pads}
-        if not told <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
-            raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
-        if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
-            raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
-
-
-def check_statement_of(
-    db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
-) -> None:
-    """Raise BadContent unless an update says, signed, what its device was told."""
-    from sparrow.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
-    from sparrow.protocol.secure.pads import BadSecret
-
-    said = _said(db, federation, assignment)
-    if stated is None or said is None:
-        raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
-    work = _outline(federation, assignment, device.name, said)
-    try:
-        check_statement(stated, device.identity_key or "", work.context, device.name)
-    except BadSecret as error:
-        raise BadContent(str(error)) from None
-    if stated.present != present_of(work.left, whole_of(said["cohort"], work.colluders)):
-        raise BadContent("report: secure states other devices than this one was told of; no other would sign it")
-
-
-def masked_fault(manifest: Manifest, settings: FederationSettings, decoded: bundle.Bundle) -> str | None:
-    """Return what is wrong with an update of a secure round."""
-    if decoded.masked is None:
-        return "an update of a secure round is sent masked, never as it is; update this SDK"
-    if decoded.masked.dtype != WORDS[settings.secure_bits]:
-        return f"masked values have {settings.secure_bits} bits here"
-    wanted = words_of_extras(manifest, decoded.mask, metrics=settings.masks_metrics)
-    if decoded.extras is None or len(decoded.extras) != wanted:
-        return f"{wanted} words must follow the masked values, of running statistics and metrics; update this SDK"
-    return None

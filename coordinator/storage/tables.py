@@ -172,7 +172,7 @@ class Round(Base):
     ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
     operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, with
     ``left_out``, assignment id -> why its update is not in the model, among them; and bytes of its updates by part.
-    ``secure`` is what a secure round's phases go by (``rounds.secure``).
+    ``secure`` is what a secure round's phases go by (``rounds.secure_state``).
     """
 
     __tablename__ = "rounds"

@@ -1,0 +1,153 @@
+"""What devices are told of a secure round, and the checks of their answers to its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.secure.groups import neighbourhoods
+from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
+
+from ..errors import BadContent
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Device, Federation
+from .secure_state import SecureState, scale_of, state_for
+
+ANSWERS: Mapping[str, type[BaseModel]] = {
+    Kind.keys.value: Keys,
+    Kind.shares.value: Shares,
+    Kind.agree.value: Agree,
+    Kind.unmask.value: Unmask,
+}
+"""The phases that are answered in JSON, and their answers."""
+
+
+def secure_work(db: Session, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
+    """Return what a device is told of its round with an assignment; None where its round is not secure."""
+    state = state_for(db, federation, assignment)
+    if state is None:
+        return None
+    work, number = _outline(federation, assignment, name, state), assignment.round
+    told: dict[str, Any] = {}
+    match assignment.kind:
+        case Kind.shares.value:
+            wanted = {*work.neighbours, *work.cell} - {name}
+            point = {other: place for place, other in enumerate(sorted(state.cohort), start=1)}
+            told["peers"] = tuple(
+                Peer(name=other, identity=state.cohort[other], keys=Keys.model_validate(keys), point=point[other])
+                for other, keys in _answers(db, federation, number, Kind.keys, wanted)
+            )
+            told["cohort"] = state.cohort
+        case Kind.train.value:
+            shared = _answers(db, federation, number, Kind.shares, work.neighbours)
+            told["sealed"] = {other: report["sealed"][name] for other, report in shared if name in report["sealed"]}
+        case Kind.agree.value:
+            trained = _answers(db, federation, number, Kind.train, state.left)
+            told["statements"] = {other: Statement.model_validate(report["secure"]) for other, report in trained}
+        case Kind.unmask.value:
+            agreed = _answers(db, federation, number, Kind.agree, state.left)
+            told["signatures"] = {other: report["signature"] for other, report in agreed}
+    return work.model_copy(update=told)
+
+
+def _outline(federation: Federation, assignment: Assignment, name: str, state: SecureState) -> SecureWork:
+    """Return what a device is told but for what others have answered."""
+    settings = settings_of(federation)
+    work: dict[str, Any] = {"context": state.context, "colluders": settings.secure_colluders}
+    if assignment.kind == Kind.keys.value:
+        return SecureWork.model_validate(work)
+    cell = state.cell_of(name)
+    around = neighbourhoods(tuple(state.cohort), state.neighbours, f"graph {state.seed}".encode())[name]
+    scale = scale_of(settings, cell.names, state.weights)
+    work |= {
+        "threshold": state.threshold,
+        "neighbours": around,
+        "cell": cell.names,
+        "bits": scale.bits,
+        "value_range": scale.value_range,
+        "largest_weight": scale.largest_weight,
+        "weight": state.weights[name],
+    }
+    if assignment.kind == Kind.train.value:
+        work["left"] = sorted(set(state.shared) & set(cell.names))
+    elif assignment.kind != Kind.shares.value:
+        work["left"], work["gone"] = state.left, sorted(set(state.shared) - set(state.left))
+        work["cells"] = [each.names for each in state.cells]
+    return SecureWork.model_validate(work)
+
+
+def _answers(
+    db: Session, federation: Federation, number: int, kind: Kind, names: Collection[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return what devices of these names have answered to a phase, by name."""
+    rows = db.execute(
+        select(Device.name, Assignment.report)
+        .join(Device, Device.id == Assignment.device_id)
+        .where(
+            Assignment.federation_id == federation.id,
+            Assignment.round == number,
+            Assignment.kind == kind.value,
+            Assignment.status == "done",
+            Device.name.in_(list(names)),
+        )
+        .order_by(Device.name)
+    )
+    return [(name, report or {}) for name, report in rows]
+
+
+def check_answer(
+    db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
+) -> None:
+    """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
+    from sparrow.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
+    from sparrow.protocol.secure.pads import BadSecret
+
+    state = state_for(db, federation, assignment)
+    if state is None:
+        raise BadContent("the round is over, or is not secure; ask for the next assignment")
+    work = _outline(federation, assignment, device.name, state)
+    if isinstance(answer, Keys):
+        if device.identity_key is None:
+            raise BadContent("this device has told no identity key; enrol again with an SDK that has the extra secure")
+        try:
+            check_keys(answer, device.identity_key, work.context, device.name)
+        except BadSecret as error:
+            raise BadContent(str(error)) from None
+    elif isinstance(answer, Agree):
+        signed = story(work.context, whole_of(state.cohort, work.colluders), work)
+        try:
+            check_agreement(answer, device.identity_key or "", work.context, signed, device.name)
+        except BadSecret as error:
+            raise BadContent(str(error)) from None
+    elif isinstance(answer, Shares) and answer.sealed.keys() != set(work.neighbours):
+        raise BadContent("shares: sealed for others than the neighbours of this device; fetch the assignment again")
+    elif isinstance(answer, Unmask):
+        told = {*answer.seeds, *answer.pads}
+        if not told <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
+            raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
+        if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
+            raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
+
+
+def check_statement_of(
+    db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
+) -> None:
+    """Raise BadContent unless an update says, signed, what its device was told."""
+    from sparrow.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
+    from sparrow.protocol.secure.pads import BadSecret
+
+    state = state_for(db, federation, assignment)
+    if stated is None or state is None:
+        raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
+    work = _outline(federation, assignment, device.name, state)
+    try:
+        check_statement(stated, device.identity_key or "", work.context, device.name)
+    except BadSecret as error:
+        raise BadContent(str(error)) from None
+    if stated.present != present_of(work.left, whole_of(state.cohort, work.colluders)):
+        raise BadContent("report: secure states other devices than this one was told of; no other would sign it")

@@ -1,0 +1,75 @@
+"""What a secure round goes by: the record that its phases write and devices' work is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from sparrow.protocol.messages import Kind
+from sparrow.protocol.parts import Plan
+from sparrow.protocol.secure.numbers import Scale
+from sparrow.protocol.settings import FederationSettings
+
+from ..models.global_models import settings_of
+from ..storage.tables import Assignment, Federation, Round
+
+PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value, Kind.unmask.value)
+
+
+class CellState(BaseModel):
+    """Devices whose updates are summed together. key: what their neurons are drawn from, at this active ratio."""
+
+    model_config = ConfigDict(frozen=True)
+
+    names: tuple[str, ...]
+    ratio: float | None
+    key: str
+
+
+class SecureState(BaseModel):
+    """The state of a secure round, as ``Round.secure`` has it; what a later phase finds is empty before it.
+
+    plan: what training is asked for. cohort: the devices that sent keys, with their identity keys; seed: what their
+    neighbours follow from; weights: what each counts. shared: who shared secrets; left: who sent a masked update.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    phase: Kind
+    context: str
+    plan: Plan
+    seed: str = ""
+    cohort: Mapping[str, str] = {}
+    neighbours: int = 0
+    threshold: int = 0
+    cells: tuple[CellState, ...] = ()
+    weights: Mapping[str, int] = {}
+    shared: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def cell_of(self, name: str) -> CellState:
+        """Return the cell of a device."""
+        return next(cell for cell in self.cells if name in cell.names)
+
+
+def state_of(current: Round) -> SecureState:
+    """Return the state of a secure round."""
+    return SecureState.model_validate(current.secure)
+
+
+def state_for(db: Session, federation: Federation, assignment: Assignment) -> SecureState | None:
+    """Return the state of an assignment's round; None if that is not secure."""
+    if not settings_of(federation).secure or assignment.kind not in PHASES:
+        return None
+    found = db.scalar(
+        select(Round.secure).where(Round.federation_id == federation.id, Round.number == assignment.round)
+    )
+    return None if found is None else SecureState.model_validate(found)
+
+
+def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mapping[str, int]) -> Scale:
+    """Return what a cell's numbers are scaled by."""
+    return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))
