@@ -3,45 +3,6 @@
 ``coordinator/api/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
 Only a RequestError is the caller's to mend. Any other error in a call is the coordinator's own, and answered with 500;
 what reads a caller's data says so with ``callers_data``.
-
-CoordinatorError
-├── RequestError          the answer to a request, whose text is for its caller
-│   ├── NotAuthenticated      send a valid token
-│   │   ├── TokenExpired      the device's token is too old: enrol again
-│   │   └── FederationDeleted  the device's federation was deleted
-│   ├── TooManyRequests       come back later, as Retry-After says
-│   ├── NotAllowed            the token is valid, but not for this
-│   │   └── WrongHost         the call needs no token, and came under a name that is not this coordinator's
-│   ├── NotFound              no such federation, device, assignment
-│   │   └── NoGlobalModel     this method has no global model that can be used alone
-│   ├── NameTaken             choose another name
-│   ├── DifferentFederation   one of this name exists, with another method, model or settings
-│   ├── WrongState            the federation's status forbids this now
-│   ├── RoundClosed           the assignment is no longer open: fetch the next one
-│   ├── DifferentUpdate       another update was already accepted for this assignment
-│   ├── Finished              the federation is over
-│   ├── TooSlow               the body came too slowly: send it again (``api.middleware.body_limits``)
-│   ├── Unavailable           storage does not work at the moment: try again later
-│   │   ├── Damaged           a stored file is not what it was, or missing
-│   │   └── DiskFull          there is no room left
-│   ├── Unreadable            a record that the call needs is damaged, or another version's
-│   ├── WrongRange            ask how much of the update has arrived, and send the rest
-│   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
-│   └── BadContent            the body breaks the contract; the text says where and what to do
-│       ├── NoSuchMethod      the method of a new federation is not installed at the coordinator
-│       └── NoSuchTask        the task of a new federation is not built in
-├── UnknownMethod         the method of a federation is not installed here, or not any more
-└── OperatorError         a command, or the coordinator's start, cannot go on; its text is for the operator
-    ├── BadDatabase, BadObjectStore, NetworkFolder    a setting cannot work: correct it
-    ├── DataInUse, WrongBlobs                         the data belong to another coordinator
-    ├── NoRecords                                     there is no database where the settings say
-    ├── NoPort, StartFailed                           the server did not start
-    ├── MissingProgram                                a program of PostgreSQL is not installed here
-    ├── BackupFailed                                  no backup was made, or none was restored
-    └── EvaluationFailed                              no evaluation of the global model
-        ├── BadTestFile                               the test file cannot be used
-        ├── NoAnswer                                  no coordinator answers at this address
-        └── EvaluationRefused                         the coordinator refused, with this HTTP status
 """
 
 from __future__ import annotations
@@ -195,20 +156,8 @@ class OperatorError(CoordinatorError):
     """The base of every error of a command and of the coordinator's start; its text is for the operator."""
 
 
-class BadDatabase(OperatorError):
-    """The address of the database cannot be used."""
-
-    exit_code = Exit.USAGE
-
-
-class BadObjectStore(OperatorError):
-    """The object storage cannot be used as it is set up."""
-
-    exit_code = Exit.USAGE
-
-
-class NetworkFolder(OperatorError):
-    """The data folder lies on a network file system."""
+class BadStorage(OperatorError):
+    """The database, object storage or data folder of the settings cannot be used: correct the setting."""
 
     exit_code = Exit.USAGE
 
@@ -235,14 +184,6 @@ class NoRecords(OperatorError):
     exit_code = Exit.NOT_FOUND
 
 
-class NoPort(OperatorError):
-    """The server cannot listen on this address."""
-
-
-class StartFailed(OperatorError):
-    """The coordinator did not start; uvicorn's log has the reason."""
-
-
 class BadRuntime(OperatorError):
     """A package for browsers that is not the pinned one; the text says what was met."""
 
@@ -259,21 +200,13 @@ class BackupFailed(OperatorError):
     """No backup was made, or none was restored."""
 
 
-class EvaluationFailed(OperatorError):
-    """The global model was not evaluated."""
-
-
-class BadTestFile(EvaluationFailed):
-    """The test file cannot be used."""
-
-
-class NoAnswer(EvaluationFailed):
+class NoAnswer(OperatorError):
     """No coordinator answers at this address."""
 
     exit_code = Exit.UNREACHABLE
 
 
-class EvaluationRefused(EvaluationFailed):
+class EvaluationRefused(OperatorError):
     """The coordinator refused, with this HTTP status; the text is its advice."""
 
     def __init__(self, status: int, detail: str) -> None:

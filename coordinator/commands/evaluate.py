@@ -24,7 +24,7 @@ from sparrow.command_line.options import add_json, add_server
 from sparrow.protocol import checkpoint, tls
 from sparrow.protocol.messages import Evaluation, Problem
 
-from ..errors import BadTestFile, EvaluationRefused, NoAnswer
+from ..errors import EvaluationRefused, NoAnswer, OperatorError
 
 SECONDS = 600.0
 
@@ -42,7 +42,7 @@ def evaluate(
 
     token: an admin's; by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https.
 
-    Raises FileNotFoundError, BadTestFile, NoAnswer, EvaluationRefused; WrongUsage for an address or certificate that
+    Raises FileNotFoundError, OperatorError, NoAnswer, EvaluationRefused; WrongUsage for an address or certificate that
     cannot be used.
     """
     if not data.is_file():
@@ -51,9 +51,9 @@ def evaluate(
         with data.open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
     except KeyError as missing:
-        raise BadTestFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
+        raise OperatorError(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
-        raise BadTestFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
+        raise OperatorError(f"{data} is not a file that numpy.savez wrote: {error}") from None
     token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
     allowed = {"Authorization": f"Bearer {token}"} if token else {}
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **allowed}

@@ -21,7 +21,7 @@ import uvicorn
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.options import add_help_settings, coloured
 
-from ..errors import NoPort, StartFailed
+from ..errors import OperatorError
 from ..settings import Settings, read_settings
 from ..storage.failing import database_errors
 from .starting import Listening
@@ -52,7 +52,7 @@ class _Observed:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there; for port 0 the system chooses one. Raises WrongUsage, NoPort."""
+    """Return a socket that listens there; for port 0 the system chooses one. Raises WrongUsage, OperatorError."""
     if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
         raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
     try:
@@ -68,7 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = "; choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        raise NoPort(f"{host}:{port} cannot be listened on: {error.strerror}{hint}") from None
+        raise OperatorError(f"{host}:{port} cannot be listened on: {error.strerror}{hint}") from None
     return listener
 
 
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
         with database_errors(settings.data_dir):
             raise observed.failure
     if not server.started:
-        raise StartFailed("the coordinator did not start; see the lines above")
+        raise OperatorError("the coordinator did not start; see the lines above")
 
 
 COMMAND = Command(

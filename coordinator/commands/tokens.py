@@ -43,7 +43,7 @@ UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 @contextmanager
 def records(settings: Settings) -> Iterator[Session]:
-    """Open a transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
+    """Open a transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadStorage."""
     if settings.database_url is not None:
         engine = open_database(settings.database_url.get_secret_value())
     else:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from sparrow.command_line.command import Command, Parser
 
-from ..errors import BadRuntime, StartFailed
+from ..errors import BadRuntime, OperatorError
 from ..web import runtime
 
 PUBLIC_REGISTRY = "https://registry.npmjs.org"
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _download(package: runtime.Package) -> bytes:
-    """Return a package from the registry. Raises StartFailed."""
+    """Return a package from the registry. Raises OperatorError."""
     registry = os.environ.get("NPM_CONFIG_REGISTRY") or PUBLIC_REGISTRY
     url = f"{registry.rstrip('/')}/{package.path}"
     body = bytearray()
@@ -65,7 +65,7 @@ def _download(package: runtime.Package) -> bytes:
                     if len(body) > LARGEST_PACKAGE:
                         raise BadRuntime(f"it has more than {LARGEST_PACKAGE:,} bytes, so it is another package")
     except httpx.HTTPError as error:
-        raise StartFailed(
+        raise OperatorError(
             f"{url} cannot be downloaded ({error}); where another machine can, save it there and give it as --file"
         ) from None
     return bytes(body)

@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
-from ..errors import BadDatabase, DamagedRecords, NewerRecords
+from ..errors import BadStorage, DamagedRecords, NewerRecords
 from .blobs import FILE_MODE, flush_folder, private
 from .failing import is_damage
 from .tables import Base, Federation
@@ -63,7 +63,7 @@ POSTGRESQL = ("postgresql", "postgresql+psycopg")
 def open_database(where: Path | str) -> Engine:
     """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
 
-    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase, DamagedRecords,
+    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadStorage, DamagedRecords,
     NewerRecords.
     """
     if isinstance(where, Path):
@@ -133,7 +133,7 @@ def _wal_of(path: Path) -> Path:
 
 
 def connect(where: Path | str) -> Engine:
-    """Return an engine for the database at ``where``, as it is. Raises BadDatabase."""
+    """Return an engine for the database at ``where``, as it is. Raises BadStorage."""
     return _sqlite(where) if isinstance(where, Path) else _postgresql(where)
 
 
@@ -219,7 +219,7 @@ def _postgresql(address: str) -> Engine:
     except ArgumentError:
         url = None  # no word of it in the message: it may hold a password
     if url is None or url.drivername not in POSTGRESQL:
-        raise BadDatabase(
+        raise BadStorage(
             "the database's URL is not PostgreSQL's; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
             "to keep the records in SQLite in the data folder"
         )
@@ -247,7 +247,7 @@ def _postgresql(address: str) -> Engine:
             pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
         )
     except ModuleNotFoundError as error:
-        raise BadDatabase("records in PostgreSQL need psycopg: pip install 'sparrow-fl[postgresql]'") from error
+        raise BadStorage("records in PostgreSQL need psycopg: pip install 'sparrow-fl[postgresql]'") from error
 
 
 def _begin(connection: Connection) -> None:

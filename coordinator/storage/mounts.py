@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..errors import NetworkFolder
+from ..errors import BadStorage
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -41,14 +41,14 @@ def network_type(folder: Path, mounts: str) -> str | None:
 
 
 def check_local(folder: Path) -> None:
-    """Raise NetworkFolder for a folder on a network file system, if the system has a list of mounts."""
+    """Raise BadStorage for a folder on a network file system, if the system has a list of mounts."""
     try:
         mounts = MOUNTS.read_text(errors="replace")
     except OSError:
         return
     kind = network_type(folder, mounts)
     if kind is not None:
-        raise NetworkFolder(
+        raise BadStorage(
             f"{folder} lies on a network file system ({kind}), where SQLite and the coordinator's files may be lost or "
             f"damaged; set COORDINATOR_DATA_DIR to a folder on a local disk, or keep records in PostgreSQL "
             f"(COORDINATOR_DATABASE_URL) and blobs in object storage (COORDINATOR_BLOBS)"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from ..errors import BadObjectStore, Unavailable
+from ..errors import BadStorage, Unavailable
 from .blobs import Blobs
 from .failing import BLOBS, Troubles
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 class ObjectBlobs(Blobs):
-    """Blobs as objects of one bucket, under a prefix. Raises BadObjectStore where it cannot be written.
+    """Blobs as objects of one bucket, under a prefix. Raises BadStorage where it cannot be written.
 
     retries: how often a call that failed for a reason that may pass is tried again, within ``RETRY_SECONDS``.
     """
@@ -33,12 +33,12 @@ class ObjectBlobs(Blobs):
     def __init__(self, address: str, troubles: Troubles | None = None, retries: int = RETRIES) -> None:
         found = re.fullmatch(SCHEME + r"([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/*", address)
         if found is None:
-            raise BadObjectStore("COORDINATOR_BLOBS: write s3://BUCKET or s3://BUCKET/PREFIX, or leave it out")
+            raise BadStorage("COORDINATOR_BLOBS: write s3://BUCKET or s3://BUCKET/PREFIX, or leave it out")
         try:
             import obstore
             from obstore.store import S3Store
         except ModuleNotFoundError as error:
-            raise BadObjectStore("blobs in object storage need obstore: pip install 'sparrow-fl[s3]'") from error
+            raise BadStorage("blobs in object storage need obstore: pip install 'sparrow-fl[s3]'") from error
         super().__init__(troubles)
         self._calls = obstore
         self._errors = (obstore.exceptions.BaseError, OSError)
@@ -64,7 +64,7 @@ class ObjectBlobs(Blobs):
                 advice = "its credentials are wrong, or may not write: look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
             else:
                 advice = "look at AWS_ENDPOINT_URL and AWS_REGION, and that it runs"
-            raise BadObjectStore(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
+            raise BadStorage(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` durably under ``key``, replacing the former blob."""

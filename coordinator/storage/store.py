@@ -379,5 +379,5 @@ def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
 
 
 def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
-    """Return the blobs: in object storage, if its address is given, or in the data folder. Raises BadObjectStore."""
+    """Return the blobs: in object storage, if its address is given, or in the data folder. Raises BadStorage."""
     return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from sparrow.coordinator.errors import BadObjectStore, Damaged, Unavailable, WrongBlobs
+from sparrow.coordinator.errors import BadStorage, Damaged, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.objects import ObjectBlobs
 from sparrow.coordinator.storage.store import Store
@@ -148,12 +148,12 @@ def test_a_federation_ends_as_with_a_folder_over_restarts(s3, tmp_path, clock, p
 
 
 def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_path, monkeypatch):
-    with pytest.raises(BadObjectStore, match=r"write s3://BUCKET or s3://BUCKET/PREFIX"):
+    with pytest.raises(BadStorage, match=r"write s3://BUCKET or s3://BUCKET/PREFIX"):
         Store(tmp_path, None, "bucket/prefix")
-    with pytest.raises(BadObjectStore, match="there is no bucket elsewhere: create it"):
+    with pytest.raises(BadStorage, match="there is no bucket elsewhere: create it"):
         Store(tmp_path, None, "s3://elsewhere/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(BadObjectStore, match="look at AWS_ENDPOINT_URL"):
+    with pytest.raises(BadStorage, match="look at AWS_ENDPOINT_URL"):
         ObjectBlobs(ADDRESS, retries=0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     Store(tmp_path, None, ADDRESS).close()
@@ -162,7 +162,7 @@ def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_pat
 def test_credentials_that_are_refused_are_named(s3, tmp_path):
     httpx.post(f"{s3}/moto-api/reset-auth", content="0").raise_for_status()  # from now on it asks who is calling
     try:
-        with pytest.raises(BadObjectStore, match="credentials are wrong, or may not write"):
+        with pytest.raises(BadStorage, match="credentials are wrong, or may not write"):
             Store(tmp_path, None, ADDRESS)
     finally:
         httpx.post(f"{s3}/moto-api/reset-auth", content="inf")

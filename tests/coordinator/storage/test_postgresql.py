@@ -14,7 +14,7 @@ from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from sparrow.coordinator.commands import tokens
-from sparrow.coordinator.errors import BadDatabase, NotAuthenticated, Unavailable
+from sparrow.coordinator.errors import BadStorage, NotAuthenticated, Unavailable
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage import database, processes
 from sparrow.coordinator.storage.store import Store
@@ -278,7 +278,7 @@ def test_the_migrations_make_the_tables_and_commits_are_durable(tmp_path, url):
 
 @pytest.mark.parametrize("address", ["mysql://u:secret@host/sparrow", "secret", "sqlite:///secret"])
 def test_an_address_of_no_postgresql_is_refused_without_repeating_it(address):
-    with pytest.raises(BadDatabase, match="postgresql://USER:PASSWORD@HOST/DATABASE") as refusal:
+    with pytest.raises(BadStorage, match="postgresql://USER:PASSWORD@HOST/DATABASE") as refusal:
         database.open_database(address)
     assert "secret" not in str(refusal.value)
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from sparrow.coordinator.commands.backup import back_up, blobs_named
 from sparrow.coordinator.commands.restore import bring_back
-from sparrow.coordinator.errors import NetworkFolder, RoundClosed
+from sparrow.coordinator.errors import BadStorage, RoundClosed
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage import mounts
 from sparrow.coordinator.storage.mounts import network_type
@@ -154,7 +154,7 @@ def test_a_data_folder_on_a_network_is_refused_with_advice(tmp_path, monkeypatch
     table = tmp_path / "mountinfo"
     table.write_text(f"36 35 0:50 / {tmp_path} rw,noatime - nfs4 nas:/export rw,vers=4.2\n")
     monkeypatch.setattr(mounts, "MOUNTS", table)
-    with pytest.raises(NetworkFolder, match=r"network file system \(nfs4\).*COORDINATOR_DATA_DIR.*local disk"):
+    with pytest.raises(BadStorage, match=r"network file system \(nfs4\).*COORDINATOR_DATA_DIR.*local disk"):
         Store(tmp_path / "data")
     assert not (tmp_path / "data" / "coordinator.sqlite3").exists()
 
