@@ -79,7 +79,7 @@ class Federations:
             if request.model_version is not None:
                 rollback.ask(db, federation, self._models, request.model_version)
             elif request.action is not None:
-                _ACTIONS[request.action](federation)
+                _act(federation, request.action)
             over = why_over(db, federation) if request.action == "reopen" else None
             if over:
                 remedy = {
@@ -201,35 +201,24 @@ def find(db: Session, name: str) -> Federation:
     return federation
 
 
-def _pause(federation: Federation) -> None:
-    _move(federation, {"waiting", "running"}, "paused")
+_ACTIONS: dict[str, tuple[set[str], str | None]] = {
+    "pause": ({"waiting", "running"}, "paused"),
+    "resume": ({"paused"}, None),
+    "stop": ({"waiting", "running", "paused"}, "stopped"),
+    "reopen": ({"finished", "stopped"}, None),
+}
+"""Of each action: the statuses in which it can be taken, and the next one; None: that of a federation at work."""
 
 
-def _resume(federation: Federation) -> None:
-    _move(federation, {"paused"}, "running" if federation.round else "waiting")
-
-
-def _stop(federation: Federation) -> None:
-    _move(federation, {"waiting", "running", "paused"}, "stopped")
-    federation.reason = "operator"
-
-
-def _reopen(federation: Federation) -> None:
-    _move(federation, {"finished", "stopped"}, "running" if federation.round else "waiting")
-    federation.reason = federation.finished_at = None
-
-
-def _move(federation: Federation, allowed: set[str], status: str) -> None:
+def _act(federation: Federation, action: str) -> None:
+    """Take an operator's action. Raises WrongState."""
+    allowed, following = _ACTIONS[action]
     if federation.status not in allowed:
         raise WrongState(
             f"{federation.name} is {federation.status}; this can be done while it is {' or '.join(sorted(allowed))}"
         )
-    federation.status = status
-
-
-_ACTIONS: dict[str, Callable[[Federation], None]] = {
-    "pause": _pause,
-    "resume": _resume,
-    "stop": _stop,
-    "reopen": _reopen,
-}
+    federation.status = following or ("running" if federation.round else "waiting")
+    if action == "stop":
+        federation.reason = "operator"
+    if action == "reopen":
+        federation.reason = federation.finished_at = None

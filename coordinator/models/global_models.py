@@ -130,11 +130,6 @@ class Models:
             if name in files:
                 self._store.blobs.put(file_key(federation_id, digest), files[name])
 
-    def files_named(self, federation: Federation) -> set[str]:
-        """Return the keys of the files that a federation's manifest names, and of those that are to take their
-        place."""
-        return file_keys(federation, self.manifest(federation))
-
     def values(self, federation: Federation, which: Values) -> bytes:
         """Return a file of values, in one place of memory for all who ask. Raises NotFound where the model has none."""
         digest = self.manifest(federation).files.get(which)

@@ -13,7 +13,7 @@ from sqlalchemy import and_, bindparam, literal_column, select
 from sqlalchemy.orm import Session
 
 from ..errors import Unavailable
-from ..models.global_models import Models, mask_key
+from ..models.global_models import Models, file_keys, mask_key
 from ..storage.store import Store
 from ..storage.tables import Assignment, DeletedFederation, Device, Federation, Round
 from .assignments import assignment_of, update_folder, update_key
@@ -57,7 +57,8 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
             on_the_way = {row[0] for row in db.execute(_OPEN, of_federation)}
             updates = _needed(db, federation_id, arrivals(db, federation))
             updates.update(key for key in update_keys if assignment_of(key) in on_the_way)
-        models_needed, files_needed = models.needed(db, federation_id, model_keys), models.files_named(federation)
+        models_needed = models.needed(db, federation_id, model_keys)
+        files_needed = file_keys(federation, models.manifest(federation))
     if mask_keys:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:

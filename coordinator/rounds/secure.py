@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,13 +67,13 @@ class CellSum:
     num_examples: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ended:
     """A secure round that is over: the sums that came out, why others did not, by assignment, and counts."""
 
-    sums: list[CellSum] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
+    sums: Sequence[CellSum]
+    lost: Mapping[str, str]
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,27 @@ class _Member:
     ratio: float | None
     most_examples: int | None
     identity: str | None
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The answers that sums are opened with, by device; shares: whose -> point -> value."""
+
+    keys: Mapping[str, Keys]
+    trained: Mapping[str, _Member]
+    seeds: Mapping[str, Mapping[int, int]]
+    pad_secrets: Mapping[str, Mapping[int, int]]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A cell at the end of its round. lost: why updates are in no sum, by assignment. told: metrics and weights."""
+
+    sum: CellSum | None
+    lost: Mapping[str, str]
+    told: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    wrong_shares: int = 0
+    any_left: bool = True
 
 
 class SecureRounds:
@@ -251,72 +272,69 @@ class SecureRounds:
             trained = _members(db, federation.id, current.number, Kind.train.value)
             notes = self._notes(db, federation, current)
         lost = {member.id: f"no sum: {why}" for member in trained if member.status == "done"}
-        return Ended(lost=lost, notes=notes | {"secure_without_sum": 1})
+        return Ended([], lost, notes | {"secure_without_sum": 1})
 
     def _open(self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]) -> Ended:
         """Return the sums of the cells of which enough are left."""
+        with self._store.reading() as db:
+            keys, trained = (
+                {each.name: each for each in _members(db, federation.id, current.number, kind) if each.status == "done"}
+                for kind in (Kind.keys.value, Kind.train.value)
+            )
+            notes = self._notes(db, federation, current)
+        seeds, pad_secrets = _collected(done, sorted(state.cohort))
+        known = {name: Keys.model_validate(each.report) for name, each in keys.items()}
+        answers = _Answers(known, trained, seeds, pad_secrets)
+        cells = [self._open_cell(federation, state, cell, answers) for cell in state.cells]
+        metrics, weights = defaultdict[str, float](float), defaultdict[str, float](float)
+        for each in cells:
+            for name, (summed, counted) in each.told.items():
+                metrics[name] += summed
+                weights[name] += counted
+        # What rounding adds to nothing is nothing: a metric that no device had has no weight.
+        means = {name: metrics[name] / counted for name, counted in weights.items() if counted > 0.5}
+        sums = [each.sum for each in cells if each.sum is not None]
+        notes |= {
+            **({"metrics": means} if settings_of(federation).masks_metrics else {}),
+            "secure_cells": len(sums),
+            "secure_cells_without_sum": sum(each.sum is None and each.any_left for each in cells),
+            "secure_wrong_shares": sum(each.wrong_shares for each in cells),
+        }
+        return Ended(sums, {key: why for each in cells for key, why in each.lost.items()}, notes)
+
+    def _open_cell(self, federation: Federation, state: SecureState, cell: CellState, answers: _Answers) -> _Opened:
+        """Return the sum of a cell, or why its updates are in none."""
         from sparrow.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
 
-        settings, ended = settings_of(federation), Ended()
+        settings, trained = settings_of(federation), answers.trained
+        left = [name for name in cell.names if name in state.left]
+        gone = [name for name in cell.names if name in state.shared and name not in state.left]
+        ids = [trained[name].id for name in left]
+        odd = [trained[name].id for name in gone if name in trained]
+        lost = dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
         least = least_cell(settings.secure_colluders)
-        with self._store.reading() as db:
-            keys = {
-                member.name: Keys.model_validate(member.report)
-                for member in _members(db, federation.id, current.number, Kind.keys.value)
-                if member.status == "done"
-            }
-            trained = {
-                member.name: member
-                for member in _members(db, federation.id, current.number, Kind.train.value)
-                if member.status == "done"
-            }
-        cohort = sorted(state.cohort)
-        seeds, pad_secrets = _collected(done, cohort)
-        wrong, unopened, metrics = 0, 0, _Means()
-        for cell in state.cells:
-            left = [name for name in cell.names if name in state.left]
-            gone = [name for name in cell.names if name in state.shared and name not in state.left]
-            ids = [trained[name].id for name in left]
-            odd = [trained[name].id for name in gone if name in trained]
-            ended.lost |= dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
-            if len(left) < least:
-                ended.lost |= dict.fromkeys(
-                    ids, f"its cell has {len(left)} devices left, at least {least} hide one another"
-                )
-                unopened += bool(left)
-                continue
-            total, mask = self._total(federation, [trained[name] for name in left])
-            try:
-                opened, bad = open_sum(
-                    total,
-                    state.context,
-                    left=left,
-                    gone=gone,
-                    keys=keys,
-                    seeds=seeds,
-                    pad_secrets=pad_secrets,
-                    threshold=state.threshold,
-                )
-            except CannotOpen as error:
-                ended.lost |= dict.fromkeys(ids, f"no sum: {error}")
-                unopened += 1
-                continue
-            wrong += sum(map(len, bad.values()))
-            _warn_of_shares(federation, cohort, bad)
-            weight = sum(state.weights[name] for name in left)
-            scale = scale_of(settings, cell.names, state.weights)
-            values, told = self._values(federation, opened, mask, scale, weight)
-            metrics.update(told)
-            ended.sums.append(CellSum(ids, values, mask, weight))
-        with self._store.reading() as db:
-            ended.notes = self._notes(db, federation, current)
-        ended.notes |= {
-            **({"metrics": metrics.means()} if settings.masks_metrics else {}),
-            "secure_cells": len(ended.sums),
-            "secure_cells_without_sum": unopened,
-            "secure_wrong_shares": wrong,
-        }
-        return ended
+        if len(left) < least:
+            why = f"its cell has {len(left)} devices left, at least {least} hide one another"
+            return _Opened(None, lost | dict.fromkeys(ids, why), any_left=bool(left))
+        total, mask = self._total(federation, [trained[name] for name in left])
+        try:
+            opened, bad = open_sum(
+                total,
+                state.context,
+                left=left,
+                gone=gone,
+                keys=answers.keys,
+                seeds=answers.seeds,
+                pad_secrets=answers.pad_secrets,
+                threshold=state.threshold,
+            )
+        except CannotOpen as error:
+            return _Opened(None, lost | dict.fromkeys(ids, f"no sum: {error}"))
+        _warn_of_shares(federation, sorted(state.cohort), bad)
+        weight = sum(state.weights[name] for name in left)
+        scale = scale_of(settings, cell.names, state.weights)
+        values, told = self._values(federation, opened, mask, scale, weight)
+        return _Opened(CellSum(ids, values, mask, weight), lost, told, wrong_shares=sum(map(len, bad.values())))
 
     def _values(
         self, federation: Federation, opened: Words, mask: Mask | None, scale: Scale, weight: float
@@ -366,23 +384,6 @@ class SecureRounds:
                 answered = sum(member.status == "done" for member in members)
                 notes |= {f"secure_{phase}_asked": len(members), f"secure_{phase}_vanished": len(members) - answered}
         return notes
-
-
-class _Means:
-    """Means of metrics over cells."""
-
-    def __init__(self) -> None:
-        self._sums = dict[str, tuple[float, float]]()
-
-    def update(self, told: Mapping[str, tuple[float, float]]) -> None:
-        """Add a cell's sums and weights."""
-        for name, (total, weight) in told.items():
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (before[0] + total, before[1] + weight)
-
-    def means(self) -> dict[str, float]:
-        """Return the means of those metrics that any device had; what rounding adds to nothing is nothing."""
-        return {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0.5}
 
 
 def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]:

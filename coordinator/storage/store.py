@@ -100,8 +100,8 @@ class Store:
     """The coordinator's records and blobs.
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
-    between. Facts that many callers bring at once go into one of them together (``record``). ``on_commit`` is told how
-    long each commit took, in seconds.
+    between. Facts that many callers bring at once go into one of them together (``record_all``). ``on_commit`` gets the
+    seconds that each commit took.
 
     With SQLite a lock on the data folder keeps a second process out. With PostgreSQL there may be several, over the
     same blobs; ``processes`` describes how they take turns.
@@ -172,22 +172,15 @@ class Store:
                 self.shared.check_moves(session)
             yield session
 
-    def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
-        """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises its errors.
-
-        keys: blobs that were written for it, and are made durable first. One caller at a time writes, for all who wait
-        by then: a single caller waits for nobody, and many callers share one commit and one flush per folder. ``work``
-        may be called twice, the first time to be undone, where another's has failed.
-        """
-        (outcome,) = self.record_all([(work, keys)])
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
     def record_all(
         self, works: Sequence[tuple[Callable[[Session], Result], Sequence[str]]]
     ) -> list[Result | BaseException]:
-        """Do as ``record`` does for each of ``works``, with its keys; return what each gave, or its error."""
+        """Do each of ``works`` in a transaction that many callers may share; return what each gave, or its error.
+
+        Durable when this returns; the blobs under a work's keys are made durable first. One caller at a time writes,
+        for all who wait by then: a single caller waits for nobody, and many share one commit and one flush per folder.
+        A work may be done twice, the first time to be undone, where another's has failed.
+        """
         facts = [_Fact(work, keys) for work, keys in works]
         self._facts.extend(facts)
         try:
