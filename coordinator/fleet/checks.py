@@ -125,48 +125,42 @@ def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> Non
         )
 
 
+_AGAINST_PRIVACY = {
+    "update_clip": "without a largest norm no noise hides one device's contribution; set update_clip",
+    "early_stopping": "when a device stops depends on its data, and decides later draws; set it to off",
+    "joules_per_device": "when a device has spent them depends on how many samples it has; leave it out",
+    "quorum": "late devices are cut off by the speed of others, which depends on their data; set it to 1",
+    "over_selection": "as with a quorum, a late device is cut off by the speed of others; leave it out",
+    "min_updates": "whether a round is skipped would tell how many answered; leave it out",
+    "buffer": "when a device is done decides in which round it counts, and depends on its data; leave it out",
+    "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less",
+    "robust": "these rules choose by the updates themselves, which the noise on a sum does not hide; leave it out",
+    "outlier_mads": "the others' updates decide which are left out, so one device moves more than its own; "
+    "leave it out; update_clip bounds everybody",
+    "cohort_policy": "the draw would depend on which devices took part, or could afford to; set it to uniform",
+}
+"""Why a setting would break the promise of ``noise_multiplier``."""
+
+
 def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
     """Raise BadContent for a federation that would claim more than it keeps."""
     if settings.noise_multiplier is None:
         return
-    reasons = {
-        "update_clip": "without a largest norm no noise hides one device's contribution; set update_clip"
-        if settings.update_clip is None
-        else None,
-        "early_stopping": "when a device stops depends on its data, and decides later draws; set it to off"
-        if settings.early_stopping != "off"
-        else None,
-        "joules_per_device": "when a device has spent them depends on how many samples it has; leave it out"
-        if settings.joules_per_device is not None
-        else None,
-        "quorum": "late devices are cut off by the speed of others, which depends on their data; set it to 1"
-        if settings.quorum < 1
-        else None,
-        "over_selection": "as with a quorum, a late device is cut off by the speed of others; leave it out"
-        if settings.over_selection
-        else None,
-        "min_updates": "whether a round is skipped would tell how many answered; leave it out"
-        if settings.min_updates > 1 or settings.extensions
-        else None,
-        "buffer": "when a device is done decides in which round it counts, and depends on its data; leave it out"
-        if settings.buffer is not None
-        else None,
-        "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less"
-        if settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1
-        else None,
-        "robust": "these rules choose by the updates themselves, which the noise on a sum does not hide; leave it out"
-        if settings.robust
-        else None,
-        "outlier_mads": "the others' updates decide which are left out, so one device moves more than its own; "
-        "leave it out; update_clip bounds everybody"
-        if settings.outlier_mads
-        else None,
-        "cohort_policy": "the draw would depend on which devices took part, or could afford to; set it to uniform"
-        if settings.cohort_policy != "uniform"
-        else None,
-        "method": why_not_private(method, settings),
+    broken = {
+        "update_clip": settings.update_clip is None,
+        "early_stopping": settings.early_stopping != "off",
+        "joules_per_device": settings.joules_per_device is not None,
+        "quorum": settings.quorum < 1,
+        "over_selection": settings.over_selection > 0,
+        "min_updates": settings.min_updates > 1 or settings.extensions > 0,
+        "buffer": settings.buffer is not None,
+        "privacy_delta": settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1,
+        "robust": settings.robust is not None,
+        "outlier_mads": settings.outlier_mads is not None,
+        "cohort_policy": settings.cohort_policy != "uniform",
     }
-    for setting, reason in reasons.items():
+    reasons = {name: text for name, text in _AGAINST_PRIVACY.items() if broken[name]}
+    for setting, reason in [*reasons.items(), ("method", why_not_private(method, settings))]:
         if reason:
             raise BadContent(f"{setting}: noise_multiplier promises differential privacy, but {reason}")
     buffers = next((spec.name for spec in manifest.shared if not spec.trainable), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,52 +45,34 @@ class Metrics:
         self.registry = CollectorRegistry()
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
-        self.requests = Histogram(
+        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        self.requests = histogram(
             "sparrow_http_request_duration_seconds",
             "Calls by route, from the first byte to the end of the answer; long polls wait in it",
             ["method", "route", "status"],
             buckets=SECONDS,
-            registry=self.registry,
         )
-        self.accepted = Counter(
-            "sparrow_updates_accepted", "Updates acknowledged, new ones only", ["federation"], registry=self.registry
+        self.accepted = counter("sparrow_updates_accepted", "Updates acknowledged, new ones only", ["federation"])
+        self.refused = counter("sparrow_updates_refused", "Updates refused, by reason", ["federation", "reason"])
+        self.left_out = counter(
+            "sparrow_updates_left_out", "Updates acknowledged, but left out of the model", ["federation"]
         )
-        self.refused = Counter(
-            "sparrow_updates_refused",
-            "Updates refused, by reason",
-            ["federation", "reason"],
-            registry=self.registry,
-        )
-        self.left_out = Counter(
-            "sparrow_updates_left_out",
-            "Updates acknowledged, but left out of the model",
-            ["federation"],
-            registry=self.registry,
-        )
-        self.traffic = Counter(
+        self.traffic = counter(
             "sparrow_transferred_bytes",
             "Bodies of updates accepted and of payloads sent",
             ["federation", "direction"],
-            registry=self.registry,
         )
-        self.rounds = Histogram(
+        self.rounds = histogram(
             "sparrow_round_duration_seconds",
             "Closed rounds, from opening to closing",
             ["federation"],
             buckets=ROUND_SECONDS,
-            registry=self.registry,
         )
-        self.commits = Histogram(
-            "sparrow_database_commit_duration_seconds",
-            "Commits of transactions that write",
-            buckets=SECONDS,
-            registry=self.registry,
+        self.commits = histogram(
+            "sparrow_database_commit_duration_seconds", "Commits of transactions that write", buckets=SECONDS
         )
-        self.blobs = Histogram(
-            "sparrow_blob_write_duration_seconds",
-            "Models and updates written durably",
-            buckets=SECONDS,
-            registry=self.registry,
+        self.blobs = histogram(
+            "sparrow_blob_write_duration_seconds", "Models and updates written durably", buckets=SECONDS
         )
 
     def measure(self, store: Store) -> None:
@@ -168,13 +151,9 @@ class _Records(Collector):
         )
         with self._store.reading() as db:
             federations = {federation.id: federation for federation in db.scalars(select(Federation))}
+            by_status = (Device.federation_id, Device.status)
             counts = {
-                (row[0], row[1]): row[2]
-                for row in db.execute(
-                    select(Device.federation_id, Device.status, func.count()).group_by(
-                        Device.federation_id, Device.status
-                    )
-                )
+                (row[0], row[1]): row[2] for row in db.execute(select(*by_status, func.count()).group_by(*by_status))
             }
             # The status as written in the index: SQLite uses a partial one for nothing else.
             opened = db.execute(
