@@ -17,7 +17,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Generic, Literal, TypeVar, cast, get_args
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
@@ -26,6 +26,7 @@ from ..errors import NotAuthenticated
 from ..storage.store import Store
 from ..storage.tables import Federation, Token
 
+Caller = TypeVar("Caller")
 Kind = Literal["admin", "observer", "enrolment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PREFIXES = {
@@ -107,29 +108,36 @@ def new_token(
     return token, secret
 
 
-class Remembered:
-    """Holders that were looked up in the last ``REMEMBER_SECONDS``, by the digest of the secret that they sent."""
+class Remembered(Generic[Caller]):
+    """Callers that were looked up in the last ``REMEMBER_SECONDS``, by the digest of the secret that they sent.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    is_over: whether a secret of theirs has expired by a moment.
+    """
+
+    def __init__(self, clock: Callable[[], float], is_over: Callable[[Caller, float], bool]) -> None:
         self._clock = clock
-        self._found: dict[bytes, tuple[Holder, float]] = {}
+        self._is_over = is_over
+        self._found: dict[bytes, tuple[Caller, float]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def get(self, digest: bytes) -> Holder | None:
-        """Return the holder, unless its look-up is too old or what it sent has expired."""
-        now = self._clock()
-        holder, looked_at = self._found.get(digest, (None, 0.0))
-        if holder is None or abs(now - looked_at) >= REMEMBER_SECONDS or holder.is_over(now):
-            return None
-        return holder
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._found
 
-    def put(self, digest: bytes, holder: Holder, looked_at: float) -> None:
+    def get(self, digest: bytes) -> Caller | None:
+        """Return the caller, unless its look-up is too old or what it sent has expired."""
+        now = self._clock()
+        caller, looked_at = self._found.get(digest, (None, 0.0))
+        if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
+            return None
+        return caller
+
+    def put(self, digest: bytes, caller: Caller, looked_at: float) -> None:
         """Remember a look-up."""
         if len(self._found) >= MOST_REMEMBERED:
             self._found.clear()
-        self._found[digest] = (holder, looked_at)
+        self._found[digest] = (caller, looked_at)
 
     def forget(self, digest: bytes) -> None:
         """Forget one look-up."""
@@ -147,7 +155,7 @@ class Tokens:
         self._store = store
         self._clock = clock
         self._given = [(digest_of(secret), Holder(kind)) for kind, secret in given.items()]
-        self.remembered = Remembered(clock)
+        self.remembered = Remembered[Holder](clock, Holder.is_over)
         self._kinds = frozenset(given)
         self._looked_at = -REMEMBER_SECONDS
 

@@ -30,8 +30,7 @@ from ..rounds.candidates import reaches, smallest_budget
 from ..storage.store import Store
 from ..storage.tables import Assignment, DeletedDevice, Device, Federation
 from .access import (
-    MOST_REMEMBERED,
-    REMEMBER_SECONDS,
+    Remembered,
     digest_of,
     new_secret,
     secret_after,
@@ -70,7 +69,7 @@ class Devices:
         self._clock = clock
         self._rotation_seconds = rotation_seconds
         self._lifetime_seconds = lifetime_seconds
-        self._callers: dict[bytes, tuple[Caller, float]] = {}  # by the token's digest; with when it was looked up
+        self._remembered = Remembered(clock, self._is_over)
         self._changes = 0  # of tokens in this process: a look-up before one is not remembered after it
         self._remembering = threading.Lock()
 
@@ -133,15 +132,11 @@ class Devices:
 
     def known_caller(self, token: str) -> Caller | None:
         """Return the device that holds this token if it was looked up a moment ago, without reading the records."""
-        caller, looked_at = self._callers.get(digest_of(token), (None, 0.0))
-        now = self._clock()
-        if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
-            return None
-        return caller
+        return self._remembered.get(digest_of(token))
 
     def was_known(self, token: str) -> bool:
         """Return whether this token was a device's when it was last looked up."""
-        return digest_of(token) in self._callers
+        return digest_of(token) in self._remembered
 
     def authenticate(self, token: str) -> Caller:
         """Return the device that holds this token. Raises NotAuthenticated, TokenExpired."""
@@ -177,7 +172,7 @@ class Devices:
     def forget(self) -> None:
         """Look every token up anew: devices have gone."""
         self._forget(None)
-        self._callers.clear()
+        self._remembered.clear()
 
     def _is_over(self, caller: Caller, now: float) -> bool:
         return self._lifetime_seconds is not None and now - caller.issued_at >= self._lifetime_seconds
@@ -196,14 +191,12 @@ class Devices:
                 self._forget(replaced)
                 changes = self._changes
         except NotAuthenticated:
-            self._callers.pop(digest, None)
+            self._remembered.forget(digest)
             raise
         caller = Caller(device.id, federation.name, device.token_issued_at)
         with self._remembering:
             if changes == self._changes:
-                if len(self._callers) >= MOST_REMEMBERED:
-                    self._callers.clear()
-                self._callers[digest] = (caller, now)
+                self._remembered.put(digest, caller, now)
         return caller
 
     def _forget(self, digest: bytes | None) -> None:
@@ -211,7 +204,7 @@ class Devices:
         with self._remembering:
             self._changes += 1
             if digest is not None:
-                self._callers.pop(digest, None)
+                self._remembered.forget(digest)
 
     def change(self, device_id: str, request: ChangeDevice) -> None:
         """Change a device's budget (from the next round on) or conditions, or revoke it. Raises NotFound."""

@@ -34,7 +34,7 @@ class Sessions:
         self._store = store
         self._clock = clock
         self._tokens = tokens
-        self._remembered = Remembered(clock)
+        self._remembered = Remembered[Holder](clock, Holder.is_over)
 
     def begin(self, token: str, former: str | None = None) -> str:
         """Return the id of a new session for this token. Raises NotAuthenticated.
