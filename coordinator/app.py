@@ -41,6 +41,7 @@ from .models.global_models import Models, Retention
 from .models.payloads import Packed
 from .reports.device_list import DeviceLists
 from .reports.metrics import Metrics
+from .reports.open_work import OpenAssignments
 from .reports.overview import Overviews
 from .reports.records import Records
 from .rounds.acceptance import Acceptance
@@ -156,7 +157,8 @@ class Coordinator:
             on_closed=self._count_round,
             progress=self.progress.note,
         )
-        self.records = Records(self.store, self.costs.write, clock, self.last_seen)
+        self.records = Records(self.store, self.costs.write)
+        self.open_assignments = OpenAssignments(self.store, clock, self.last_seen)
         self.uploads = Uploads(
             *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
         )
@@ -164,7 +166,8 @@ class Coordinator:
         self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
         self.overviews = Overviews(
-            *(self.store, self.models, self.federations, self.records, self.metrics, self.device_lists, clock)
+            *(self.store, self.models, self.federations, self.records, self.open_assignments, self.metrics),
+            *(self.device_lists, clock),
         )
         self.hosts = Hosts(settings.hosts)
         self.downloads = Downloads(settings.download_bytes)

@@ -161,7 +161,7 @@ async def get_open_work(
     try:
         while True:
             moved = coordinator.moved.next()
-            work = await run_in_threadpool(coordinator.records.open_work, name)
+            work = await run_in_threadpool(coordinator.open_assignments.list, name)
             # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
             lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
             headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}

@@ -26,6 +26,7 @@ from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .device_list import DeviceLists
 from .metrics import Metrics
+from .open_work import OpenAssignments
 from .records import Records
 from .summary import iso
 
@@ -62,6 +63,7 @@ class Overviews:
         models: Models,
         federations: Federations,
         records: Records,
+        open_assignments: OpenAssignments,
         metrics: Metrics,
         devices: DeviceLists,
         clock: Callable[[], float],
@@ -70,6 +72,7 @@ class Overviews:
         self._models = models
         self._federations = federations
         self._records = records
+        self._open_assignments = open_assignments
         self._metrics = metrics
         self._devices = devices
         self._clock = clock
@@ -99,7 +102,7 @@ class Overviews:
                 federations=_lines(db),
                 span=span,
                 points=tuple(_points(rows, span, whole)),
-                open_round=_open_round(db, federation, self._records),
+                open_round=_open_round(db, federation, self._open_assignments),
                 began_at=_began(db, federation),
                 ends_at=_ends(info, rows, now),
                 **_metrics(db, federation),
@@ -224,7 +227,7 @@ def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[R
         )
 
 
-def _open_round(db: Session, federation: Federation, records: Records) -> OpenRound | None:
+def _open_round(db: Session, federation: Federation, assignments: OpenAssignments) -> OpenRound | None:
     current = open_round(db, federation)
     if current is None:
         return None
@@ -247,7 +250,7 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
         done=counts.get("done", 0),
         returned=counts.get("returned", 0),
         expired=counts.get("expired", 0),
-        waiting_for=records.awaited(db, *of_round, most=MOST_AWAITED),
+        waiting_for=assignments.awaited(db, *of_round, most=MOST_AWAITED),
     )
 
 

@@ -16,10 +16,7 @@ from sqlalchemy.orm import Session
 
 from sparrow.protocol.messages import (
     DeviceReport,
-    FederationStatus,
     Kind,
-    OpenAssignment,
-    OpenWork,
     Receipt,
     RoundRecord,
     UpdateReport,
@@ -29,27 +26,21 @@ from ..errors import NotFound, Unavailable, read_stored
 from ..fleet.federations import find
 from ..methods import load_method
 from ..rounds.assignments import COHORT_KINDS, UNCOUNTED
-from ..rounds.last_seen import LastSeen
 from ..storage.failing import RECORDS
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Round
-from .summary import iso, summarise, upload_of
+from .summary import summarise, upload_of
 
 RECORDS_AT_A_TIME = 10
 """Records that are made, and then written, together: of a long training that nobody looked at there are many."""
 
 
 class Records:
-    """The records of every round. bring: writes down what waits in memory, before anybody looks. heard: when devices
-    were."""
+    """The records of every round. bring: writes down what waits in memory, before anybody looks."""
 
-    def __init__(
-        self, store: Store, bring: Callable[[], None], clock: Callable[[], float], last_seen: LastSeen
-    ) -> None:
+    def __init__(self, store: Store, bring: Callable[[], None]) -> None:
         self._store = store
         self._bring = bring
-        self._clock = clock
-        self._last_seen = last_seen
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """Return a record per round, the open one last. Raises NotFound."""
@@ -117,42 +108,6 @@ class Records:
             for assignment, name, report in found
             if report is not None
         ]
-
-    def open_work(self, federation_name: str) -> OpenWork:
-        """Return the open assignments, oldest first. Raises NotFound."""
-        with self._store.reading() as db:
-            federation = find(db, federation_name)
-            assignments = self.awaited(db, Assignment.federation_id == federation.id)
-        return OpenWork(
-            at=iso(self._clock()),
-            status=FederationStatus(federation.status),
-            round=federation.round,
-            assignments=assignments,
-        )
-
-    def awaited(self, db: Session, *those: ColumnElement[bool], most: int | None = None) -> tuple[OpenAssignment, ...]:
-        """Return the first of those assignments that are open, oldest first."""
-        rows = db.execute(
-            select(
-                *(Assignment.id, Device.name, Assignment.kind, Assignment.round, Assignment.created_at),
-                *(Device.id, Device.seen_at),
-            )
-            .join(Device, Device.id == Assignment.device_id)
-            .where(Assignment.status == "open", *those)
-            .order_by(Assignment.round, Assignment.kind, Assignment.position)
-            .limit(most)
-        )
-        return tuple(
-            OpenAssignment(
-                assignment_id=assignment_id,
-                device=name,
-                kind=Kind(kind),
-                round=number,
-                since=iso(since),
-                heard_at=iso(self._last_seen.at(device_id, seen_at)),
-            )
-            for assignment_id, name, kind, number, since, device_id, seen_at in rows
-        )
 
 
 def report_of(assignment: Assignment) -> UpdateReport | Receipt | None:

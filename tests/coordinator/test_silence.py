@@ -204,7 +204,7 @@ def test_what_another_process_has_heard_counts(postgresql, tmp_path, clock, answ
             for each in (mover, other):
                 each.last_seen.write()
             mover.rounds.advance()
-            awaited = {each.device for each in mover.records.open_work("f").assignments}
+            awaited = {each.device for each in mover.open_assignments.list("f").assignments}
             assert awaited == ({"a", "b"} if passed < 60 + WRITE_SECONDS else {"a"}), passed
     finally:
         other.store.close()

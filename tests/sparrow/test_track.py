@@ -42,7 +42,7 @@ class Direct:
         return self._coordinator.info(name)
 
     def open_work(self, name, wait_seconds, etag):
-        return self._coordinator.records.open_work(name), ""
+        return self._coordinator.open_assignments.list(name), ""
 
     def rounds(self, name):
         return self._coordinator.records.rounds(name)
