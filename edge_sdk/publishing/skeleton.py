@@ -2,8 +2,8 @@
 
 Export is unoptimised: no weight is folded, transposed or merged into another, so every tensor of the manifest stays an
 initialiser under its state-dict name. Its data is taken out; ``sparrow.graphs.skeleton.fill`` puts the weights of a
-personal model in, without torch. What the exporter adds for debugging is taken out as well: it names source files of this
-machine.
+personal model in, without torch. What the exporter adds for debugging is taken out as well: it names source files of
+this machine.
 """
 
 from __future__ import annotations
