@@ -31,7 +31,8 @@ from onnx import helper, numpy_helper
 
 from ..protocol.manifest import Manifest
 from ..protocol.neurons import CannotNarrow
-from .editor import Editor, integer, ints
+from .editor import Editor
+from .graph import again, attribute
 
 Label = tuple[tuple[str, int], ...]
 """The groups of neurons that an axis is made of, each neuron owning so many places; the group "" is always active."""
@@ -78,7 +79,6 @@ class Plan:
     labels: Labels
     zeros: frozenset[int] = frozenset()
     other: dict[int, str] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
 
 
 def cut_graph(graph: bytes, manifest: Manifest, counts: Mapping[str, int]) -> tuple[bytes, dict[str, Label]]:
@@ -140,9 +140,7 @@ class Cutter:
             length = self._kept(label) if name.startswith("kept:") else self._whole(label)
             graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [length]))
         del graph.value_info[:]
-        editor = Editor(self._proto)
-        editor.compute_once()
-        editor.remove_unread()
+        self._editor.remove_unread()
         there = {info.name for info in graph.input}
         self.read = {name: label for name, label in self.read.items() if name in there}
         return self._proto
@@ -307,11 +305,7 @@ class Cutter:
 
     def _compute_whole(self, node: onnx.NodeProto) -> None:
         inputs = [name and self.get(name, (None,) * self._rank(name)) for name in node.input]
-        made = onnx.NodeProto()
-        made.CopyFrom(node)
-        made.ClearField("name")
-        made.input[:] = inputs
-        made.output[:] = [name and self._editor.fresh() for name in node.output]
+        made = again(node, inputs, [name and self._editor.fresh() for name in node.output])
         self._made.append(made)
         for name, output in zip(node.output, made.output, strict=True):
             if name:
@@ -349,15 +343,7 @@ class Cutter:
             plan.other.get(place) or (name and self.get(name, labels))
             for place, (name, labels) in enumerate(zip(node.input, plan.inputs, strict=True))
         ]
-        made = onnx.NodeProto()
-        made.CopyFrom(node)
-        made.ClearField("name")
-        made.input[:] = inputs
-        for name, value in plan.attributes.items():
-            for each in [each for each in made.attribute if each.name == name]:
-                made.attribute.remove(each)
-            made.attribute.append(helper.make_attribute(name, value))
-        self._made.append(made)
+        self._made.append(again(node, inputs, node.output))
         self._cuts[node.output[0]] = Cut(node.output[0], plan.labels, plan.zeros)
         for name in node.output[1:]:
             if name:
@@ -365,11 +351,8 @@ class Cutter:
 
     def _whole_node(self, node: onnx.NodeProto) -> None:
         """Compute a node of whole values."""
-        made = onnx.NodeProto()
-        made.CopyFrom(node)
-        made.ClearField("name")
-        made.input[:] = [name and self.get(name, (None,) * self._rank(name)) for name in node.input]
-        self._made.append(made)
+        inputs = [name and self.get(name, (None,) * self._rank(name)) for name in node.input]
+        self._made.append(again(node, inputs, node.output))
         for name in node.output:
             if name:
                 shape = self.shape(name)
@@ -483,7 +466,7 @@ def _matmul(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _gemm(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     a, b = node.input[:2]
-    row, column = (1 if integer(node, "transA") else 0), (0 if integer(node, "transB") else 1)
+    row, column = (1 if attribute(node, "transA", 0) else 0), (0 if attribute(node, "transB", 0) else 1)
     inner = _between(cutter, a, 1 - row, b, 1 - column)
     labels = (cutter.labels(a)[row], cutter.labels(b)[column])
     inputs: list[Labels] = [
@@ -503,7 +486,7 @@ def _gemm(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _convolution(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     x, weight, *rest = node.input
-    if integer(node, "group", 1) != 1:
+    if attribute(node, "group", 1) != 1:
         return None
     inside, outside = (0, 1) if node.op_type == "ConvTranspose" else (1, 0)
     inner = _between(cutter, x, 1, weight, inside)
@@ -539,7 +522,7 @@ def _unpool(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _transpose(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     own = cutter.labels(node.input[0])
-    order = ints(node, "perm", range(len(own) - 1, -1, -1))
+    order = attribute(node, "perm", range(len(own) - 1, -1, -1))
     labels = tuple(own[axis] for axis in order)
     return Plan([own], labels, _zeros(cutter, labels, *[(at, node.input[0], a) for at, a in enumerate(order)]))
 
@@ -611,10 +594,10 @@ def _expand(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _reduce(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     x, own = node.input[0], cutter.labels(node.input[0])
-    given = cutter.constant(node.input[1]) if len(node.input) > 1 and node.input[1] else ints(node, "axes")
+    given = cutter.constant(node.input[1]) if len(node.input) > 1 and node.input[1] else attribute(node, "axes", [])
     if given is None:
         return None
-    if not len(given) and integer(node, "noop_with_empty_axes"):
+    if not len(given) and attribute(node, "noop_with_empty_axes", 0):
         return None
     axes = {int(axis) % len(own) for axis in given} or set(range(len(own)))
     inputs: list[Label | None] = list(own)
@@ -622,7 +605,7 @@ def _reduce(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
         label = own[axis]
         if label is not None and not (node.op_type in SUMS and cutter.is_zero(x, axis, label)):
             inputs[axis] = None
-    stay = [axis for axis in range(len(own)) if axis not in axes or integer(node, "keepdims", 1)]
+    stay = [axis for axis in range(len(own)) if axis not in axes or attribute(node, "keepdims", 1)]
     labels = tuple(None if axis in axes else own[axis] for axis in stay)
     zeros = frozenset[int]()
     if node.op_type in SUMS | {"ReduceMean"}:
@@ -633,13 +616,13 @@ def _reduce(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 def _along(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     """Treat what lies along an axis together (softmax)."""
     labels = list(cutter.labels(node.input[0]))
-    labels[integer(node, "axis", -1)] = None
+    labels[attribute(node, "axis", -1)] = None
     return Plan([tuple(labels)], tuple(labels))
 
 
 def _concat(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     shapes, own = [_shape(cutter, name) for name in node.input], [cutter.labels(name) for name in node.input]
-    axis = integer(node, "axis") % len(own[0])
+    axis = attribute(node, "axis", 0) % len(own[0])
     labels = [next((each[place] for each in own if each[place] is not None), None) for place in range(len(own[0]))]
     pieces: list[tuple[str, int]] = []
     for shape, each in zip(shapes, own, strict=True):
@@ -682,7 +665,7 @@ def _pad(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 def _gather(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     x, index = node.input
     own, more = cutter.labels(x), len(cutter.labels(index))
-    axis = integer(node, "axis") % len(own)
+    axis = attribute(node, "axis", 0) % len(own)
     data = (*own[:axis], None, *own[axis + 1 :])
     labels = (*own[:axis], *(None,) * more, *own[axis + 1 :])
     sources = [(a if a < axis else a + more - 1, x, a) for a in range(len(own)) if a != axis]
@@ -732,7 +715,7 @@ def _lengths(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
         0 if label is None else (length or 0) - (cut or 0)
         for label, length, cut in zip(own, shape, cutter.shape_of_cut(shape, own), strict=True)
     ]
-    start, end = integer(node, "start"), integer(node, "end", len(own))
+    start, end = attribute(node, "start", 0), attribute(node, "end", len(own))
     found = cutter.node("Shape", [cutter.get(node.input[0], own)], start=start, end=end)
     cutter.finish(node, cutter.node("Add", [found, cutter.integers(rest[start:end])]), (None,))
     return None
@@ -740,7 +723,7 @@ def _lengths(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _batch_norm(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     own = cutter.labels(node.input[0])
-    if integer(node, "training_mode"):
+    if attribute(node, "training_mode", 0):
         return None
     labels = (own[0], own[1], *(None,) * (len(own) - 2))
     zeros = _zeros(cutter, labels, (1, node.input[1], 0), (1, node.input[2], 0))

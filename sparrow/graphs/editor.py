@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+from .graph import drop_unused_in_place, set_nodes_in_place
 
 
 def name_outputs(graph: onnx.GraphProto) -> None:
@@ -122,7 +123,7 @@ class Editor:
 
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave their order."""
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.graph.node]
+        nodes = list(self.graph.node)
         makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
         done, ordered = set[int](), list[onnx.NodeProto]()
 
@@ -137,8 +138,7 @@ class Editor:
 
         for place in range(len(nodes)):
             put(place)
-        del self.graph.node[:]
-        self.graph.node.extend(ordered)
+        set_nodes_in_place(self.graph, ordered)
 
     def before(self, node: onnx.NodeProto) -> Builder:
         """Return what adds nodes before this one."""
@@ -180,53 +180,10 @@ class Editor:
                 self.read_instead(output, value)
         self.graph.node.remove(node)
 
-    def compute_once(self) -> None:
-        """Keep one of nodes that compute the same."""
-        for node in self.of_type("Constant"):  # as initialisers, which are compared by their values
-            value = next(each for each in node.attribute)
-            array = numpy_helper.to_array(value.t) if value.name == "value" else _array(value)
-            if array is not None:
-                self.replace(node, [self.keep(array)])
-        first: dict[bytes, str] = {}
-        for tensor in self.graph.initializer:
-            array = self._constants[tensor.name]
-            key = f"{array.dtype} {array.shape}".encode() + array.tobytes()
-            if (known := first.setdefault(key, tensor.name)) != tensor.name:
-                self.read_instead(tensor.name, known)
-        nodes: dict[bytes, onnx.NodeProto] = {}
-        for node in self.graph.node:
-            key = helper.make_node(node.op_type, list(node.input), [], domain=node.domain)
-            key.attribute.extend(sorted(node.attribute, key=lambda each: each.name))
-            outputs = str(sum(bool(output) for output in node.output)).encode()
-            known_node = nodes.setdefault(key.SerializeToString(deterministic=True) + outputs, node)
-            if known_node is not node and not any(map(self.is_output, node.output)):
-                for output, other in zip(node.output, known_node.output, strict=True):
-                    self.read_instead(output, other)
-
-    def join_transposes(self) -> None:
-        """Do at once what two transposes do, one after the other; nothing where they undo each other."""
-        for node in self.of_type("Transpose"):
-            while (before := self.maker(node.input[0])) is not None and before.op_type == "Transpose":
-                first, second = ints(before, "perm"), ints(node, "perm")
-                joined = [first[axis] for axis in second]
-                node.input[0] = before.input[0]
-                next(each for each in node.attribute if each.name == "perm").ints[:] = joined
-                if joined == sorted(joined) and not self.is_output(node.output[0]):
-                    self.read_instead(node.output[0], node.input[0])
-                    break
-
     def remove_unread(self) -> None:
         """Take out what no output follows from."""
-        while True:
-            read = Counter(name for node in self.graph.node for name in node.input)
-            read.update(output.name for output in self.graph.output)
-            unread = [node for node in self.graph.node if not any(read[output] for output in node.output)]
-            if not unread:
-                break
-            for node in unread:
-                self.graph.node.remove(node)
-        for tensor in [tensor for tensor in self.graph.initializer if not read[tensor.name]]:
-            self.graph.initializer.remove(tensor)
+        drop_unused_in_place(self.graph)
+        read = {name for node in self.graph.node for name in node.input} | {each.name for each in self.graph.output}
         made = {output for node in self.graph.node for output in node.output}
         for listed, there in ((self.graph.input, read), (self.graph.value_info, made)):
             for info in [info for info in listed if info.name not in there]:
@@ -251,26 +208,3 @@ class Builder:
             return output
 
         return add
-
-
-def ints(node: onnx.NodeProto, name: str, usual: Sequence[int] = ()) -> list[int]:
-    """Return an attribute that is a list of integers."""
-    return next((list(each.ints) for each in node.attribute if each.name == name), list(usual))
-
-
-def integer(node: onnx.NodeProto, name: str, usual: int = 0) -> int:
-    """Return an attribute that is an integer."""
-    return next((int(each.i) for each in node.attribute if each.name == name), usual)
-
-
-def _array(value: onnx.AttributeProto) -> Any:
-    match value.name:
-        case "value_int":
-            return np.array(value.i, np.int64)
-        case "value_ints":
-            return np.array(value.ints, np.int64)
-        case "value_float":
-            return np.array(value.f, np.float32)
-        case "value_floats":
-            return np.array(value.floats, np.float32)
-    return None

@@ -1,4 +1,4 @@
-"""Plumbing for what rewrites an ONNX graph: constants, attributes, static shapes, constant folding, unused nodes.
+"""Functions to rewrite ONNX graphs: attributes, copies, constants, static shapes, constant folding, unused nodes.
 
 Functions whose name says ``in_place`` change the model they are given; the others leave it alone.
 """
@@ -6,16 +6,18 @@ Functions whose name says ``in_place`` change the model they are given; the othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx.checker
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 from numpy.typing import NDArray
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 from ..protocol.manifest import Array
 from .errors import ExportError
@@ -55,9 +57,28 @@ def set_constant_in_place(graph: GraphProto, name: str, array: Array) -> None:
     graph.initializer.append(tensor)
 
 
+INVALID = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
+"""Errors that ONNX's own checks raise."""
+
+
+def check_valid(
+    model: ModelProto, what: str, advice: str = "", *, error: type[ExportError] = ExportError, full: bool = False
+) -> None:
+    """Raise ``error`` unless ONNX's own check accepts a model; full: with all shapes inferred."""
+    try:
+        onnx.checker.check_model(model, full_check=full)
+    except INVALID as fault:
+        raise error(f"{what}: {str(fault)[:300]}{'; ' if advice else ''}{advice}") from None
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Return name -> value of a node's attributes."""
+    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+
+
 def attribute(node: NodeProto, name: str, default: Any) -> Any:
-    """Return the attribute's value, or ``default`` where the node leaves it out."""
-    return next((onnx.helper.get_attribute_value(each) for each in node.attribute if each.name == name), default)
+    """Return an attribute's value, or ``default`` if the node leaves it out."""
+    return attributes(node).get(name, default)
 
 
 def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
@@ -67,6 +88,22 @@ def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
     node.attribute.extend(kept)
     if value is not None:
         node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def again(node: NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> NodeProto:
+    """Return a copy of a node, without its name, that reads and makes other values."""
+    copy = deepcopy(node)
+    copy.ClearField("name")
+    copy.input[:] = inputs
+    copy.output[:] = outputs
+    return copy
+
+
+def set_nodes_in_place(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Replace a graph's nodes, by some of its own or others."""
+    kept = [deepcopy(node) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
 def is_standard(node: NodeProto) -> bool:
@@ -137,9 +174,7 @@ def drop_unused_in_place(graph: GraphProto) -> None:
             kept.append(node)
             used.update(reads(node))
     if len(kept) < len(graph.node):
-        nodes = [NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        set_nodes_in_place(graph, reversed(kept))
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in used:
             del graph.initializer[index]
@@ -147,28 +182,16 @@ def drop_unused_in_place(graph: GraphProto) -> None:
 
 def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> list[Array]:
     """Return the node's outputs for these inputs (None: left out), by ONNX's reference implementation in numpy."""
-    import onnx.reference
+    from onnx.reference import ReferenceEvaluator  # takes long to import
 
-    names = [f"x{index}" if given is not None else "" for index, given in enumerate(inputs)]
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    del copy.input[:]
-    copy.input.extend(names)
-    feed = {name: given for name, given in zip(names, inputs, strict=True) if given is not None}
-    graph = onnx.helper.make_graph(
-        [copy],
-        "node",
-        [
-            onnx.helper.make_tensor_value_info(
-                name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape)
-            )
-            for name, array in feed.items()
-        ],
-        [onnx.helper.make_empty_tensor_value_info(name) for name in copy.output],
+    feed = {name: given for name, given in zip(node.input, inputs, strict=True) if given is not None}
+    graph = GraphProto(
+        node=[node],
+        input=[ValueInfoProto(name=name) for name in feed],
+        output=[ValueInfoProto(name=name) for name in node.output],
     )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", version)])
-    with np.errstate(all="ignore"):  # the caller looks whether what comes out is finite
-        return [np.asarray(each) for each in onnx.reference.ReferenceEvaluator(model).run(None, feed)]
+    with np.errstate(all="ignore"):  # callers check whether the result is finite
+        return [np.asarray(each) for each in ReferenceEvaluator(graph, opsets={"": version}).run(None, feed)]
 
 
 def shapes(model: ModelProto) -> dict[str, Shape]:
@@ -190,8 +213,7 @@ _Sizes = dict[str, tuple[tuple[int, ...], int]]
 def _inferred(model: ModelProto, batch: int) -> _Sizes:
     """Return the graph after ONNX's shape inference, which does not follow all that exporters compute of shapes, so
     that is folded as found."""
-    given, version = ModelProto(), opset(model)
-    given.CopyFrom(model)
+    given, version = deepcopy(model), opset(model)
     graph = given.graph
     graph.ClearField("value_info")  # may be what was true before channels were removed
     for value in graph.input:
@@ -268,11 +290,10 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
                 known[name] = array
                 set_constant_in_place(graph, name, array)
         node.op_type = _FOLDED
-    remaining = [NodeProto.FromString(node.SerializeToString()) for node in graph.node if node.op_type != _FOLDED]
+    remaining = [node for node in graph.node if node.op_type != _FOLDED]
     if len(remaining) == len(graph.node):
         return False
-    del graph.node[:]
-    graph.node.extend(remaining)
+    set_nodes_in_place(graph, remaining)
     return True
 
 

@@ -14,6 +14,7 @@ the mixture's own loss. Numbers that a model draws, for dropout, are drawn once 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from .bounds import check_fields
 from .building import Building
 from .editor import loss_part, name_outputs
 from .errors import SkeletonError
+from .graph import again
 from .skeleton import OUTPUT, check_structure, parse
 
 RESPONSIBILITIES = "responsibilities"
@@ -201,19 +203,13 @@ def _behind(graph: GraphProto, name: str, but: Iterable[NodeProto]) -> list[Node
 
 
 def _copy(node: NodeProto, rename: Rename) -> NodeProto:
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.ClearField("name")
-    copy.input[:] = [rename(name) for name in node.input]
-    copy.output[:] = [rename(name) if name else name for name in node.output]
-    return copy
+    return again(node, map(rename, node.input), [rename(name) if name else name for name in node.output])
 
 
 def _renamed(values: Iterable[Named], rename: Rename) -> list[Named]:
     copies = []
     for value in values:
-        copy = type(value)()
-        copy.CopyFrom(value)
+        copy = deepcopy(value)
         copy.name = rename(value.name)
         copies.append(copy)
     return copies

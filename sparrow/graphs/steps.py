@@ -8,7 +8,8 @@ which kernels of the runtime are slow:
     join_channels       the error of a convolution's weight is one product, not one for each channel of its input
     train_parts         the errors of weights are those of active rows and columns alone, which are inputs
     multiply_turned     products take transposed matrices as they lie
-    join_transposes, compute_once, remove_unread
+
+The runtime itself joins transposes, computes once what stands twice, and computes constants when it loads a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from onnx import helper
 
 from ..protocol.manifest import Manifest, TensorSpec
 from ..protocol.masks import Block, NeuronMask, neuron_block
-from .editor import Builder, Editor, integer, ints
+from .editor import Builder, Editor
+from .graph import again, attribute
 
 TURNED = [1, 0]
 LARGEST_TILE = 9
@@ -97,10 +99,7 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
     narrow_errors(editor, lowest)
     pool_by_tiles(editor)
     join_channels(editor)
-    editor.compute_once()
-    editor.join_transposes()
     multiply_turned(editor)
-    editor.compute_once()
     editor.remove_unread()
     del proto.graph.value_info[:]  # of some values that are of active neurons alone now
     return bytes(proto.SerializeToString(deterministic=True))
@@ -109,16 +108,16 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
 def pool_by_tiles(editor: Editor) -> None:
     """Take maxima of windows that cover an image place by place, and put errors back likewise."""
     for pool in editor.of_type("MaxPool"):
-        kernel, shape = ints(pool, "kernel_shape"), editor.shape(pool.input[0])
+        kernel, shape = attribute(pool, "kernel_shape", []), editor.shape(pool.input[0])
         backs = [
             node for node in editor.of_type("MaxUnpool") if len(pool.output) > 1 and node.input[1] == pool.output[1]
         ]
         tiles = (
             len(kernel) == 2
-            and ints(pool, "strides", [1, 1]) == kernel
+            and attribute(pool, "strides", [1, 1]) == kernel
             and prod(kernel) <= LARGEST_TILE
-            and not any(ints(pool, "pads"))
-            and set(ints(pool, "dilations", [1])) == {1}
+            and not any(attribute(pool, "pads", []))
+            and set(attribute(pool, "dilations", [1])) == {1}
             and shape is not None
             and all(size is not None and size % width == 0 for size, width in zip(shape[2:], kernel, strict=True))
         )
@@ -203,10 +202,7 @@ def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> o
     value = reader.output[0]
     if reader is product or len(editor.readers(value)) == 1:
         return reader
-    copy = onnx.NodeProto()
-    copy.CopyFrom(reader)
-    copy.ClearField("name")
-    copy.output[:] = [editor.fresh()]
+    copy = again(reader, reader.input, [editor.fresh()])
     editor.before(product).insert(copy)
     editor.know(copy.output[0], editor.shape(value) or ())
     product.input[:] = [copy.output[0] if name == value else name for name in product.input]
@@ -230,7 +226,7 @@ def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
         whole = gather.input[0]
         others = [node for node in editor.readers(whole) if node is not gather]
         sums = [node for node in others if node.op_type == "ReduceSum" and editor.is_output(node.output[0])]
-        if len(sums) != len(others) or any(integer(node, "keepdims", 1) for node in sums):
+        if len(sums) != len(others) or any(attribute(node, "keepdims", 1) for node in sums):
             continue
         count = (editor.shape(gather.output[0]) or (None, None))[1]
         part = _part(editor, whole, index, count)
@@ -275,10 +271,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
         place = node or next(iter(editor.graph.node))
         part: str = editor.before(place).Gather(value, index, axis=1)
     else:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copy.ClearField("name")
-        copy.input[:], copy.output[:] = made, [editor.fresh()]
+        copy = again(node, made, [editor.fresh()])
         editor.before(node).insert(copy)
         part = copy.output[0]
     if shape is not None:
@@ -289,7 +282,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
 def _is_product(node: onnx.NodeProto, shape: Sequence[int | None] | None) -> bool:
     """Return whether a node takes an error back through a layer: its second input is the layer's weight."""
     if node.op_type == "ConvTranspose":
-        return integer(node, "group", 1) == 1
+        return attribute(node, "group", 1) == 1
     return node.op_type == "MatMul" and len(shape or ()) == 2
 
 
@@ -308,7 +301,7 @@ def _product(editor: Editor, name: str) -> tuple[onnx.NodeProto, Read, Read] | N
         return node, (turned, 0), (node, 1)
     while node is not None and node.op_type in ("Transpose", "Slice"):
         node = editor.maker(node.input[0])
-    if node is None or node.op_type != "Conv" or integer(node, "group", 1) != 1:
+    if node is None or node.op_type != "Conv" or attribute(node, "group", 1) != 1:
         return None
     images, kernels = (editor.maker(each) for each in node.input[:2])
     if images is None or kernels is None or {images.op_type, kernels.op_type} != {"Transpose"}:
@@ -330,14 +323,14 @@ def join_channels(editor: Editor) -> None:
         images, kernels = (each for each in makers if each is not None)
         x, shape = images.input[0], editor.shape(images.input[0])
         turned = [1, 0, *range(2, 0 if shape is None else len(shape))]
-        if shape is None or ints(images, "perm") != turned or ints(kernels, "perm") != turned:
+        if shape is None or attribute(images, "perm", []) != turned or attribute(kernels, "perm", []) != turned:
             continue
         known, errors = _known(shape[1:]), _known((editor.shape(kernels.input[0]) or ())[2:])
-        if integer(node, "group", 1) != 1 or not known or not errors:
+        if attribute(node, "group", 1) != 1 or not known or not errors:
             continue
         axes, (channels, *size) = len(errors), known
-        dilation, stride = ints(node, "strides", [1] * axes), ints(node, "dilations", [1] * axes)
-        pads = ints(node, "pads", [0] * 2 * axes)
+        dilation, stride = attribute(node, "strides", [1] * axes), attribute(node, "dilations", [1] * axes)
+        pads = attribute(node, "pads", [0] * 2 * axes)
         reach = [
             (size[i] + pads[i] + pads[axes + i] - stride[i] * (errors[i] - 1) - 1) // dilation[i] + 1
             for i in range(axes)
@@ -376,9 +369,8 @@ def multiply_turned(editor: Editor) -> None:
 
     def source(name: str) -> str | None:
         node = editor.maker(name)
-        return (
-            node.input[0] if node is not None and node.op_type == "Transpose" and ints(node, "perm") == TURNED else None
-        )
+        turned = node is not None and node.op_type == "Transpose" and attribute(node, "perm", []) == TURNED
+        return node.input[0] if turned else None
 
     for node in editor.of_type("MatMul", "Gemm"):
         both = [source(name) for name in node.input[:2]]
@@ -387,7 +379,7 @@ def multiply_turned(editor: Editor) -> None:
             continue
         scales = {each.name: each.f for each in node.attribute if each.name in ("alpha", "beta")}
         inputs = [given or name for name, given in zip(node.input[:2], both, strict=True)]
-        turns = [integer(node, name) ^ bool(given) for name, given in zip(("transA", "transB"), both, strict=True)]
+        turns = [attribute(node, name, 0) ^ bool(given) for name, given in zip(("transA", "transB"), both, strict=True)]
         node.CopyFrom(
             helper.make_node(
                 "Gemm", [*inputs, *node.input[2:]], list(node.output), transA=turns[0], transB=turns[1], **scales

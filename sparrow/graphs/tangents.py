@@ -19,8 +19,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from .editor import Editor, integer
+from .editor import Editor
 from .errors import NoCurvature
+from .graph import again, attribute
 
 ALONG, FLOW, GRADIENT = "along:", "flow:", "grad:"
 
@@ -63,9 +64,7 @@ def flow_graph(step: bytes, names: Collection[str]) -> bytes:
         graph.input.append(helper.make_tensor_value_info(ALONG + name, TensorProto.FLOAT, shape))
         graph.output.append(helper.make_tensor_value_info(FLOW + name, TensorProto.FLOAT, shape))
         graph.node.append(helper.make_node("Identity", [found], [FLOW + name]))
-    editor = Editor(proto)
-    editor.compute_once()
-    editor.remove_unread()
+    tangents.editor.remove_unread()
     return bytes(proto.SerializeToString(deterministic=True))
 
 
@@ -94,10 +93,7 @@ class Tangents:
 
     def again(self, node: onnx.NodeProto, inputs: Sequence[str]) -> list[str]:
         """Add a node of the same kind with other inputs, and return its outputs."""
-        copy = onnx.NodeProto.FromString(node.SerializeToString())
-        copy.ClearField("name")
-        copy.input[:] = inputs
-        copy.output[:] = [self.editor.fresh() for _ in node.output]
+        copy = again(node, inputs, [self.editor.fresh() for _ in node.output])
         self.editor.graph.node.append(copy)
         return list(copy.output)
 
@@ -133,7 +129,7 @@ Rule = Callable[[Tangents, onnx.NodeProto, Sequence[int]], "list[str] | None"]
 def _linear(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
     if moving != [0]:
         return None
-    if node.op_type == "Cast" and integer(node, "to") != TensorProto.FLOAT:
+    if node.op_type == "Cast" and attribute(node, "to", 0) != TensorProto.FLOAT:
         return []
     return to.again(node, [to.of[node.input[0]], *node.input[1:]])
 
@@ -156,7 +152,7 @@ def _product(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[
         tangent, axes = to.of[node.input[2]], len(to.editor.shape(node.output[0]) or ())
         if node.op_type != "Gemm":
             tangent = to.make("Reshape", tangent, to.editor.integers([1, -1, *[1] * (axes - 2)]))
-        elif any(each.name == "beta" and each.f != 1 for each in node.attribute):
+        elif attribute(node, "beta", 1.0) != 1:
             return None
         terms.append(to.make("Expand", tangent, to.make("Shape", node.output[0])))
     return [to.sum(terms)]
@@ -186,7 +182,7 @@ def _extremum(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list
 
 def _highest(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
     """Return the tangent of an axis's maximum; of equal ones the mean."""
-    if moving != [0] or not integer(node, "keepdims", 1):
+    if moving != [0] or not attribute(node, "keepdims", 1):
         return None
     there = to.make("Cast", to.make("Equal", node.input[0], node.output[0]), to=TensorProto.FLOAT)
     parts = (to.make("Mul", there, to.of[node.input[0]]), there)
@@ -202,7 +198,7 @@ def _pool(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str
 
 def _scatter(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
     data, index, updates = node.input
-    if next((each.s for each in node.attribute if each.name == "reduction"), b"none") not in (b"none", b"add"):
+    if attribute(node, "reduction", b"none") not in (b"none", b"add"):
         return None
     return to.again(node, [to.whole(data), index, to.whole(updates)])
 
@@ -220,7 +216,7 @@ def _softmax(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[
     """Apply s' = s (x' - Σ s x'), and log s' = x' - Σ s x'."""
     tangent, answer = to.of[node.input[0]], node.output[0]
     share = to.make("Exp", answer) if node.op_type == "LogSoftmax" else answer
-    axis = to.editor.integers([integer(node, "axis", -1)])
+    axis = to.editor.integers([attribute(node, "axis", -1)])
     rest = to.make("Sub", tangent, to.make("ReduceSum", to.make("Mul", share, tangent), axis))
     return [rest if node.op_type == "LogSoftmax" else to.make("Mul", share, rest)]
 
@@ -269,7 +265,7 @@ def _clip(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str
 def _leaky(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
     """Multiply by the slope: below zero α of LeakyRelu, and f + α of Elu."""
     x, alpha = node.input[0], {"LeakyRelu": 0.01, "Elu": 1.0}[node.op_type]
-    below = to.number(next((each.f for each in node.attribute if each.name == "alpha"), alpha))
+    below = to.number(attribute(node, "alpha", alpha))
     if node.op_type == "Elu":
         below = to.make("Add", node.output[0], below)
     slope = to.make("Where", to.make("Greater", x, to.number(0)), to.number(1), below)
@@ -283,7 +279,7 @@ def _gaussian(to: Tangents, x: str, scale: float, width: float) -> str:
 
 def _gelu(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
     """Multiply by Φ(x) + x φ(x)."""
-    if next((each.s for each in node.attribute if each.name == "approximate"), b"none") != b"none":
+    if attribute(node, "approximate", b"none") != b"none":
         return None
     x = node.input[0]
     error = to.make("Erf", to.make("Mul", x, to.number(math.sqrt(0.5))))

@@ -7,6 +7,7 @@ the task's loss, and what reads the error is the backward pass of the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import onnx
@@ -14,6 +15,7 @@ from onnx import TensorProto, helper
 
 from ..protocol.mixture import WEIGHTS, name_in
 from .editor import Editor, loss_part, name_outputs
+from .graph import again
 from .mixture import RESPONSIBILITIES
 
 ENDS = ("loss", "error")
@@ -24,13 +26,12 @@ def scale_outputs(step: bytes) -> bytes:
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
     names = {"output": editor.fresh()}
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in loss_part(editor.graph, ENDS)]
+    copies = []
+    for node in loss_part(editor.graph, ENDS):  # what else reads the loss's parts is the model's own backward pass
+        names |= {name: editor.fresh() for name in node.output if name}
+        read, made = ([names.get(name, name) for name in values] for values in (node.input, node.output))
+        copies.append(again(node, read, made))
     ends = _free_ends(editor)
-    for copy in copies:  # what else reads the loss's parts is the model's own backward pass
-        names |= {name: editor.fresh() for name in copy.output if name}
-        copy.ClearField("name")
-        copy.input[:] = [names.get(name, name) for name in copy.input]
-        copy.output[:] = [names.get(name, name) for name in copy.output]
     loss, error = (names.get(name, ends[name]) for name in ENDS)
     editor.graph.input.append(helper.make_tensor_value_info("scale", TensorProto.FLOAT, None))
     editor.graph.node.extend(
@@ -54,7 +55,7 @@ def distil(step: bytes, weight: float, temperature: float) -> bytes:
     editor = Editor(proto)
     ends, nodes = _free_ends(editor), editor.graph.node
     output = next(each for each in editor.graph.output if each.name == "output")
-    teacher = onnx.ValueInfoProto.FromString(output.SerializeToString())
+    teacher = deepcopy(output)
     teacher.name = "teacher"
     editor.graph.input.append(teacher)
 
