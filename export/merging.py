@@ -6,7 +6,8 @@ every layer, and several adapters, such as a shared and a private one, as many t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from onnx import ModelProto, NodeProto
 
 from sparrow.graphs.graph import (
     Shape,
-    attribute,
+    attributes,
     constants,
     drop_unused_in_place,
     fold_constants_in_place,
@@ -58,8 +59,7 @@ def merge(model: ModelProto) -> ModelProto:
 
     Equal to float rounding. The model given is not changed.
     """
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     graph = result.graph
     del graph.value_info[:]  # may say what is no longer so
     fold_constants_in_place(result)
@@ -114,26 +114,13 @@ def _chain(name: str, graph: _Graph) -> list[_Linear]:
     if node is None or not node.input:
         return []
     inputs = [graph.known.get(each) for each in node.input]
-    if node.op_type == "MatMul" and inputs[0] is None and _is_matrix(inputs[1]):
-        return _through(node.input[0], np.asarray(inputs[1], np.float64), None, graph)
-    if node.op_type == "Gemm" and inputs[0] is None and _is_matrix(inputs[1]) and not attribute(node, "transA", 0):
-        weight, bias = np.asarray(inputs[1], np.float64), inputs[2] if len(inputs) > 2 else None
-        if (
-            attribute(node, "alpha", 1.0) != 1
-            or attribute(node, "beta", 1.0) != 1
-            or (len(inputs) > 2 and bias is None)
-        ):
-            return []
-        weight = weight.T if attribute(node, "transB", 0) else weight
-        return _through(node.input[0], weight, None if bias is None else np.asarray(bias, np.float64), graph)
+    if node.op_type in ("MatMul", "Gemm") and inputs[0] is None and _is_matrix(inputs[1]):
+        return _through(node, inputs, graph)
     if node.op_type in ("Add", "Mul") and sum(each is None for each in inputs) == 1:
-        place = next(each for each, value in enumerate(inputs) if value is None)
+        place = 0 if inputs[0] is None else 1
         factor = np.asarray(inputs[1 - place], np.float64)
-        return [
-            each
-            for each in (_moved(found, node.op_type, factor) for found in _chain(node.input[place], graph))
-            if each is not None
-        ]
+        moved = (_moved(found, node.op_type, factor) for found in _chain(node.input[place], graph))
+        return [each for each in moved if each is not None]
     return _chain(node.input[0], graph) if _keeps_last_axis(node, graph) else []
 
 
@@ -154,15 +141,17 @@ def _source(name: str, graph: _Graph) -> str:
     return name
 
 
-def _through(
-    source: str,
-    matrix: Matrix,
-    bias: Matrix | None,
-    graph: _Graph,
-) -> list[_Linear]:
-    """Return the chain of ``source`` times a matrix."""
-    shift = np.zeros(matrix.shape[1]) if bias is None else np.broadcast_to(bias, (matrix.shape[1],))
-    source = _source(source, graph)
+def _through(node: NodeProto, inputs: Sequence[NDArray[np.generic] | None], graph: _Graph) -> list[_Linear]:
+    """Return the chain of a product with a constant matrix. inputs: the constants that the node reads."""
+    given = attributes(node)
+    scaled = given.get("alpha", 1.0) != 1 or given.get("beta", 1.0) != 1
+    if given.get("transA") or scaled or any(each is None for each in inputs[2:]):
+        return []
+    matrix = np.asarray(inputs[1], np.float64)
+    matrix = matrix.T if given.get("transB") else matrix
+    bias = np.asarray(inputs[2] if len(inputs) > 2 else 0, np.float64)
+    shift = np.broadcast_to(bias, (matrix.shape[1],))
+    source = _source(node.input[0], graph)
     found = [_Linear(source, matrix, shift, matrix.size)]
     for before in _chain(source, graph):
         if before.matrix.shape[1] == matrix.shape[0]:

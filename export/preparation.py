@@ -20,8 +20,9 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import ModelProto, NodeProto, TensorProto
 
-from sparrow.graphs.bounds import LARGEST_SIZE, Walk, check_fields, has_data, samples_at_once
+from sparrow.graphs.bounds import Walk, check_fields, has_data, samples_at_once
 from sparrow.graphs.skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
+from sparrow.graphs.values import LARGEST_SIZE, named
 from sparrow.protocol.manifest import MAX_GRAPH, Array, Manifest
 from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Preparation
 
@@ -73,10 +74,10 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
         walk = (_Growing if preparation.free else Walk)(largest, samples=samples)
         walk.run()
         wanted = [samples, *manifest.input_shape]
-        if walk.shape(OUTPUT) != wanted:
+        if walk.values.shape(OUTPUT) != wanted:
             raise SkeletonError(
-                f"the preparation makes {walk.shape(OUTPUT)} of {samples} samples, the model takes {wanted}; keep the "
-                "batch axis first and free"
+                f"the preparation makes {walk.values.shape(OUTPUT)} of {samples} samples, the model takes {wanted}; "
+                "keep the batch axis first and free"
             )
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -93,15 +94,15 @@ class _Growing(Walk):
     """
 
     def _infer(self, node: NodeProto) -> dict[str, int]:
-        if not self._varies.isdisjoint(node.input) and not self._grows(node):
+        if not self.values.varies.isdisjoint(node.input) and not self._grows(node):
             raise SkeletonError(
-                f"the node {node.name[:80]!r} ({node.op_type[:80]!r}): may make more of a short sample than of a long "
-                "one; leave it out, or give samples of one shape"
+                f"{named(node)}: may make more of a short sample than of a long one; leave it out, or give samples of "
+                "one shape"
             )
         return super()._infer(node)
 
     def _fold(self, node: NodeProto) -> None:
-        if self._varies.isdisjoint(node.input):
+        if self.values.varies.isdisjoint(node.input):
             super()._fold(node)
 
     def _grows(self, node: NodeProto) -> bool:
@@ -111,13 +112,13 @@ class _Growing(Walk):
             return False
         if node.op_type in ("Squeeze", "DFT"):
             # Which axes there are, or how long a transform is, must not follow from the sample.
-            return len(node.input) > 1 and node.input[1] in self._data
+            return len(node.input) > 1 and node.input[1] in self.values.data
         if node.op_type != "Slice":
             return True
-        if not given or any(name not in self._data for name in given):
+        if not given or any(name not in self.values.data for name in given):
             return False
-        starts, ends = (self._data[name] for name in node.input[1:3])
-        steps = self._data[node.input[4]] if len(node.input) > 4 and node.input[4] else np.ones_like(starts)
+        starts, ends = (self.values.data[name] for name in node.input[1:3])
+        steps = self.values.data[node.input[4]] if len(node.input) > 4 and node.input[4] else np.ones_like(starts)
         # From a place counted from the end to one counted from the beginning there is nothing in a long sample.
         return (
             starts.ndim == 1

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from sparrow.graphs.building import Building
-from sparrow.graphs.graph import BATCHES, Shape
+from sparrow.graphs.graph import BATCHES, Shape, attributes
 from sparrow.graphs.graph import shapes as shapes_of
 from sparrow.graphs.skeleton import INPUT, OUTPUT
 from sparrow.protocol.blocks import BlockTable
@@ -128,24 +128,27 @@ def _layer(
     if found is None or len(found.sizes) < 2 or found.sizes[0] != BATCHES[0]:
         return None
     output, ranks = found.sizes, len(found.sizes)
-    weight = node.input[1] if len(node.input) > 1 else ""
-    bias = node.input[2] if len(node.input) > 2 else ""
-    attributes = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
+    _, weight, bias = (*node.input, "", "", "")[:3]
     kind = node.op_type
     if kind in _CHANNELS and all(shapes[name][0] == output[1] for name in (weight, bias) if name in shapes):
         return _Layer(weight, bias, 1, ranks)  # scales of group norm were once one for each group
     if kind == "LayerNormalization" and len(shapes.get(weight, ())) == 1:
         return _Layer(weight, bias, ranks - 1, ranks)
-    plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
-    if kind == "Gemm" and attributes.get("transB") and not attributes.get("transA") and plain:
-        return _Layer(weight, bias, 1, ranks)
+    if kind == "Gemm":
+        return _Layer(weight, bias, 1, ranks) if _is_plain(node) else None
     if kind == "MatMul" and weight in turned:
         return _Layer(turned[weight], "", ranks - 1, ranks)
-    if kind == "Add":
-        for name in node.input:
-            if len(shapes.get(name, ())) == 1 and node.input[0] != node.input[1]:
-                return _Layer("", name, ranks - 1, ranks)
+    if kind == "Add" and node.input[0] != node.input[1]:
+        biases = (name for name in node.input if len(shapes.get(name, ())) == 1)
+        return next((_Layer("", name, ranks - 1, ranks) for name in biases), None)
     return None
+
+
+def _is_plain(gemm: NodeProto) -> bool:
+    """Return whether a product's weight has a row for each output, and nothing else is scaled or transposed."""
+    given = attributes(gemm)
+    plain = given.get("alpha", 1.0) == given.get("beta", 1.0) == 1.0
+    return bool(given.get("transB")) and not given.get("transA") and plain
 
 
 def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, manifest: Manifest) -> None:

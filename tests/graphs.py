@@ -17,8 +17,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.defs import get_schema
 
 from sparrow.graphs import Graphs
-from sparrow.graphs.bounds import names
 from sparrow.graphs.checking import OPSET, Needs, check_graphs
+from sparrow.graphs.values import names
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.manifest import Manifest
 

@@ -76,16 +76,14 @@ class Leaf:
 def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Leaf]:
     """Return the leaf of each parameter of which anything is trained. Raises ValueError for elements of no parameter,
     of another shape, or that should not exist and are not zero."""
-    for given in (part.elements or {}, part.trained or {}):
-        for name, flags in given.items():
-            if name not in tensors or flags.shape != tensors[name].shape or flags.dtype != np.bool_:
-                raise ValueError(f"{name}: elements of type {flags.dtype} and shape {flags.shape} for this parameter")
+    _check_flags(part, tensors)
+    elements, trained, factors = part.elements or {}, part.trained or {}, part.factors or {}
     found: dict[str, Leaf] = {}
     for spec in manifest.tensors:
         if not spec.trainable:
             continue
         whole = np.asarray(tensors[spec.name], np.float32)
-        exists, moves = ((given or {}).get(spec.name) for given in (part.elements, part.trained))
+        exists, moves = elements.get(spec.name), trained.get(spec.name)
         bits = None if exists is None else bits_of(exists)
         if bits is not None and (whole.view(np.int32) & ~bits & np.int32(2**31 - 1)).any():
             raise ValueError(f"{spec.name}: weights that do not exist are not zero; multiply it by its mask first")
@@ -96,9 +94,15 @@ def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Lea
             continue
         block = neuron_block(manifest, spec, part.mask)
         frozen = block.rows is not None or block.columns is not None
-        factor = (part.factors or {}).get(spec.name)
-        found[spec.name] = Leaf(whole, block if frozen else None, bits=bits, factor=factor)
+        found[spec.name] = Leaf(whole, block if frozen else None, bits=bits, factor=factors.get(spec.name))
     return found
+
+
+def _check_flags(part: Part, tensors: Tensors) -> None:
+    for given in (part.elements or {}, part.trained or {}):
+        for name, flags in given.items():
+            if name not in tensors or flags.shape != tensors[name].shape or flags.dtype != np.bool_:
+                raise ValueError(f"{name}: elements of type {flags.dtype} and shape {flags.shape} for this parameter")
 
 
 def bits_of(exists: Flags) -> NDArray[np.int32] | None:

@@ -23,10 +23,11 @@ from sparrow.graphs import Graphs
 from ..protocol.errors import GraphError
 from ..protocol.flops import forward_flops
 from ..protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
-from .bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, names, too_slow
+from .bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, too_slow
 from .costs import FLOP, REFERENCE, Speed
 from .errors import SkeletonError
 from .skeleton import check_node, check_structure, parse, refuse_external
+from .values import named, names
 
 OPSET = 21
 """Version of the standard operators that steps are published with."""
@@ -137,7 +138,7 @@ def _check_operators(model: ModelProto) -> None:
         raise GraphError(f"it has {len(model.graph.node)} nodes, at most {MOST_NODES} are accepted")
     for node in model.graph.node:
         if node.op_type not in OPERATORS:
-            raise GraphError(f"{_named(node)}: this operator is not accepted")
+            raise GraphError(f"{named(node)}: this operator is not accepted")
         check_node(node)
 
 
@@ -217,7 +218,7 @@ class _Walk(Walk):
     """As ``Walk``, but of what grows with the batch only sizes in proportion to it are computed."""
 
     def _fold(self, node: NodeProto) -> None:
-        grows = [name for name in node.input if name in self._data and name in self._varies]
+        grows = [name for name in node.input if name in self.values.data and name in self.values.varies]
         if grows and (node.op_type not in MOVING or (node.op_type == "Mul" and len(grows) > 1)):
             return
         super()._fold(node)
@@ -233,14 +234,14 @@ def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
     grows: dict[str, int | None] = dict.fromkeys((each.name for each in model.graph.initializer), None)
     read = [each.name for each in model.graph.input]
     for name in (*read, *(made for node in model.graph.node for made in node.output if made)):
-        grows[name] = _growing_axis(name, small.shape(name), large.shape(name))
+        grows[name] = _growing_axis(name, small.values.shape(name), large.values.shape(name))
     for node in model.graph.node:
         _check_axes(node, grows, small)
     for value in (*model.graph.value_info, *model.graph.output):
         if value.name not in grows:
             raise GraphError(f"{value.name[:80]!r} is described, but no node makes it")
         _, recorded = _described(value)
-        found = small.shape(value.name)
+        found = small.values.shape(value.name)
         fits = len(recorded) == len(found) and all(
             length is None or (length == there and axis != grows[value.name])
             for axis, (length, there) in enumerate(zip(recorded, found, strict=True))
@@ -278,12 +279,8 @@ def _check_axes(node: NodeProto, grows: dict[str, int | None], walk: Walk) -> No
     if node.op_type in SPATIAL:
         values = [*read[:2], *(name for name in node.output if name)]
         if any((grows[name] or 0) > 1 for name in values):
-            raise GraphError(f"{_named(node)}: moves a window along the samples")
+            raise GraphError(f"{named(node)}: moves a window along the samples")
     if node.op_type in KEEPING and (axis := grows[read[0]]) is not None:
-        length = walk.shape(read[0])[axis]
-        if any(walk.shape(name)[axis] != length for name in node.output if name):
-            raise GraphError(f"{_named(node)}: takes some samples out of a batch")
-
-
-def _named(node: NodeProto) -> str:
-    return f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
+        length = walk.values.shape(read[0])[axis]
+        if any(walk.values.shape(name)[axis] != length for name in node.output if name):
+            raise GraphError(f"{named(node)}: takes some samples out of a batch")

@@ -10,14 +10,14 @@ runs. ``tests/graph_fuzzing.py`` compares predictions with runs of random graphs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import onnx.helper
 from onnx import NodeProto, TensorProto
 
-from ..protocol.manifest import Array
+from .graph import attributes
+from .values import FLOATS, Values, names
 
 FAST = 1.0
 """Nanoseconds of a value up to which an operator waits for memory."""
@@ -62,37 +62,19 @@ class Speed:
 REFERENCE = Speed()
 
 
-class Sizes(Protocol):
-    """The shapes and types of a graph's values."""
-
-    def shape(self, name: str) -> list[int]:
-        """Return the lengths of a value's axes."""
-
-    def kind(self, name: str) -> int:
-        """Return a value's type, of ``TensorProto``."""
-
-    def size(self, name: str) -> int:
-        """Return a value's bytes."""
-
-    def known(self, name: str) -> Array | None:
-        """Return a value that is known beforehand; None if it is not."""
-
-
 class _Node:
     """A node with what its cost depends on."""
 
-    def __init__(self, node: NodeProto, sizes: Sizes) -> None:
+    def __init__(self, node: NodeProto, values: Values) -> None:
         read, made = [name for name in node.input if name], [name for name in node.output if name]
         self.op = node.op_type
-        self.attributes: Mapping[str, Any] = {
-            each.name: onnx.helper.get_attribute_value(each) for each in node.attribute
-        }
-        self.taken = [sizes.shape(name) for name in read]
-        self.made = [sizes.shape(name) for name in made]
-        self.kind = sizes.kind([*read, *made][0]) if read or made else 0
-        self.bytes = sum(sizes.size(name) for name in (*read, *made))
-        self.first_bytes = sizes.size(read[0]) if read else 0
-        self.known = [sizes.known(name) for name in read]
+        self.attributes = attributes(node)
+        self.taken = [values.shape(name) for name in read]
+        self.made = [values.shape(name) for name in made]
+        self.kind = values.kind([*read, *made][0]) if read or made else 0
+        self.bytes = sum(values.size(name) for name in (*read, *made))
+        self.first_bytes = values.size(read[0]) if read else 0
+        self.known = [values.known(name) for name in read]
         self.outputs = len(made)
 
     @property
@@ -116,12 +98,12 @@ class _Node:
         return given % max(1, len(self.made[0]))
 
 
-def work_of(node: NodeProto, sizes: Sizes, readers: Collection[str] = ("",)) -> Work:
+def work_of(node: NodeProto, values: Values, readers: Collection[str] = ("",)) -> Work:
     """Return the work of one node. An operator that is not known here costs as the slowest plain one.
 
     readers: the operators of the nodes that read its results; "": what runs the graph reads one.
     """
-    seen = _Node(node, sizes)
+    seen = _Node(node, values)
     if not seen.outputs or _is_folded(seen, readers):
         return Work(plain=PER_NODE)
     products, moving, plain = _RULES.get(seen.op, _unknown)(seen)
@@ -403,18 +385,11 @@ def _unknown(node: _Node) -> Work:
     return Work(0, 0, FAR * (node.out + sum(map(math.prod, node.taken))))
 
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-
 def _mod(node: _Node) -> Work:
     # A remainder of two floats is found bit by bit of their exponents' difference.
-    floats = node.kind in _FLOATS
+    floats = node.kind in FLOATS
     long = 1200.0 if node.kind == TensorProto.DOUBLE else 200.0
     return _elements(long if floats else 5.0)(node)
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
 
 
 _NANOSECONDS = {
@@ -433,12 +408,12 @@ _NANOSECONDS = {
 }
 
 _RULES: dict[str, Callable[[_Node], Work]] = {
-    **{op: _elements(nanoseconds) for nanoseconds, ops in _NANOSECONDS.items() for op in _words(ops)},
+    **{op: _elements(nanoseconds) for nanoseconds, ops in _NANOSECONDS.items() for op in names(ops)},
     **dict.fromkeys(["Softmax", "LogSoftmax"], _softmax),
     **dict.fromkeys(["MatMul", "Gemm"], _product),
     **dict.fromkeys(["MaxPool", "AveragePool"], _pool),
     **dict.fromkeys(
-        _words(
+        names(
             """
             ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
             ReduceSumSquare
@@ -457,7 +432,7 @@ _RULES: dict[str, Callable[[_Node], Work]] = {
     **dict.fromkeys(["LSTM", "GRU", "RNN"], _recurrent),
     **dict.fromkeys(["DFT", "STFT", "TopK"], _transform),
     **dict.fromkeys(
-        _words(
+        names(
             """
             GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization InstanceNormalization LRN
             LayerNormalization LpNormalization MeanVarianceNormalization RMSNormalization

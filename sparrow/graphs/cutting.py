@@ -328,12 +328,7 @@ class Cutter:
     # Nodes
 
     def _cut_node(self, node: onnx.NodeProto) -> None:
-        known = all(self.shape(name) is not None for name in (*node.input, *node.output) if name)
-        read = [self._cuts.get(name) for name in node.input if name]
-        places = any(cut is None for cut in read)  # where maxima lie, which nothing but putting errors back can cut
-        cut_at_all = any(label is not None for cut in read if cut is not None for label in cut.labels)
-        known = known and (node.op_type == "MaxUnpool" if places else cut_at_all)
-        rule = RULES.get(node.op_type) if known and node.domain == "" else None
+        rule = RULES.get(node.op_type) if node.domain == "" and self._can_be_cut(node) else None
         plan = rule(self, node) if rule is not None else None
         if plan is None:
             if node.output[0] not in self._cuts:  # a rule may have made it by itself
@@ -348,6 +343,15 @@ class Cutter:
         for name in node.output[1:]:
             if name:
                 self._pooled[name] = Cut(name, plan.labels)
+
+    def _can_be_cut(self, node: onnx.NodeProto) -> bool:
+        """Return whether shapes are known, and any value that the node reads has been cut."""
+        if any(self.shape(name) is None for name in (*node.input, *node.output) if name):
+            return False
+        read = [self._cuts.get(name) for name in node.input if name]
+        if None in read:  # the places of maxima, which only MaxUnpool reads
+            return bool(node.op_type == "MaxUnpool")
+        return any(label is not None for cut in read if cut is not None for label in cut.labels)
 
     def _whole_node(self, node: onnx.NodeProto) -> None:
         """Compute a node of whole values."""
@@ -535,13 +539,12 @@ def _reshape(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     zeros = set[int]()
     for axes, others in _same_places(before, after):
         cut = [axis for axis in axes if own[axis] is not None]
-        if len(cut) != 1 or any(before[axis] != 1 for axis in axes if axis < cut[0]):
-            continue
-        label, behind = own[cut[0]], prod(before[axis] or 0 for axis in axes if axis > cut[0])
         large = [axis for axis in others if after[axis] != 1]
-        if label is None or not large:
+        if len(cut) != 1 or not large or any(before[axis] != 1 for axis in axes if axis < cut[0]):
             continue
-        rest = prod(after[axis] or 0 for axis in large[1:])
+        label = own[cut[0]] or ()
+        behind = _places(before, [axis for axis in axes if axis > cut[0]])
+        rest = _places(after, large[1:])
         if any(repeat * behind % rest for _, repeat in label):
             continue
         inputs[cut[0]] = label
@@ -552,6 +555,10 @@ def _reshape(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     if sizes is None:
         return None
     return Plan([tuple(inputs), (None,)], tuple(labels), frozenset(zeros), {1: sizes})
+
+
+def _places(shape: Lengths, axes: Sequence[int]) -> int:
+    return prod(shape[axis] or 0 for axis in axes)
 
 
 def _same_places(before: Lengths, after: Lengths) -> list[tuple[list[int], list[int]]]:

@@ -23,6 +23,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoP
 from ..protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
 from .bounds import check_fields, check_sizes, has_data
 from .errors import ExportError, SkeletonError
+from .values import named
 
 MAX_MODEL = 2**31 - 1
 """Largest ONNX file without external data, in bytes: protobuf's limit."""
@@ -183,7 +184,7 @@ def refuse_external(tensor: TensorProto) -> None:
 
 def check_node(node: onnx.NodeProto) -> None:
     """Raise SkeletonError for a node of another domain, or with attributes such as subgraphs."""
-    what = f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
+    what = named(node)
     if node.domain not in _ONNX_DOMAINS:
         raise SkeletonError(f"{what} is of {node.domain[:80]!r}; only standard operators are accepted")
     for attribute in node.attribute:

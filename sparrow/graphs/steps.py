@@ -251,22 +251,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
     node, shape = editor.maker(value), editor.shape(value)
     if editor.constant(value) is not None or (shape is not None and len(shape) == 0):
         return value
-    made: list[str] | None = None
-    if node is not None and node.op_type in ELEMENTWISE and len(node.output) == 1:
-        # Of a value that is broadcast over the channels there is no part.
-        if shape is not None and all(editor.shape(each) in (shape, ()) for each in node.input):
-            made = [_part(editor, each, index, count) for each in node.input]
-    elif node is not None and node.op_type == "MaxUnpool":
-        pool = editor.maker(node.input[1])
-        if pool is not None and pool.op_type == "MaxPool":
-            add = editor.before(node)
-            below = _part(editor, pool.input[0], index, count)
-            again = helper.make_node("MaxPool", [below], [editor.fresh(), editor.fresh()])
-            again.attribute.extend(pool.attribute)
-            add.insert(again)
-            made = [_part(editor, node.input[0], index, count), again.output[1], add.Shape(below)]
-    elif node is not None and _is_product(node, shape):
-        made = [node.input[0], editor.before(node).Gather(node.input[1], index, axis=1)]
+    made = None if node is None else _parts_read(editor, node, shape, index, count)
     if node is None or made is None:
         place = node or next(iter(editor.graph.node))
         part: str = editor.before(place).Gather(value, index, axis=1)
@@ -279,10 +264,33 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
     return part
 
 
+def _parts_read(
+    editor: Editor, node: onnx.NodeProto, shape: Sequence[int | None] | None, index: str, count: int | None
+) -> list[str] | None:
+    """Return the inputs of which a node makes a part of its value; None if it needs whole ones. shape: the value's."""
+    if node.op_type in ELEMENTWISE and len(node.output) == 1:
+        # A value that is broadcast over the channels has no part.
+        if shape is None or any(editor.shape(each) not in (shape, ()) for each in node.input):
+            return None
+        return [_part(editor, each, index, count) for each in node.input]
+    if node.op_type == "MaxUnpool":
+        pool = editor.maker(node.input[1])
+        if pool is None or pool.op_type != "MaxPool":
+            return None
+        add = editor.before(node)
+        below = _part(editor, pool.input[0], index, count)
+        places = editor.fresh()
+        add.insert(again(pool, [below], [editor.fresh(), places]))
+        return [_part(editor, node.input[0], index, count), places, add.Shape(below)]
+    if _is_product(node, shape):
+        return [node.input[0], editor.before(node).Gather(node.input[1], index, axis=1)]
+    return None
+
+
 def _is_product(node: onnx.NodeProto, shape: Sequence[int | None] | None) -> bool:
     """Return whether a node takes an error back through a layer: its second input is the layer's weight."""
     if node.op_type == "ConvTranspose":
-        return attribute(node, "group", 1) == 1
+        return bool(attribute(node, "group", 1) == 1)
     return node.op_type == "MatMul" and len(shape or ()) == 2
 
 
@@ -369,8 +377,9 @@ def multiply_turned(editor: Editor) -> None:
 
     def source(name: str) -> str | None:
         node = editor.maker(name)
-        turned = node is not None and node.op_type == "Transpose" and attribute(node, "perm", []) == TURNED
-        return node.input[0] if turned else None
+        if node is None or node.op_type != "Transpose" or attribute(node, "perm", []) != TURNED:
+            return None
+        return str(node.input[0])
 
     for node in editor.of_type("MatMul", "Gemm"):
         both = [source(name) for name in node.input[:2]]
