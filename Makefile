@@ -62,23 +62,17 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The table of docs/results/demo.md: the demo over five seeds.
+# A section of docs/results/defaults.md: the demo over five seeds.
 demo-seeds: setup
 	$(BIN)/python -m benchmarks.demo_seeds
 
-# Hours to weeks; Ctrl-C, and the same again, at any time. Rows come into docs/results, to be committed.
+# Hours to weeks; Ctrl-C, and the same again, at any time. Rows come into benchmarks/rows, to be committed.
 rows: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks queue --data $(or $(DATA),$(error DATA=DIR says where the data are))
 
-# The pages of experiments in docs/results anew, from their rows.
+# What the pages of docs/results say of committed rows, and their pictures.
 results: setup
-	for page in docs/results/*.jsonl; do name=$$(basename $$page .jsonl); \
-	  test -f benchmarks/experiments/$$name.toml && test -f docs/results/$$name.md || continue; \
-	  case $$name in *-settings|*-classes|*-decisive) kinds= ;; \
-	  *-masks) kinds='masks pairs distances private kept theorem' ;; *-gates) kinds='distances gates' ;; \
-	  dmpfl-*) kinds=shift ;; *) kinds='curves shift' ;; esac; \
-	  $(BIN)/python -m benchmarks report $$name --results $$page --out docs/results --pictures $$kinds \
-	    || exit 1; done
+	$(BIN)/python -m benchmarks claims --pictures
 
 # The pictures of README; needs Chromium.
 pictures: setup

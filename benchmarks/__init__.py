@@ -1,1 +1,1 @@
-"""The bench, the demo, and the measurements of ``docs/results`` with the commands that made them."""
+"""The demo, and the measurements of ``docs/results`` with their rows and the commands that made them."""

@@ -6,7 +6,7 @@
 A small transformer is pre-trained here, at one place, on roles that take no part; then it is fine-tuned by FedAvg on
 devices that each have one role, whole or by adapters (LoRA of ``peft`` on every linear layer). Settings of both were
 chosen on validation data among ``RATES``, in half as many rounds. Accuracy is that of the next character, over the
-devices' own last tenths. Results are ``docs/results/adapters.jsonl``; extra ``adapters``.
+devices' own last tenths. Rows are in ``benchmarks/rows/adapters.jsonl``; extra ``adapters``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS, write_section
+from benchmarks.zoo import torchvision
 from edge_sdk.tasks import Task
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.training import FOLDER
-from sparrow.benchmarks.zoo import torchvision
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.simulation.simulate import SimulationOptions, simulate
@@ -201,7 +201,7 @@ def untuned(path: Path) -> float:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    file = FOLDER / "adapters.jsonl"
+    file = ROWS / "adapters.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -224,7 +224,7 @@ def _run(path: Path) -> None:
 
 
 def _record(row: dict[str, Any]) -> dict[str, Any]:
-    with (FOLDER / "adapters.jsonl").open("a") as file:
+    with (ROWS / "adapters.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(row)
     return row
@@ -258,9 +258,9 @@ the tenths before, with seed 100 and {ROUNDS // 2} rounds among {RATES}.
 
 {_said(rows, [row for row in everything if row not in rows])}
 
-Made by `python -m benchmarks.adapters --data DIR`; rows in [adapters.jsonl](adapters.jsonl).
+Made by `python -m benchmarks.adapters --data DIR`; rows in `adapters.jsonl`.
 """
-    (FOLDER / "adapters.md").write_text(text)
+    write_section("speed", "adapters", text)
 
 
 def _chosen(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

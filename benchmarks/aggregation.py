@@ -34,9 +34,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.peers.install import PYTHON, ROOT
 from edge_sdk.publishing.coupling import describe
-from sparrow.benchmarks.peers.install import PYTHON, ROOT
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.coordinator.sums.averages import ElementSums, MaskedSums, Sums
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.masks import (
@@ -141,7 +141,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
         yield None
         return
     shapes = json.dumps([spec.shape for spec in manifest.shared])
-    command = [str(PYTHON), "-m", "sparrow.benchmarks.peers.averaging", shapes, str(UPDATES)]
+    command = [str(PYTHON), "-m", "benchmarks.peers.averaging", shapes, str(UPDATES)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None

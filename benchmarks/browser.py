@@ -1,6 +1,6 @@
 """``python -m benchmarks.browser``: the training step of a page beside the SDK's, on one machine.
 
-    python -m benchmarks.browser               measure and write docs/results/browser.jsonl and the page
+    python -m benchmarks.browser               measure and write its rows and its section of docs/results/speed.md
     python -m benchmarks.browser page          write the page of the recorded results
 
 A page of a real coordinator in headless Chromium takes part in a federation of one round; its milliseconds a step are
@@ -26,13 +26,13 @@ import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS, write_section
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.engines.onnx import Network, Sessions
 from edge_sdk.engines.training import Part
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import coordinator
-from sparrow.benchmarks.training import FOLDER
+from sparrow.bench.server import coordinator
 from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
@@ -157,8 +157,8 @@ def measure() -> Iterator[dict[str, Any]]:
         browser.close()
 
 
-def write_page(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the page of the results."""
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page of the results."""
     table = []
     for task in TASKS:
         for budget in (1.0, 0.25):
@@ -181,9 +181,9 @@ def write_page(rows: Sequence[dict[str, Any]], path: Path) -> None:
                     ]
                 )
     heads = ["network", "threads", "SDK, ms a step", "page, ms a step", "ratio (range)", "first step, s", "page, MB"]
-    page = f"""# The training step in a browser
+    return f"""# The training step in a browser
 
-Made by `python -m benchmarks.browser` from [browser.jsonl](browser.jsonl): {TURNS} turns, each page between two runs of
+Made by `python -m benchmarks.browser` from `browser.jsonl`: {TURNS} turns, each page between two runs of
 the SDK's engine on the same machine (ONNX Runtime, as many threads), Chromium {rows[-1]["chromium"]}, headless, batch
 {BATCH}, FedSPU. A step is forward pass, backward pass and optimiser; a page's is the one that its own screen shows.
 Ratios are medians over turns, with their range.
@@ -197,7 +197,6 @@ Ratios are medians over turns, with their range.
   measured under a host name without either.
 - At 25 % of the neurons only the errors of active weights are computed ([budget.md](../budget.md)).
 """
-    path.write_text(page)
 
 
 def main() -> None:
@@ -205,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.browser", description=__doc__.partition("\n")[0])
     parser.add_argument("what", nargs="?", choices=("page",), help="write the page alone")
     options = parser.parse_args()
-    rows_file = FOLDER / "browser.jsonl"
+    rows_file = ROWS / "browser.jsonl"
     if options.what is None:
         with rows_file.open("w") as file:
             for row in measure():
@@ -213,7 +212,7 @@ def main() -> None:
                 file.flush()
                 print(row)
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    write_page(rows, FOLDER / "browser.md")
+    write_section("speed", "browser", page(rows))
 
 
 if __name__ == "__main__":

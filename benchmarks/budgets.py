@@ -8,7 +8,7 @@ the other, so that they do not slow each other down. Inputs are random, because 
 
 It compares the seconds of a round's training with the prediction before the first round, and their spread over devices
 with the spread for equal budgets. With ``--processor-time``, for a shared machine, it counts processor time and rests
-instead of wall time. It writes ``docs/results/budgets.md``.
+instead of wall time. It writes a section of ``docs/results/speed.md``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from statistics import median
 import httpx
 import torch
 
+from benchmarks.markdown import markdown_table
+from benchmarks.places import write_section
 from edge_sdk.budget.prediction import Predictor
 from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import DEADLINE_SHARE, BudgetController, Limits
@@ -40,15 +42,13 @@ from edge_sdk.profile import Subject
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import coordinator, machine
+from sparrow.bench.server import coordinator, machine
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.system import System
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import FederationInfo, UpdateReport
 
-RESULTS = Path("docs/results")
 TASK = "mnist:leaf"
 DUTIES = (1.0, 0.85, 0.7, 0.6, 0.5)
 ROUNDS, STEPS, BATCH = 3, 25, 32
@@ -242,7 +242,6 @@ def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run both federations, print and write the page; return 1 if a bound is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "budgets.md", help="default: %(default)s")
     parser.add_argument("--processor-time", action="store_true", help="for a machine that others use too")
     options = parser.parse_args(arguments)
     clock = Clock(processor=options.processor_time)
@@ -253,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         mean = sum(row.budget for row in own) / len(own)
         _, equal = run(Path(folder) / "equal", planned, round(mean, 2), clock)
     text = page(planned, own, equal, by)
-    options.out.write_text(text)
+    write_section("speed", "budgets", text)
     print(text)
     met = spread(own) <= SPREAD_BOUND * spread(equal)
     return 0 if met and all(abs(row.predicted / row.measured - 1) <= SECONDS_BOUND for row in own) else 1

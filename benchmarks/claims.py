@@ -8,7 +8,7 @@ Between braces stands a call of a method of ``Figures``, or a sum, difference, p
 behind its last colon a format. A table is a comment of several lines. A first line ``each = A; B as C`` repeats every
 line that has ``{each}``: ``each`` is a label's name on the page, ``label`` its name in the rows.
 
-``docs/results/claims.toml`` lists every table and figure of the papers, and ``Figures.claims`` makes their tables.
+``benchmarks/rows/claims.toml`` lists every table and figure of the papers, and ``Figures.claims`` makes their tables.
 """
 
 from __future__ import annotations
@@ -25,44 +25,52 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from sparrow.benchmarks import queue, rows
-from sparrow.benchmarks.experiment import Value
-from sparrow.benchmarks.metrics import Point, best_within, upload_until
-from sparrow.benchmarks.report.cells import markdown_lines
-from sparrow.benchmarks.report.comparisons import differences, judged_on, paired, students
-from sparrow.benchmarks.report.costs import at_equal_cost
-from sparrow.benchmarks.report.figures import (
+from benchmarks import queue
+from benchmarks.places import DOCS, ROWS, lowered
+from benchmarks.report.costs import at_equal_cost
+from benchmarks.report.page import draw_all, section_text
+from benchmarks.report.shifts import judged_on
+from benchmarks.report.uploads import best_within, upload_until
+from sparrow.bench import rows
+from sparrow.bench.experiment import FOLDER, Value, load_experiment
+from sparrow.bench.metrics import Point
+from sparrow.bench.report.cells import markdown_lines
+from sparrow.bench.report.comparisons import differences, paired, students
+from sparrow.bench.report.figures import (
     MIB,
     accuracy_among,
     device_rounds,
     end_of,
     global_accuracy,
+    groups,
     mean_analysed,
     participants,
     shift_of,
     stopped_devices,
 )
-from sparrow.benchmarks.rows import DeviceResult, Recorded
+from sparrow.bench.rows import DeviceResult, Recorded
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 NO_CLAIMS = ("a drawing", "a list of settings")
 """The values, and the verdicts, of figures and tables that claim nothing that could be measured."""
 MEASURED = re.compile(r"(<!-- measured:(.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
 EXPRESSION = re.compile(r"\{([^{}]*?)(?::([^:{}'()]*))?\}")
+SECTION = re.compile(r"(<!-- section: ([\w-]+)((?: \w+)*) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+"""A section that is made whole: of an experiment, with the kinds of its pictures, or by the script of its name."""
 NOT_MEASURED = (
+    SECTION,
     MEASURED,
     re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),
     re.compile(r"`[^`\n]*`"),
     re.compile(r"\]\([^)]*\)"),
     re.compile(r"(?<!\*)\*(?!\*)[^*\n]+\*(?!\*)"),
 )
-"""Where a page may have decimals: between markers; in code (settings, commands); in a link's address; and in italics
-(a paper's own figures)."""
+"""Where a page may have decimals: in sections and between markers; in code (settings, commands); in a link's address;
+and in italics (a paper's own figures)."""
 OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -358,7 +366,7 @@ class Figures:
 
     def device_round(self, network: str, batch: int, run: str, what: str) -> float:
         """Return the seconds or bytes of a device-round in gating.jsonl, as a share of FedAvg's."""
-        lines = map(json.loads, (self.folder / "gating.jsonl").read_text().splitlines())
+        lines = map(json.loads, rows.text_of(self.folder / "gating.jsonl").splitlines())
         found = next(each for each in lines if (each["model"], each["batch"]) == (network, batch))[what]
         self.used.setdefault("gating", [])
         return float(found[run] / found["FedAvg"])
@@ -402,7 +410,7 @@ class Figures:
         own = Figures(self.folder)
         here = filled(claim.get("here", "–"), own)
         held = [bool(evaluated(each, own)) for each in claim.get("holds", ())]
-        files = ", ".join(f"[{name}]({name}.jsonl)" for name in own.used) or "–"
+        files = ", ".join(f"`{name}`" for name in own.used) or "–"
         played = "; ".join(_played(each) for each in own.used.values() if each)
         rounds = _rounds([trial for each in own.used.values() for trial in each])
         result = claim["value"] if claim["value"] in NO_CLAIMS else verdict(held, claim.get("missing", ""), rounds)
@@ -439,20 +447,49 @@ def verdict(held: Sequence[bool], missing: str, rounds: str) -> str:
     return f"not (at {rounds})" if rounds else "not"
 
 
-def rebuild(docs: Path = DOCS) -> dict[Path, str]:
-    """Return the pages with measured figures as they should be: path -> text."""
+def rebuild(docs: Path = DOCS, folder: Path = ROWS) -> dict[Path, str]:
+    """Return the pages with measured figures as they should be: path -> text. folder: of the rows."""
     if not docs.is_dir():
         raise SystemExit(f"{docs} is not there: run this in a clone, which has the pages and their rows")
-    figures, found = Figures(docs / "results"), {}
+    figures, found = Figures(folder), {}
     for path in sorted(docs.rglob("*.md")):
         text = path.read_text()
         try:
             rebuilt = MEASURED.sub(lambda each: each[1] + _measured(each[2], figures) + each[4], text)
+            rebuilt = SECTION.sub(lambda each: each[1] + _section(each, folder) + each[5], rebuilt)
         except SystemExit as error:
             raise SystemExit(f"{path}: {error}") from None
-        if MEASURED.search(text):
+        if MEASURED.search(text) or SECTION.search(text):
             found[path] = rebuilt
     return found
+
+
+def _section(found: re.Match[str], folder: Path) -> str:
+    """Return a section of an experiment anew; those of scripts, which have no experiment, as they are."""
+    name = found[2]
+    if not is_experiment(name):
+        return found[4]
+    return lowered(section_text(name, load_experiment(name), _read(folder / f"{name}.jsonl"), found[3].split()))
+
+
+def is_experiment(name: str) -> bool:
+    """Return whether an experiment of this name is built in."""
+    return (FOLDER / f"{name}.toml").exists()
+
+
+def draw_pictures(docs: Path = DOCS, folder: Path = ROWS) -> list[Path]:
+    """Draw the pictures of experiments that pages show; return their files."""
+    drawn: list[tuple[str, Path]] = []
+    for path in sorted(docs.rglob("*.md")):
+        shown: dict[str, list[str]] = {}
+        for name, kind in re.findall(r"\(([\w-]+)-(\w+)\.png\)", path.read_text()):
+            if is_experiment(name):
+                shown.setdefault(name, []).append(kind)
+        for name, kinds in shown.items():
+            experiment = load_experiment(name)
+            found = groups(experiment, _read(folder / f"{name}.jsonl"))
+            drawn += draw_all(experiment, found, path.parent, name, kinds)
+    return [path for _, path in drawn]
 
 
 def stray_figures(text: str) -> list[str]:

@@ -8,7 +8,7 @@ Malicious: rounds without training, in which honest updates are random and of un
 in every value of one direction. The mean's move along that direction is given in honest updates' median lengths: in the
 worst round of ROUNDS, and in their sum, if no honest device pulls it back.
 
-It prints both tables and writes the first one's rows to ``docs/results/clipping.jsonl``.
+It prints both tables and writes the first one's rows to ``benchmarks/rows/clipping.jsonl``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS
 from edge_sdk.tasks import Task, load_task
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.coordinator.rounds.intake import Intake, Update
 from sparrow.coordinator.rounds.lengths import LENGTHS, WINDOW, usual
 from sparrow.coordinator.sums.averages import MaskedSums
@@ -39,7 +40,6 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.simulation.result import Result
 from sparrow.simulation.simulate import SimulationOptions, simulate
 
-ROWS = Path("docs/results/clipping.jsonl")
 DEVICES = 10
 ROUNDS = 20
 SEEDS = (0, 1, 2)
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cells = [(task, seed) for task in options.tasks for seed in options.seeds]
     rows = [honest(task, seed, options.data, options.times) for task, seed in tqdm(cells, unit="federation")]
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (ROWS / "clipping.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{machine()}\n\n{table_of(rows)}\n\n{table_of_malicious()}")
 
 

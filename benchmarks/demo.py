@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from benchmarks import plots
 from edge_sdk.device.connection import connect
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.device.transport import Transport
@@ -36,8 +37,7 @@ from edge_sdk.engines.training import derive_seed
 from edge_sdk.methods.early_stopping import gives_way
 from edge_sdk.predict import Predictor
 from edge_sdk.tasks import Task, load_task
-from sparrow.benchmarks import plots
-from sparrow.benchmarks.server import coordinator, machine, stop
+from sparrow.bench.server import coordinator, machine, stop
 from sparrow.graphs import Graphs
 from sparrow.protocol import checkpoint
 from sparrow.protocol.builtin import BuiltinTask, load_builtin

@@ -1,4 +1,4 @@
-"""``make demo-seeds``: the demo over five seeds, and with the paper's stop rule: docs/results/demo.md, demo.jsonl.
+"""``make demo-seeds``: the demo over five seeds, and with the paper's stop rule: a section of docs/results/defaults.md.
 
 A seed decides the initial weights, the split of the data, the masks and the order of batches. Personal and local-only
 models are compared on the same device's held-out data, so differences are paired. Devices of one seed share a global
@@ -17,11 +17,11 @@ import numpy as np
 from scipy import stats
 from tqdm import tqdm
 
-from sparrow.benchmarks import demo
+from benchmarks import demo
+from benchmarks.places import ROWS, write_section
 
 SEEDS = range(5)
 RULES = ("validation", "paper")
-RESULTS = Path("docs/results")
 
 
 def paired(reports: list[dict[str, Any]], other: str) -> tuple[float, float, float, int]:
@@ -139,11 +139,10 @@ def main() -> int:
         folder = Path(f"runs/demo-seed-{seed}")
         with demo.fresh(folder) as server:
             by_rule[rule].append(demo.run(folder, server, seed, early_stopping=rule))
-    RESULTS.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(report) for reports in by_rule.values() for report in reports]
-    (RESULTS / "demo.jsonl").write_text("\n".join(lines) + "\n")
+    (ROWS / "demo.jsonl").write_text("\n".join(lines) + "\n")
     text = page(by_rule["validation"]) + stopping_section(by_rule)
-    (RESULTS / "demo.md").write_text(text)
+    write_section("defaults", "demo", text)
     print(text)
     return 0
 

@@ -2,7 +2,7 @@
 
 Nothing is trained: FLOPs and bytes that trials have counted become the seconds and joules of each board that
 ``devices.simulation`` knows, as if every device of the trial were that board. Trials that simulated a mixed fleet have
-its joules in their rows. Writes ``docs/results/energy.md``; all figures are estimates.
+its joules in their rows. Writes a section of ``docs/results/energy.md``; all figures are estimates.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from sparrow.benchmarks import rows
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.metrics import Point
-from sparrow.benchmarks.rows import Recorded
+from benchmarks.markdown import markdown_table
+from benchmarks.places import PAGES, ROWS, write_section
+from sparrow.bench import rows
+from sparrow.bench.metrics import Point
+from sparrow.bench.rows import Recorded
 from sparrow.devices.simulation import BOARDS, Board
 from sparrow.protocol.settings import FederationSettings
 
-RESULTS = Path("docs/results")
 EXPERIMENTS = ("fedspu-cifar10", "fedspu-early-stopping", "fedsgc-settings")
 
 HEAD = """# Joules by method, estimated
@@ -166,8 +166,8 @@ def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the page; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="the page (default: energy.md beside the rows)")
+    parser.add_argument("--results", type=Path, default=ROWS, help="folder of the rows (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="another file than the page of results")
     options = parser.parse_args(arguments)
     recorded = [
         trial
@@ -177,9 +177,12 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if not recorded:
         raise SystemExit(f"{options.results} has no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
-    out = options.out or options.results / "energy.md"
-    out.write_text(page(recorded, EXPERIMENTS))
-    print(out)
+    text = page(recorded, EXPERIMENTS)
+    if options.out:
+        options.out.write_text(text)
+    else:
+        write_section("energy", "boards", text)
+    print(options.out or PAGES / "energy.md")
     return 0
 
 

@@ -7,7 +7,7 @@
 
 The variants of a cell alternate step by step in one process and one thread, in ``TURNS`` turns; a turn compares the
 medians of its steps, a cell the median of its turns. A device process takes part in a federation with a coordinator on
-this machine; the engines alternate. Results are ``docs/results/engines.jsonl``.
+this machine; the engines alternate. Rows are in ``benchmarks/rows/engines.jsonl``.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from benchmarks import steps
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS, write_section
+from benchmarks.steps import LEARNING_RATE, Setting, Step
+from benchmarks.training import Row, alternate
 from edge_sdk.engines import EngineName
 from edge_sdk.engines.onnx import Network, Sessions, Training
 from edge_sdk.engines.optimiser import Rule
 from edge_sdk.engines.training import EVERYTHING, Part
 from edge_sdk.publish import publish
 from edge_sdk.publishing.step import compile_step
-from sparrow.benchmarks import steps
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import coordinator, machine
-from sparrow.benchmarks.steps import LEARNING_RATE, Setting, Step
-from sparrow.benchmarks.training import FOLDER, Row, alternate
+from sparrow.bench.server import coordinator, machine
 from sparrow.graphs import Graphs
 from sparrow.simulation.fleet import run_fleet
 from sparrow.simulation.host import Plan
@@ -233,7 +234,7 @@ def ratio(row: Row, name: str, to: str) -> float:
 
 HEAD = """# Engines: ONNX Runtime against PyTorch
 
-Made by `python -m benchmarks.engines` from `engines.jsonl` beside this page: seconds of a training step (batch in,
+Made by `python -m benchmarks.engines` from `engines.jsonl`: seconds of a training step (batch in,
 forward, backward, SGD), of which the variants alternate in one process and one thread, random inputs. A ratio is the
 median over {turns} turns, each of medians. {machine}.
 
@@ -314,10 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--data", type=Path, help="the folder of mnist.npz and cifar10.npz, for accuracy")
-    parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "engines.jsonl"
+    file = ROWS / "engines.jsonl"
     if options.what != "page":
         known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         made = ("engines", "footprint") if options.what == "all" else (options.what,)
@@ -333,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not file.exists():
         raise SystemExit(f"{file} has no results; run `python -m benchmarks.engines` first")
     text = page([json.loads(line) for line in file.read_text().splitlines()])
-    (options.out / "engines.md").write_text(text)
+    write_section("speed", "engines", text)
     print(text)
     return 0
 

@@ -20,11 +20,11 @@ import onnx
 import torch
 from torch import nn
 
+from benchmarks.markdown import markdown_table
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks.models import cifar10_fedspu, mnist_leaf
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.export.alignment import align
 from sparrow.export.compact import compact
 from sparrow.graphs.skeleton import fill

@@ -27,8 +27,8 @@ import onnxruntime
 from onnx import ModelProto, TensorProto
 from tqdm import tqdm
 
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from benchmarks.markdown import markdown_table
+from sparrow.bench.server import machine
 from sparrow.export.packed import pack
 from sparrow.export.precision import Choice, choose, to_half
 from sparrow.graphs.skeleton import fill

@@ -1,6 +1,6 @@
 """``python -m benchmarks.gating``: the cost of a device-round of pFedGate, beside FedAvg and small networks.
 
-    python -m benchmarks.gating            measure, and write docs/results/gating.jsonl and gating.md
+    python -m benchmarks.gating            measure, and write its rows and its section of docs/results/speed.md
     python -m benchmarks.gating --quick    the cells of mnist:leaf at a batch of 128 alone, printed
 
 A device-round is one call of ``train`` of the method's device half with one epoch of BATCHES random batches in one
@@ -22,23 +22,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks import steps
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS, write_section
+from benchmarks.steps import Setting
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.pfedgate import gated_model
 from edge_sdk.tasks import Task
 from edge_sdk.training.engine import TorchEngine
 from edge_sdk.training.gates.gated import GatedOptimisation
 from edge_sdk.training.local import get_tensors, take_steps
-from sparrow.benchmarks import steps
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
-from sparrow.benchmarks.steps import Setting
+from sparrow.bench.server import machine
 from sparrow.coordinator.fleet.checks import completed
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices import memory
@@ -49,7 +49,6 @@ from sparrow.protocol.masks import pack
 from sparrow.protocol.messages import Assignment, Kind
 from sparrow.protocol.settings import FederationSettings
 
-FOLDER = Path("docs/results")
 NETWORKS = ("mnist:leaf", "cifar10:pfedgate")
 SHARE = 0.3
 BATCHES = 10
@@ -236,7 +235,7 @@ def page(rows: list[Row]) -> str:
 
 HEAD = """# A device-round of pFedGate
 
-Made by `python -m benchmarks.gating` from `gating.jsonl` beside this page; {machine}. One epoch of 10 random batches in
+Made by `python -m benchmarks.gating` from `gating.jsonl`; {machine}. One epoch of 10 random batches in
 one thread, momentum 0.9, gradients clipped, a budget of {share}; the table of blocks is the one derived for it. *Small
 networks*: of just the rows that were chosen in each batch, and the gate alone: what skipping blocks cannot beat. Memory
 is the peak of a process above what it held before it had a model. The paper reports 0.72 of FedAvg's time and 0.66 of
@@ -253,8 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [measure(*cell) for cell in tqdm(cells, unit="cell")]
     print(page(rows))
     if not options.quick:
-        (FOLDER / "gating.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (FOLDER / "gating.md").write_text(page(rows))
+        (ROWS / "gating.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_section("speed", "gating", page(rows))
     return 0
 
 

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 
 import numpy as np
 
+from benchmarks.markdown import markdown_table
 from edge_sdk.engines.onnx import Network, Sessions, give_back
 from edge_sdk.engines.speed import measured_speed
-from sparrow.benchmarks.markdown import markdown_table
 from sparrow.devices import memory
 from sparrow.graphs import Graphs
 from sparrow.graphs.checking import check_graphs
@@ -92,10 +92,10 @@ def _built_in(samples: int, only: str) -> Iterator[Row]:
 def _popular(samples: int, only: str) -> Iterator[Row]:
     import torch
 
+    from benchmarks.zoo import ZOO
     from edge_sdk.publishing.step import compile_step
     from edge_sdk.publishing.translations import CannotCompile
     from edge_sdk.publishing.untraced import describe_whole
-    from sparrow.benchmarks.zoo import ZOO
 
     for name, entry in ZOO.items():
         if only not in name:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.local_noise``: what ``join --local-noise`` costs, in accuracy: docs/results/local-noise.md.
+"""``python -m benchmarks.local_noise``: what ``join --local-noise`` costs, in accuracy: docs/results/security.md.
 
     python -m benchmarks.local_noise             all rows, and the page; 3 seeds
     python -m benchmarks.local_noise --page      the page anew, from the rows that are there
@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.markdown import markdown_table
+from benchmarks.places import ROWS, write_section
 from edge_sdk.device.local_noise import DELTA, LocalNoise, epsilon
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
@@ -35,8 +37,7 @@ from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import Seeded, Task, as_arrays
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.digits import load
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import checkpoint
@@ -45,7 +46,6 @@ from sparrow.simulation import in_process
 from sparrow.simulation.fleet import MEMORY, run_fleet
 from sparrow.simulation.host import Plan
 
-FOLDER = Path("docs/results")
 DEVICES, ROUNDS = 20, 10
 LEARNING_RATE = 0.1
 SEEDS = (0, 1, 2)
@@ -166,7 +166,7 @@ rate {LEARNING_RATE:g}, no early stopping, everything else by default; FedSPU wi
 noise with the same z. ε is that of one device after {ROUNDS} updates, at δ = {DELTA:g}, against a replacement of all of
 its data.
 
-Made by `python -m benchmarks.local_noise` from `local-noise.jsonl` beside this page on {today},
+Made by `python -m benchmarks.local_noise` from `local-noise.jsonl` on {today},
 {machine()}. Means over the devices' own test samples and {len(SEEDS)} seeds, ± the standard deviation over seeds.
 
 {markdown_table(head, lines)}
@@ -199,15 +199,15 @@ def main() -> int:
             print(play("fedavg", OTHER_SEED, 1.0, clip), flush=True)
         return 0
     if options.page:
-        lines = (FOLDER / "local-noise.jsonl").read_text().splitlines()
-        (FOLDER / "local-noise.md").write_text(page([json.loads(line) for line in lines]))
+        lines = (ROWS / "local-noise.jsonl").read_text().splitlines()
+        write_section("security", "local-noise", page([json.loads(line) for line in lines]))
         return 0
     runs = [(method, seed, multiplier) for seed in SEEDS for method in METHODS for multiplier in MULTIPLIERS]
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         played = pool.map(play, *zip(*runs, strict=True), [CLIP] * len(runs))
         rows = list(tqdm(played, total=len(runs), desc="federations", unit="federation"))
-    (FOLDER / "local-noise.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (FOLDER / "local-noise.md").write_text(page(rows))
+    (ROWS / "local-noise.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_section("security", "local-noise", page(rows))
     print(page(rows))
     return 0
 

@@ -1,180 +1,22 @@
-"""Pictures of results: small PNGs, one panel per point of the axes, and one colour per label everywhere."""
+"""Pictures of analyses, of single measurements and of the demo."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import matplotlib
 import numpy as np
-from PIL import Image
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-DPI = 90
-Shape = TypeVar("Shape")
-Panels = Mapping[str, Mapping[str, Shape]]
-"""Title of the panel -> label -> what is drawn for it."""
-Colours = Mapping[str, tuple[float, float, float]]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line with a band: ``y`` between ``low`` and ``high`` at each ``x``."""
-
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-
-def colours(labels: Sequence[str]) -> Colours:
-    """Return a colour for each label, by its place among them."""
-    palette = matplotlib.color_sequences["tab10" if len(labels) <= 10 else "tab20"]
-    return {label: matplotlib.colors.to_rgb(palette[i % len(palette)]) for i, label in enumerate(labels)}
+from sparrow.bench.plots import DPI, Colours, Curve, Panels, finish, rows_of_curves, save
 
 
 def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
     """Draw lines with bands. ``marks``: dotted lines at these ``x``; the axis ends shortly after the last one."""
     rows_of_curves([(panels, x, y, marks)], colour, path)
-
-
-def rows_of_curves(
-    rows: Sequence[tuple[Panels[Curve], str, str, Sequence[float]]], colour: Colours, path: Path
-) -> None:
-    """Draw a row of panels with lines and bands for each (panels, x, y, marks), as ``curves`` draws one."""
-    columns = len(rows[0][0])
-    size = (1.4 + 3.2 * columns, 3.6 if len(rows) == 1 else 0.6 + 2.8 * len(rows))
-    figure, grid = pyplot.subplots(len(rows), columns, figsize=size, dpi=DPI, squeeze=False, sharey="row")
-    for row, (panels, x, y, marks) in zip(grid, rows, strict=True):
-        for axes, (title, by_label) in zip(row, panels.items(), strict=True):
-            for label, curve in by_label.items():
-                axes.plot(curve.x, curve.y, "o-", ms=2.5, lw=1.2, color=colour[label], label=label)
-                axes.fill_between(curve.x, curve.low, curve.high, color=colour[label], alpha=0.15, lw=0)
-            for mark in marks:
-                axes.axvline(mark, color="black", ls=":", lw=0.8)
-            if marks:
-                axes.set_xlim(0, 1.05 * max(marks))
-            axes.set(title=title, xlabel=x)
-            axes.grid(alpha=0.3)
-        row[0].set_ylabel(y)
-    drawn = {label for panels, *_ in rows for by_label in panels.values() for label in by_label}
-    _finish(figure, [label for label in colour if label in drawn], colour, path)
-
-
-def dots(
-    panels: Panels[Sequence[float]],
-    intervals: Panels[tuple[float, float]],
-    colour: Colours,
-    path: Path,
-    *,
-    x: str,
-) -> None:
-    """Draw a row per label: its values as dots, their mean as a stroke, and a line over the interval."""
-    labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
-    figure, grid = pyplot.subplots(
-        1,
-        len(panels),
-        figsize=(1.8 + 3.6 * len(panels), 0.9 + 0.42 * len(labels)),
-        dpi=DPI,
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-    )
-    for axes, (title, by_label) in zip(grid[0], panels.items(), strict=True):
-        for height, label in enumerate(labels):
-            values = by_label.get(label, ())
-            if not len(values):
-                continue
-            low, high = intervals[title][label]
-            axes.plot([low, high], [height, height], lw=2, color=colour[label], alpha=0.45, solid_capstyle="butt")
-            axes.plot([np.mean(values)], [height], "|", ms=16, mew=2, color=colour[label])
-            axes.plot(values, [height] * len(values), "o", ms=4, color=colour[label], alpha=0.8)
-        axes.set(title=title, xlabel=x, yticks=range(len(labels)), yticklabels=labels)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
-    _save(figure, path)
-
-
-def sorted_differences(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, y: str) -> None:
-    """Draw each label's differences in order over the share of devices, with a line at zero."""
-    figure, row = _row(panels)
-    for axes, (title, by_label) in zip(row, panels.items(), strict=True):
-        axes.axhline(0, color="black", lw=0.8)
-        for label, values in by_label.items():
-            share = 100 * (np.arange(len(values)) + 0.5) / len(values)
-            axes.plot(share, sorted(values), ".-", ms=3, lw=1.2, color=colour[label], label=label)
-        axes.set(title=title, xlabel="devices, sorted, %", xlim=(0, 100))
-    row[0].set_ylabel(y)
-    _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)
-
-
-def bars(quantities: Mapping[str, Panels[Sequence[float]]], colour: Colours, path: Path) -> None:
-    """Draw a row of panels per quantity, named with its unit. A bar's parts are stacked, the upper ones paler."""
-    titles = list(next(iter(quantities.values())))
-    figure, grid = pyplot.subplots(
-        len(quantities),
-        len(titles),
-        figsize=(1.2 + 2.8 * len(titles), 0.6 + 1.7 * len(quantities)),
-        dpi=DPI,
-        squeeze=False,
-        sharey="row",
-        sharex="col",
-    )
-    for row, (quantity, panels) in zip(grid, quantities.items(), strict=True):
-        for axes, title in zip(row, titles, strict=True):
-            for label, parts in panels[title].items():
-                bottom = 0.0
-                for depth, value in enumerate(parts):
-                    axes.bar(label, value, bottom=bottom, color=colour[label], alpha=0.5**depth)
-                    bottom += value
-            axes.grid(alpha=0.3, axis="y")
-            axes.set_axisbelow(True)
-            axes.tick_params(axis="x", rotation=30, labelsize=8)
-            for tick in axes.get_xticklabels():
-                tick.set_horizontalalignment("right")
-        row[0].set_ylabel(quantity)
-    for axes, title in zip(grid[0], titles, strict=True):
-        axes.set_title(title)
-    _save(figure, path)
-
-
-def histograms(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, x: str) -> None:
-    """Draw per-device values in per cent, in bins of 5: a column per panel, a row per label, the mean dashed."""
-    labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
-    figure, grid = pyplot.subplots(
-        len(labels),
-        len(panels),
-        figsize=(1.2 + 2.8 * len(panels), 0.8 + 1.05 * len(labels)),
-        dpi=DPI,
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-    )
-    for row, label in zip(grid, labels, strict=True):
-        for axes, by_label in zip(row, panels.values(), strict=True):
-            values = by_label.get(label, ())
-            if len(values):
-                share = np.full(len(values), 100 / len(values))
-                axes.hist(values, bins=np.arange(0, 105, 5).tolist(), weights=share, color=colour[label], alpha=0.8)
-                axes.axvline(float(np.mean(values)), color="black", ls="--", lw=0.9)
-            axes.grid(alpha=0.3)
-            axes.set_axisbelow(True)
-        row[0].set_ylabel("devices, %", size=8)
-        row[0].text(0.02, 0.94, label, transform=row[0].transAxes, va="top", size=9, color=colour[label], weight="bold")
-    for axes, title in zip(grid[0], panels, strict=True):
-        axes.set_title(title)
-    for axes in grid[-1]:
-        axes.set_xlabel(x)
-    _save(figure, path)
 
 
 def heat_maps(panels: Mapping[str, Sequence[Sequence[float]]], ticks: Sequence[str], path: Path) -> None:
@@ -193,7 +35,7 @@ def heat_maps(panels: Mapping[str, Sequence[Sequence[float]]], ticks: Sequence[s
         axes.set_yticks(range(len(ticks)), ticks, size=5)
     if image is not None:
         figure.colorbar(image, ax=list(grid.flat), shrink=0.6)
-    _save(figure, path)
+    save(figure, path)
 
 
 def scatters(
@@ -216,7 +58,7 @@ def scatters(
             axes.set_xlabel(x, size=8)
             axes.grid(alpha=0.3)
         axes_row[0].set_ylabel(y, size=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def quantities(panels: Panels[tuple[Sequence[float], Sequence[float]]], colour: Colours, path: Path, *, x: str) -> None:
@@ -226,7 +68,7 @@ def quantities(panels: Panels[tuple[Sequence[float], Sequence[float]]], colour: 
         for name, (xs, ys) in by_name.items():
             axes.plot(xs, ys, "o-", ms=2.5, lw=1.2, color=colour[name])
         axes.set(title=title, xlabel=x, yscale="log")
-    _finish(figure, list(colour), colour, path)
+    finish(figure, list(colour), colour, path)
 
 
 def shares_by_layer(
@@ -252,7 +94,7 @@ def shares_by_layer(
         row[0].set_ylabel(label, size=8, color=colour[label], weight="bold")
     for axes in grid[-1]:
         axes.set_xlabel("share kept", size=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def gates(
@@ -275,7 +117,7 @@ def gates(
     bins.set(xlabel="mean gate of a block on a device", ylabel="blocks, %", yscale="log")
     bins.legend(fontsize=7, frameon=False)
     bins.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _row(panels: Panels[Any]) -> tuple[Figure, list[Axes]]:
@@ -285,24 +127,6 @@ def _row(panels: Panels[Any]) -> tuple[Figure, list[Axes]]:
     for axes in grid[0]:
         axes.grid(alpha=0.3)
     return figure, list(grid[0])
-
-
-def _finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -> None:
-    """Add one legend below all panels, where it hides nothing."""
-    handles = [Line2D([], [], color=colour[label], lw=2, label=label) for label in labels]
-    columns = max(1, min(len(labels), round(figure.get_figwidth() / 1.6)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Save a PNG with a palette, which takes a third of the size; the pictures are committed."""
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)
-    pyplot.close(figure)
-    with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
 
 
 def accuracy_by_round(report: dict[str, Any], path: Path) -> None:

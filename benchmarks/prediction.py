@@ -1,7 +1,7 @@
 """``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Seconds are the
+run predicts and measures a cell in turn, and adds a row to ``benchmarks/rows/prediction.jsonl``. Seconds are the
 processor's, because other work would count otherwise. Of several runs of a cell the medians are compared;
 memory in total and, as a harder test, above the process without training. Remove the file to begin again.
 """
@@ -13,20 +13,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.places import ROWS, write_section
 from edge_sdk.arguments import MIB
 from edge_sdk.profile import BUDGETS, Subject, profile
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.public import MODELS, full_name
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.protocol.settings import FederationSettings
 
-RESULTS = Path("docs/results")
 TASKS = ("digits", *(full_name(task, model) for task, models in MODELS.items() for model in models))
 BATCHES = (32, 128)
 MEMORY_BOUND = 0.15
@@ -146,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps that a run measures (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
-    path = RESULTS / "prediction.jsonl"
+    path = ROWS / "prediction.jsonl"
     with tqdm(turns) as bar:
         for task, batch in bar:
             bar.set_description(f"{task}, {batch}")
@@ -154,13 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
             with path.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     text = page(cells([json.loads(line) for line in path.read_text().splitlines()]))
-    (RESULTS / "prediction.md").write_text(text)
+    write_section("speed", "prediction", text)
     print(text)
     return 0
 
 
 if __name__ == "__main__":
     # As a module it would be __main__ here, and be run again by the processes that measure.
-    from sparrow.benchmarks import prediction
+    from benchmarks import prediction
 
     sys.exit(prediction.main())

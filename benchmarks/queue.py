@@ -1,6 +1,6 @@
 """``python -m benchmarks queue --data DIR``: the trials of ``queue.toml``, one after the other, at low priority.
 
-The list is committed, and so are the rows that it makes: each trial's are appended to ``docs/results/NAME.jsonl`` at
+The list is committed, and so are the rows that it makes: each trial's are appended to ``benchmarks/rows/NAME.jsonl`` at
 its end. A trial that is there already, with the same settings, is not run again; one that was interrupted goes on from
 its coordinator's records in ``runs/queue``. Each fits one sitting of an hour and a half. Where an entry says ``tune``,
 settings are chosen first, from the points of the grid that ``NAME.tuning.jsonl`` has and those that it lacks.
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sparrow.benchmarks import rows, runner, tuning
-from sparrow.benchmarks.experiment import BadExperiment, Experiment, Trial, load_experiment, trials
-from sparrow.benchmarks.rows import Recorded
-from sparrow.benchmarks.runner import Where
-from sparrow.benchmarks.small import write_sets
+from benchmarks.places import ROWS, compress, keep
+from benchmarks.small import write_sets
+from sparrow.bench import rows, runner, tuning
+from sparrow.bench.experiment import BadExperiment, Experiment, Trial, load_experiment, trials
+from sparrow.bench.rows import Recorded
+from sparrow.bench.runner import Where
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +30,7 @@ else:
     import tomli as tomllib
 
 LIST = Path(__file__).with_name("queue.toml")
-RESULTS = Path("docs/results")
+RESULTS = ROWS
 WORK = Path("runs/queue")
 
 
@@ -37,8 +38,8 @@ class Entry(BaseModel):
     """An experiment of the list.
 
     only, seeds: those that are run, all if there are none. tune: whether settings are chosen first. anew: whether rows
-    that do not say what computed them are made again. claims: "PAPER ITEM" of ``docs/results/claims.toml``, which say
-    that they are running meanwhile. small: the set of ``benchmarks.small`` that it runs on, made where it is missing;
+    that do not say what computed them are made again. claims: "PAPER ITEM" of ``claims.toml``, which say that they
+    are running meanwhile. small: the set of ``benchmarks.small`` that it runs on, made where it is missing;
     none: the data of all experiments.
     """
 
@@ -128,7 +129,7 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
         of_training = rows.latest(rows.read(folder / name / "results.jsonl")).values()
         for each in of_training:
             if not _is_done(following.entry, each.trial.asked, known):
-                rows.append(results / f"{name}.jsonl", each)
+                keep(results / f"{name}.jsonl", each)
 
 
 def _small(name: str, data: str, folder: Path) -> Path:
@@ -150,12 +151,14 @@ def _choose(experiment: Experiment, trial: Trial, where: Where, results: Path) -
     name = trial.experiment
     file, kept = where.folder / "tuning.jsonl", results / f"{name}.tuning.jsonl"
     where.folder.mkdir(parents=True, exist_ok=True)
-    if kept.exists() and not file.exists():
-        shutil.copyfile(kept, file)
+    if not file.exists():
+        file.write_text(rows.text_of(kept))
     tuning.tune(experiment, name, where, scale=1.0, resume=True, only=[trial.label])
     results.mkdir(parents=True, exist_ok=True)
+    kept.with_name(kept.name + rows.GZIP).unlink(missing_ok=True)
     shutil.copyfile(file, kept)
-    tuned = results / runner.TUNED.name
+    compress(kept)
+    tuned = runner.TUNED
     record = json.loads(tuned.read_text()) if tuned.exists() else {}
     record[name] = json.loads((where.folder / "tuned.json").read_text())
     tuned.write_text(json.dumps(record, indent=1) + "\n")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import machine
+from benchmarks.markdown import markdown_table
+from sparrow.bench.server import machine
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.integral import Integral

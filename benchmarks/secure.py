@@ -5,7 +5,7 @@ compared is not hidden behind training: a coordinator in a process of its own, a
 them, rounds of Flower's SecAgg+ on as many values, with as many neighbours and the same threshold, both by our rule
 (``peers.secagg``: in memory, and no training). Processor seconds are those of all devices or of the server, a device-
 round; bytes are those of bodies, up, of all calls. ``python -m benchmarks.peers.install peers`` installs Flower.
-Results are ``docs/results/secure.jsonl``.
+Rows are in ``benchmarks/rows/secure.jsonl``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.markdown import markdown_table
+from benchmarks.peers.install import PEERS, PYTHON, ROOT
+from benchmarks.peers.memory import measure as measure_command
+from benchmarks.places import ROWS, write_section
 from edge_sdk.tasks import Task
-from sparrow.benchmarks import server
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.peers.install import PEERS, PYTHON, ROOT
-from sparrow.benchmarks.peers.memory import measure as measure_command
-from sparrow.benchmarks.training import FOLDER
+from sparrow.bench import server
 from sparrow.protocol.secure.groups import Sharing, choose_sharing
 from sparrow.simulation.simulate import SimulationOptions, simulate
 
@@ -152,7 +152,7 @@ def main() -> None:
     shapes = [list(each.shape) for each in _task(0).model.state_dict().values()]
     flower, rows = Flower(shapes, sharing), []
     measure(secure=False)  # compiling, and what is loaded once
-    with (FOLDER / "secure.jsonl").open("w") as file:
+    with (ROWS / "secure.jsonl").open("w") as file:
         for _ in range(turns):
             for play in (measure, flower.in_memory, flower.on_its_engine):
                 for secure in (False, True):
@@ -160,7 +160,7 @@ def main() -> None:
                     file.write(json.dumps(rows[-1]) + "\n")
                     print(rows[-1], flush=True)
     flower.close()
-    (FOLDER / "secure.md").write_text(page(rows, sharing, turns))
+    write_section("security", "secure", page(rows, sharing, turns))
 
 
 def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing, turns: int) -> str:
@@ -194,7 +194,7 @@ def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing, turns: int) -> str
     version = next(row["version"] for row in rows if "version" in row)
     return f"""# The cost of secure aggregation
 
-Made by `python -m benchmarks.secure` from `secure.jsonl` beside this page: {DEVICES} devices, mnist:leaf (2.3 million
+Made by `python -m benchmarks.secure` from `secure.jsonl`: {DEVICES} devices, mnist:leaf (2.3 million
 parameters), two local steps, {turns} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
 many values; medians. {rows[0]["machine"]}. Each secret is shared among {sharing.neighbours} neighbours, and
 {sharing.threshold} shares give it, in both: the rule for {COLLUDERS} colluder and {DROPOUTS:.0%} that vanish. Processor

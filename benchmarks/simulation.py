@@ -5,7 +5,7 @@
 
 Each run is a command of its own. Ratios are taken within a turn of all, so that changes of the machine's speed
 affect all alike, and the median over turns is quoted. Results replace those of their kind in
-``docs/results/simulation.jsonl``, from which ``simulation.md`` is made.
+``benchmarks/rows/simulation.jsonl``, from which a section of ``docs/results/speed.md`` is made.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.peers.memory import measure
-from sparrow.benchmarks.server import machine
+from benchmarks.markdown import markdown_table
+from benchmarks.peers.memory import measure
+from benchmarks.places import ROWS, write_section
+from sparrow.bench.server import machine
 
-FOLDER = Path("docs/results")
 PEERS = {
     "sparrow": ["sparrow"],
     "sparrow over HTTP": ["sparrow", "--http"],
@@ -68,7 +68,7 @@ def scale(data: Path) -> list[Row]:
     rows = []
     for devices in (100, 1000):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "sparrow.benchmarks.thousand", "--data", str(data), "--folder", folder]
+            command = [sys.executable, "-m", "benchmarks.thousand", "--data", str(data), "--folder", folder]
             measured = measure([*command, "--devices", str(devices)], timeout=3600)
         row = json.loads(measured.stdout.splitlines()[-1])
         peak = {"peak_memory_bytes": measured.peak.bytes, "seconds_whole_command": round(measured.seconds, 1)}
@@ -79,7 +79,7 @@ def scale(data: Path) -> list[Row]:
 HEAD = """# Speed of simulation
 
 Made by `python -m benchmarks.simulation speed --data mnist.npz` and `... scale --data mnist.npz` from
-`simulation.jsonl` beside this page. The work is that of `benchmarks/peers/work.py`: MNIST's small network (21,840
+`simulation.jsonl`. The work is that of `benchmarks/peers/work.py`: MNIST's small network (21,840
 parameters), 100 devices of 600 samples, 10 a round, one local epoch in batches of 50, plain SGD, FedAvg; two processes
 of one thread each. *bare* is a PyTorch loop without any framework, *flower* is Flower 1.32's simulation on Ray.
 *sparrow* trains with ONNX Runtime and has its coordinator in the same process, *over HTTP* in one of its own, and *with
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peer", action="append", choices=PEERS, help="only these; may be repeated")
     options = parser.parse_args(arguments)
-    file = FOLDER / "simulation.jsonl"
+    file = ROWS / "simulation.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if options.what != "page":
         if options.data is None:
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = page(rows)
-    (FOLDER / "simulation.md").write_text(text)
+    write_section("speed", "simulation", text)
     print(text)
     return 0
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from edge_sdk.publish import publish
-from sparrow.benchmarks.server import coordinator
+from sparrow.bench.server import coordinator
 from sparrow.simulation.fleet import run_fleet
 from sparrow.simulation.host import Plan
 

@@ -5,7 +5,7 @@
 
 Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of the
 machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their
-kind in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
+kind in ``benchmarks/rows/training.jsonl``, from which a section of ``docs/results/speed.md`` and its plots are made.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from sparrow.benchmarks import steps
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.plots import Curve, colours, curves
-from sparrow.benchmarks.server import machine
-from sparrow.benchmarks.steps import Setting, Step
+from benchmarks import steps
+from benchmarks.markdown import markdown_table
+from benchmarks.places import PAGES, ROWS, write_section
+from benchmarks.plots import curves
+from benchmarks.steps import Setting, Step
+from sparrow.bench.plots import Curve, colours
+from sparrow.bench.server import machine
 from sparrow.devices import memory
 from sparrow.protocol.blocks import BlockTable
 from sparrow.protocol.flops import training_flops
 
-FOLDER = Path("docs/results")
 BUDGETS = (0.2, 0.4, 0.6, 0.8)
 DENSITIES = (0.05, 0.1, 0.2, 0.5, 0.8)
 BATCHES = (32, 128, 512)
@@ -252,7 +253,7 @@ KINDS: dict[str, Callable[[], Iterator[Callable[[], Row]]]] = {
 
 HEAD = """# Training that skips what is frozen, gated or masked
 
-Made by `python -m benchmarks.training` from `training.jsonl` beside this page. Seconds of a step (forward, backward,
+Made by `python -m benchmarks.training` from `training.jsonl`. Seconds of a step (forward, backward,
 optimiser) of each variant over those of dense PyTorch; the variants of a cell alternate step by step in one process,
 medians are compared. Random inputs, plain SGD unless said otherwise, channels last where the product uses it.
 
@@ -362,9 +363,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
     parser.add_argument("kinds", nargs="*", choices=(*KINDS, "page", []), help="kinds to measure; all by default")
-    parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
-    file = options.out / "training.jsonl"
+    file = ROWS / "training.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for kind in [kind for kind in options.kinds or KINDS if kind != "page"]:
         measured = [cell() for cell in tqdm(list(KINDS[kind]()), desc=kind, unit="cell")]
@@ -372,8 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not rows:
         raise SystemExit(f"{file} has no results; run `python -m benchmarks.training` first")
-    (options.out / "training.md").write_text(page(rows))
-    plot(rows, options.out)
+    write_section("speed", "training", page(rows))
+    plot(rows, PAGES)
     print(page(rows))
     return 0
 

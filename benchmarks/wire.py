@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,8 +30,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.places import ROWS, write_section
 from edge_sdk.publishing.coupling import describe
-from sparrow.benchmarks.server import machine
+from sparrow.bench.server import machine
 from sparrow.coordinator.sums.averages import ElementSums, MaskedSums
 from sparrow.protocol import bundle
 from sparrow.protocol.elements import ElementMask
@@ -40,7 +40,6 @@ from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
 from sparrow.protocol.sparsity import layer_counts, random_mask
 
-RESULTS = Path("docs/results")
 DENSITIES = (0.2, 0.4, 0.6, 0.8, 1.0)
 ELEMENT_DENSITIES = (0.1, 0.2, 0.4)
 REPLACED = 0.25
@@ -275,8 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=41)
     options = parser.parse_args(arguments)
     rows = measure(options.repetitions)
-    (RESULTS / "wire.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (RESULTS / "wire.md").write_text(page(rows))
+    (ROWS / "wire.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_section("speed", "wire", page(rows))
     print(page(rows))
     return 0
 

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.markdown import markdown_table
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.publishing.graph import UnsupportedLayer
 from edge_sdk.publishing.step import compile_step
 from edge_sdk.publishing.translations import CannotCompile
 from edge_sdk.publishing.untraced import describe_whole
 from edge_sdk.tasks.loading import cross_entropy
-from sparrow.benchmarks.markdown import markdown_table
 from sparrow.graphs.checking import check_graphs
 from sparrow.protocol.errors import GraphError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from sparrow.benchmarks import demo
+from benchmarks import demo
 
 FOLDER = Path(__file__).with_name("pictures")
 WIDTH, HEIGHT = 1280, 1010

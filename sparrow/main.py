@@ -20,7 +20,7 @@ from .command_line.exits import Exit
 from .command_line.nearest import nearest
 from .protocol.errors import MissingPart
 
-OURS = ("benchmarks", "coordinator", "devices", "edge_sdk", "export", "sparrow")
+OURS = ("coordinator", "devices", "edge_sdk", "export", "sparrow")
 DISTRIBUTION = "sparrow-fl"
 
 
@@ -76,7 +76,7 @@ COMMANDS = {
     "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
     "predict": Source("edge_sdk.predict", "run an exported model", "predict"),
-    "bench": Source("sparrow.benchmarks.__main__", "comparisons of methods", "bench", trains=True),
+    "bench": Source("sparrow.bench.__main__", "comparisons of methods", "bench", trains=True),
     "completion": Source("sparrow.completion", "print what makes a shell complete these", "completion"),
 }
 

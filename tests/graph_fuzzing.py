@@ -104,9 +104,9 @@ def _child(seed: int, count: int) -> None:
 
 
 def _measured(seed: int, drawn: Drawn) -> Row:
+    from benchmarks.graph_costs import first_step
     from edge_sdk.engines.onnx import Network, Sessions
     from edge_sdk.engines.speed import measured_speed
-    from sparrow.benchmarks.graph_costs import first_step
 
     samples = len(drawn.inputs)
     network = Network(drawn.manifest, Sessions(drawn.graphs))

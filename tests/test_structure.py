@@ -28,8 +28,8 @@ def modules_of(package: str) -> list[str]:
     """Return the names of a package and of all modules below it that can be imported anywhere."""
     found = [package]
     for each in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-        # Not programs, and what needs the frameworks that the bench compares with.
-        if not re.search(r"\.(__main__|migrations|peers|benchmarks\.coordinator)$", each.name):
+        # Not programs.
+        if not re.search(r"\.(__main__|migrations)$", each.name):
             found += modules_of(each.name) if each.ispkg else [each.name]
     return found
 

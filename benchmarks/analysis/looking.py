@@ -20,11 +20,11 @@ import numpy as np
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import Session
 
+from benchmarks.analysis.measures import Layers
 from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import load_method
 from edge_sdk.methods.dual import Dual
-from sparrow.benchmarks.analysis.measures import Layers
 from sparrow.coordinator.draws import neurons_of
 from sparrow.coordinator.storage.store import RECORDS_FILE
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation

@@ -15,6 +15,9 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.analysis.looking import Look, StoredState, look, read_folder
+from benchmarks.analysis.summaries import Summaries
+from benchmarks.analysis.theorem import Terms, measure_terms, summarise
 from edge_sdk.device.session import Known, Outcome
 from edge_sdk.device.state import Reference
 from edge_sdk.device.transport import Transport
@@ -22,10 +25,7 @@ from edge_sdk.errors import NotFound
 from edge_sdk.methods import load_method
 from edge_sdk.tasks import as_arrays
 from edge_sdk.training.engine import TorchEngine
-from sparrow.benchmarks.analysis.looking import Look, StoredState, look, read_folder
-from sparrow.benchmarks.analysis.summaries import Summaries
-from sparrow.benchmarks.analysis.theorem import Terms, measure_terms, summarise
-from sparrow.benchmarks.rows import Analysis
+from sparrow.bench.rows import Analysis
 from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.messages import Kind

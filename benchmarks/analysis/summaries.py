@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.benchmarks.analysis import measures
-from sparrow.benchmarks.analysis.looking import Look
-from sparrow.benchmarks.analysis.measures import Layers, Matrix
-from sparrow.benchmarks.rows import Analysis
+from benchmarks.analysis import measures
+from benchmarks.analysis.looking import Look
+from benchmarks.analysis.measures import Layers, Matrix
+from sparrow.bench.rows import Analysis
 
 MOST_DEVICES = 20
 """Devices that a row's matrices have, the first ones; means are over all."""

@@ -9,7 +9,7 @@
     flare       NVIDIA FLARE: a server and its sites; ``flare_job`` submits, ``flare_client`` is the training script
     processes   processor seconds, memory and bytes of each side's processes, observed from outside
     memory      peak memory of the coordinator with ten and with a thousand updates in a round
-    page        ratios, and docs/results/coordinator.md
+    page        ratios, and its section of docs/results/speed.md
 
 ``client``, ``grpc_*``, ``flower_app``, ``flare_job`` and ``flare_client`` run in processes of their own, without torch.
 """

@@ -15,13 +15,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparrow.benchmarks.coordinator import flare, flower, grpc, memory, sparrow
-from sparrow.benchmarks.coordinator.contest import Contest, Row
-from sparrow.benchmarks.coordinator.models import LARGE, SMALL, model_of
-from sparrow.benchmarks.coordinator.page import page
-from sparrow.benchmarks.peers.install import PEERS
+from benchmarks.coordinator import flare, flower, grpc, memory, sparrow
+from benchmarks.coordinator.contest import Contest, Row
+from benchmarks.coordinator.models import LARGE, SMALL, model_of
+from benchmarks.coordinator.page import page
+from benchmarks.peers.install import PEERS
+from benchmarks.places import ROWS, write_section
 
-RESULTS = Path("docs/results")
 ROUNDS = {
     "sparrow": {SMALL: (3, 50), LARGE: (2, 8)},
     "sparrow 0.2": {LARGE: (2, 8)},
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--folder", type=Path, default=Path("runs/coordinator"), help="work folder, on a real disk because of fsync"
     )
     options = parser.parse_args(arguments)
-    file = RESULTS / "coordinator.jsonl"
+    file = ROWS / "coordinator.jsonl"
     if options.page:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     else:
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = page(rows)
     if not options.quick:
-        (RESULTS / "coordinator.md").write_text(text)
+        write_section("speed", "coordinator", text)
     print(text)
     return 0
 
@@ -114,7 +114,7 @@ def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -
 
 def _former() -> list[str]:
     """Return the recorded lines: those of ``growth`` are measured by themselves."""
-    file = RESULTS / "coordinator.jsonl"
+    file = ROWS / "coordinator.jsonl"
     return file.read_text().splitlines() if file.exists() else []
 
 

@@ -38,15 +38,15 @@ import onnx
 from onnx import helper, numpy_helper
 from tqdm import tqdm
 
+from benchmarks.coordinator.contest import Row
+from benchmarks.coordinator.models import LARGE, task_of
+from benchmarks.coordinator.processes import Side
+from benchmarks.markdown import markdown_table
 from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import PublishOptions, publish
-from sparrow.benchmarks import server as ours
-from sparrow.benchmarks.coordinator.contest import Row
-from sparrow.benchmarks.coordinator.models import LARGE, task_of
-from sparrow.benchmarks.coordinator.processes import Side
-from sparrow.benchmarks.markdown import markdown_table
-from sparrow.benchmarks.server import free_port, machine
+from sparrow.bench import server as ours
+from sparrow.bench.server import free_port, machine
 from sparrow.protocol import bundle, checkpoint
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import GraphName, Tensors

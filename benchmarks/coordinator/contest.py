@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow.benchmarks.coordinator.processes import Side, Wire
-from sparrow.benchmarks.peers.memory import PROC, TreeMemory
-from sparrow.benchmarks.server import machine
+from benchmarks.coordinator.processes import Side, Wire
+from benchmarks.peers.memory import PROC, TreeMemory
+from sparrow.bench.server import machine
 
 Row = dict[str, Any]
 LOOK_SECONDS = 0.01

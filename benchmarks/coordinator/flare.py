@@ -15,10 +15,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from sparrow.benchmarks.coordinator.processes import Side, Wire
-from sparrow.benchmarks.peers.install import PEERS, ROOT
-from sparrow.benchmarks.server import free_port
+from benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from benchmarks.coordinator.processes import Side, Wire
+from benchmarks.peers.install import PEERS, ROOT
+from sparrow.bench.server import free_port
 
 PEER = PEERS["flare"]
 OPERATOR = "admin@contest.org"

@@ -20,10 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from sparrow.benchmarks.coordinator.processes import Side, Wire, parse
-from sparrow.benchmarks.peers.install import PEERS
-from sparrow.benchmarks.server import free_port
+from benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from benchmarks.coordinator.processes import Side, Wire, parse
+from benchmarks.peers.install import PEERS
+from sparrow.bench.server import free_port
 
 PEER = PEERS["flower"]
 APP = Path(__file__).with_name("flower_app")

@@ -23,16 +23,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.coordinator.client import Device
+from benchmarks.coordinator.contest import Row, peak_rss
+from benchmarks.coordinator.models import SMALL, model_of, task_of
+from benchmarks.coordinator.processes import Side
+from benchmarks.coordinator.sparrow import ALWAYS
 from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
-from sparrow.benchmarks import server as ours
-from sparrow.benchmarks.coordinator.client import Device
-from sparrow.benchmarks.coordinator.contest import Row, peak_rss
-from sparrow.benchmarks.coordinator.models import SMALL, model_of, task_of
-from sparrow.benchmarks.coordinator.processes import Side
-from sparrow.benchmarks.coordinator.sparrow import ALWAYS
-from sparrow.benchmarks.server import free_port, machine
+from sparrow.bench import server as ours
+from sparrow.bench.server import free_port, machine
 
 FEDERATION = "crowd"
 AT_ONCE = 4

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from sparrow.benchmarks.coordinator.flower import environment
-from sparrow.benchmarks.coordinator.processes import Side, Wire
-from sparrow.benchmarks.peers.install import PEERS, ROOT
-from sparrow.benchmarks.server import free_port
+from benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from benchmarks.coordinator.flower import environment
+from benchmarks.coordinator.processes import Side, Wire
+from benchmarks.peers.install import PEERS, ROOT
+from sparrow.bench.server import free_port
 
 PEER = PEERS["peers"]
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.coordinator.client import Device
+from benchmarks.coordinator.contest import Row, peak_rss
+from benchmarks.coordinator.models import LARGE, model_of, task_of
+from benchmarks.coordinator.processes import Side
+from benchmarks.coordinator.sparrow import ALWAYS, SETTINGS
 from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import FederationOver
 from edge_sdk.publish import publish
-from sparrow.benchmarks import server as ours
-from sparrow.benchmarks.coordinator.client import Device
-from sparrow.benchmarks.coordinator.contest import Row, peak_rss
-from sparrow.benchmarks.coordinator.models import LARGE, model_of, task_of
-from sparrow.benchmarks.coordinator.processes import Side
-from sparrow.benchmarks.coordinator.sparrow import ALWAYS, SETTINGS
-from sparrow.benchmarks.server import free_port, machine
+from sparrow.bench import server as ours
+from sparrow.bench.server import free_port, machine
 
 CLOSES_SECONDS = 120.0
 AT_ONCE = 4

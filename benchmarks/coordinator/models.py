@@ -7,10 +7,10 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from benchmarks.aggregation import network
+from benchmarks.coordinator.contest import Model
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
-from sparrow.benchmarks.aggregation import network
-from sparrow.benchmarks.coordinator.contest import Model
 from sparrow.protocol.builtin import load_builtin
 
 SMALL, LARGE = "small", "large"

@@ -1,4 +1,4 @@
-"""The rows as the page docs/results/coordinator.md: medians over turns, ratios within a turn, and the bounds."""
+"""The rows as the page docs/results/speed.md: medians over turns, ratios within a turn, and the bounds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sparrow.benchmarks.coordinator.contest import Row
-from sparrow.benchmarks.markdown import markdown_table
+from benchmarks.coordinator.contest import Row
+from benchmarks.markdown import markdown_table
 
 ENGINES = {
     "sparrow": "sparrow, dense",
@@ -96,7 +96,7 @@ GROWTH = 0.10
 ABOUT = """# The coordinator against Flower's servers and NVIDIA FLARE
 
 Made by `python -m benchmarks.coordinator` (its peers apart, by `python -m benchmarks.peers.install`) from
-`coordinator.jsonl` beside this page, a line for each measurement. {machine}; {seconds}.{note}
+`coordinator.jsonl`, a line for each measurement. {machine}; {seconds}.{note}
 
 Every client takes part in every round and trains nothing: it downloads, adds a small number to every value, and
 uploads. Each is a process of its own. The engines are measured in turn: {turns}. A measurement lies between two ends of

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from sparrow.benchmarks.peers.memory import MARKER, PROC, TreeMemory
+from benchmarks.peers.memory import MARKER, PROC, TreeMemory
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from benchmarks.coordinator.models import task_of
+from benchmarks.coordinator.processes import Side, Wire
 from edge_sdk.publish import publish
-from sparrow.benchmarks import server as ours
-from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from sparrow.benchmarks.coordinator.models import task_of
-from sparrow.benchmarks.coordinator.processes import Side, Wire
-from sparrow.benchmarks.server import free_port
+from sparrow.bench import server as ours
+from sparrow.bench.server import free_port
 
 DENSITY = 0.2
 ALWAYS: dict[str, Any] = {"early_stopping": "off", "evaluation_interval": 0, "deadline_seconds": 600.0}
@@ -48,7 +48,7 @@ def run(engine: str, contest: Contest, folder: Path) -> Row:
                 command = [
                     sys.executable,
                     "-m",
-                    "sparrow.benchmarks.coordinator.client",
+                    "benchmarks.coordinator.client",
                     address,
                     "contest",
                     str(number),

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sparrow.benchmarks import peers
-from sparrow.benchmarks.peers import report
+from benchmarks import peers
+from benchmarks.peers import report
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     import torch  # here, because the watching process has no use for it
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-    from sparrow.benchmarks.peers import work
+    from benchmarks.peers import work
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparrow.benchmarks import peers
-from sparrow.benchmarks.peers import report
-from sparrow.benchmarks.peers.install import PYTHON
+from benchmarks import peers
+from benchmarks.peers import report
+from benchmarks.peers.install import PYTHON
 
 SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -54,8 +54,8 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
     from importlib.metadata import version
 
-    from sparrow.benchmarks.peers import work
-    from sparrow.benchmarks.peers.flower_app import apps
+    from benchmarks.peers import work
+    from benchmarks.peers.flower_app import apps
 
     server, client, last = apps(data, rounds, seed, clock)
     simulate(server, client, peers.DEVICES, processes)

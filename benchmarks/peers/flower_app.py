@@ -17,9 +17,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from sparrow.benchmarks import peers
-from sparrow.benchmarks.peers import work
-from sparrow.benchmarks.peers.report import Clock
+from benchmarks import peers
+from benchmarks.peers import work
+from benchmarks.peers.report import Clock
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparrow.benchmarks.peers.install import ROOT
-from sparrow.benchmarks.peers.memory import measure, process_age
+from benchmarks.peers.install import ROOT
+from benchmarks.peers.memory import measure, process_age
 
 
 @dataclass

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from sparrow.benchmarks.peers import flower
+from benchmarks.peers import flower
 
 os.environ.update(flower.SETTINGS)  # before flwr and ray are imported, who read it then
 
@@ -177,6 +177,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sparrow.benchmarks.peers import secagg  # by its name, under which the engine's processes find it
+    from benchmarks.peers import secagg  # by its name, under which the engine's processes find it
 
     secagg.main()

@@ -20,9 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sparrow.benchmarks import peers
-from sparrow.benchmarks.peers import report
-from sparrow.benchmarks.server import coordinator
+from benchmarks import peers
+from benchmarks.peers import report
+from sparrow.bench.server import coordinator
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

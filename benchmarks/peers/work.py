@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparrow.benchmarks import peers
-from sparrow.benchmarks.peers import BATCH, LEARNING_RATE
+from benchmarks import peers
+from benchmarks.peers import BATCH, LEARNING_RATE
 
 MEAN, DEVIATION = 255 * 0.1307, 255 * 0.3081
 

@@ -14,10 +14,11 @@ import numpy as np
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import squareform
 
-from sparrow.benchmarks import plots
-from sparrow.benchmarks.report.cells import ABSENT, markdown_lines, percent, three_digits
-from sparrow.benchmarks.report.figures import Group, analysed, mean_analysed, number_in
-from sparrow.benchmarks.rows import Recorded
+from benchmarks import plots as drawing
+from sparrow.bench import plots
+from sparrow.bench.report.cells import ABSENT, markdown_lines, percent, three_digits
+from sparrow.bench.report.figures import Group, analysed, mean_analysed, number_in
+from sparrow.bench.rows import Recorded
 
 KINDS = ("masks", "pairs", "distances", "private", "kept", "gates", "theorem")
 """The kinds of pictures, by the endings of their files' names."""
@@ -52,21 +53,21 @@ def draw_analyses(
         pictures.append(("Similarity of masks by round: mean, the band from the least to the most similar", path))
     maps, order = _maps(first)
     if path := wanted("pairs", maps):
-        plots.heat_maps(maps, order, path)
+        drawing.heat_maps(maps, order, path)
         pictures.append(("Distance of labels, and similarity of masks after the last round, device by device", path))
     clouds = _clouds(first)
     if path := wanted("distances", clouds):
-        plots.scatters(clouds, colour, path)
+        drawing.scatters(clouds, colour, path)
         pictures.append(("Pairs of devices after the last round, by the distance of their labels", path))
     shared = {title: _shared(trials) for title, trials in first.items()}
     if path := wanted("private", any(shared.values())):
-        plots.scatters([(shared, "distance to all labels", "shared with the global mask, %")], colour, path)
+        drawing.scatters([(shared, "distance to all labels", "shared with the global mask, %")], colour, path)
         pictures.append(
             ("Share of a device's weights that the global mask has, too, by how usual its labels are", path)
         )
     kept = {label: layers for trials in first.values() for label, trial in trials.items() if (layers := _kept(trial))}
     if path := wanted("kept", kept):
-        plots.shares_by_layer(kept, colour, path)
+        drawing.shares_by_layer(kept, colour, path)
         pictures.append(
             ("Share of a layer that devices keep: devices after the last round, the first one outlined", path)
         )
@@ -83,7 +84,7 @@ def draw_analyses(
         if analysed(trial, "theorem")
     }
     if path := wanted("theorem", terms):
-        plots.quantities(terms, plots.colours(list(NORMS.values())), path, x="round")
+        drawing.quantities(terms, plots.colours(list(NORMS.values())), path, x="round")
         pictures.append(("Theorem 1's terms by round, means over devices; Q and L the largest of any device", path))
     return pictures
 
@@ -205,7 +206,7 @@ def _draw_gates(trial: Recorded, path: Path) -> None:
     for device in numbers["devices"]:
         classes = [str(each) for each, count in enumerate(labels[device]) if count] if labels else []
         names.append(f"{device}: {', '.join(classes)}" if 0 < len(classes) <= 5 else str(device))
-    plots.gates(numbers["linkage"], names, {number: each["bins"] for number, each in _rows_of(trial, "gates")}, path)
+    drawing.gates(numbers["linkage"], names, {number: each["bins"] for number, each in _rows_of(trial, "gates")}, path)
 
 
 def _terms(trial: Recorded) -> dict[str, Points]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from sparrow.benchmarks.experiment import Experiment
-from sparrow.benchmarks.metrics import Accuracy, Point, accuracy_at
-from sparrow.benchmarks.report.cells import ABSENT, bold_interval, for_each_group, markdown_lines, percent
-from sparrow.benchmarks.report.comparisons import stopping_pairs, students
-from sparrow.benchmarks.report.figures import Group, counting, end_of, finetune_flops
-from sparrow.benchmarks.rows import Recorded
+import numpy as np
+
+from benchmarks.report.savings import stopping_pairs
+from sparrow.bench.experiment import Experiment
+from sparrow.bench.metrics import Accuracy, Point
+from sparrow.bench.report.cells import ABSENT, bold_interval, for_each_group, markdown_lines, percent
+from sparrow.bench.report.comparisons import students
+from sparrow.bench.report.figures import Group, counting, end_of, finetune_flops
+from sparrow.bench.rows import Recorded
 
 Cost = Callable[[Point], float]
 Figure = Callable[[Accuracy], float]
@@ -29,6 +32,18 @@ STOPPING_COSTS: Mapping[str, Cost] = {
     "bytes": lambda point: point.bytes_up + point.bytes_down,
     "estimated joules": COSTS["estimated joules"],
 }
+
+
+def accuracy_at(
+    points: Sequence[Point], cost: Callable[[Point], float], spent: float, figure: Callable[[Accuracy], float]
+) -> float | None:
+    """Return the accuracy at that cost, between two evaluated rounds by a straight line; None before the first one, or
+    after the last."""
+    known = [(cost(point), figure(point.accuracy)) for point in points if point.accuracy]
+    if not known or not known[0][0] <= spent <= known[-1][0]:
+        return None
+    costs, accuracies = zip(*known, strict=True)
+    return float(np.interp(spent, costs, accuracies))
 
 
 def at_equal_cost(pairs: Pairs, cost: Cost, figure: Figure) -> list[float]:

@@ -1,60 +1,27 @@
-"""The counts that a method's mechanism left in the rows; a trial in which it did nothing is marked *mechanism idle*."""
+"""The table of the counts that methods' mechanisms left in the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
-from edge_sdk.methods import DeviceMethod, UnknownMethod, load_method
-from sparrow.benchmarks.metrics import total
-from sparrow.benchmarks.report.cells import ABSENT, for_each_group, markdown_lines, three_digits
-from sparrow.benchmarks.report.figures import Group, end_of, stopped_devices, stops_early
-from sparrow.benchmarks.rows import Recorded
+from sparrow.bench.report.cells import (
+    ABSENT,
+    Column,
+    for_each_group,
+    label_table,
+    markdown_lines,
+    percent_cell,
+    three_digits,
+)
+from sparrow.bench.report.figures import Group, end_of, share_counted, stopped_devices, stops_early
+from sparrow.bench.report.idle import HARDLY, IDLE, LEAST_SHARE, acts_of, idle_in, listed, mean_shares
+from sparrow.bench.rows import Recorded
 
-IDLE = "mechanism idle"
-HARDLY = "mechanism hardly acted"
-LEAST_SHARE = 0.01
-"""Of what a mechanism may touch: below this its figures are as good as those of the method without it."""
-
-
-def acts_of(method: str) -> tuple[str, ...]:
-    """Return the counts that prove that a method acted; none of a method that is not installed."""
-    found = _installed(method)
-    return found.acts if found else ()
-
-
-def _installed(method: str) -> DeviceMethod | None:
-    try:
-        return load_method(method)
-    except UnknownMethod:
-        return None
-
-
-def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | None:
-    """Return the counts of a trial that should have proved that its mechanism acted, and are zero; None if unknown.
-
-    Rows from before such counts have what was counted then, without zeros: there a count is zero if it is missing, and
-    another such trial of the same method among these rows has it.
-    """
-    if trial.result.idle is not None:
-        return trial.result.idle
-    acts = acts_of(trial.trial.method)
-    as_old = [each for each in among if each.trial.method == trial.trial.method and each.result.idle is None]
-    counted = total(end_of(each).counted for each in as_old)
-    if any(name not in counted for name in acts):
-        return None
-    return tuple(name for name in acts if not end_of(trial).counted.get(name))
-
-
-def shares_in(trial: Recorded) -> dict[str, float]:
-    """Return the shares that a trial's mechanism changed of all that it could, by "COUNT of COUNT"; none if the rows
-    have no such counts."""
-    counted, method = end_of(trial).counted, _installed(trial.trial.method)
-    return {
-        f"{name} of {whole}": counted.get(name, 0) / counted[whole]
-        for name, whole in (method.act_on if method else {}).items()
-        if counted.get(whole)
-    }
+SHARE_COLUMNS: tuple[Column, ...] = (
+    ("on in a batch, %", percent_cell(lambda trial: share_counted(trial, "values_kept"))),
+    ("touched in a round, %", percent_cell(lambda trial: share_counted(trial, "values_touched"))),
+)
 
 
 def mechanism_sections(found: Sequence[Group]) -> list[str]:
@@ -100,41 +67,31 @@ def _state(done: Sequence[Recorded], among: Sequence[Recorded]) -> str:
         return f"**{IDLE}**: no {', '.join(names)}" + (f" in {idle} of {len(done)} trials" if idle < len(done) else "")
     if None in states:
         return "not counted"
-    shares = _shares(done)
+    shares = mean_shares(done)
     acted = f"**{HARDLY}**" if any(share < LEAST_SHARE for share in shares.values()) else "acted"
-    return f"{acted}: {_listed(shares)}" if shares else acted
+    return f"{acted}: {listed(shares)}" if shares else acted
 
 
-def _shares(done: Sequence[Recorded]) -> dict[str, float]:
-    """Return the means of ``shares_in`` over the trials that have them."""
-    found: dict[str, list[float]] = {}
-    for trial in done:
-        for name, share in shares_in(trial).items():
-            found.setdefault(name, []).append(share)
-    return {name: fmean(shares) for name, shares in found.items()}
+def share_sections(found: Sequence[Group]) -> list[str]:
+    """Return the tables of the blocks that were used, of methods that use some in a batch."""
+    by_block = [group for group in map(_by_block, found) if group.trials]
+    if not by_block:
+        return []
+    note = (
+        "Values of the blocks that were on, mean over batches, and of those that any batch of a device's round touched "
+        "and that went up: shares of the model's, means over device-rounds and seeds."
+    )
+    tables = for_each_group(by_block, lambda group: label_table(group.trials, SHARE_COLUMNS))
+    return ["## Used share of the model", "", note, "", *tables]
 
 
-def _listed(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{100 * share:.2g} % {name}" for name, share in shares.items())
-
-
-def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
-    """Return a warning for each label with an idle trial, or whose mechanism hardly acted, for the head of a page."""
-    names: dict[str, set[str]] = {}
-    trials: dict[str, int] = {}
-    for trial in recorded:
-        idle = idle_in(trial, recorded)
-        if idle:
-            names.setdefault(trial.trial.label, set()).update(idle)
-            trials[trial.trial.label] = trials.get(trial.trial.label, 0) + 1
-    warnings = [
-        f"**{label}: {IDLE} in {trials[label]} {'trial' if trials[label] == 1 else 'trials'}** "
-        f"(no {', '.join(sorted(missing))}): its figures are not of this method."
-        for label, missing in names.items()
-    ]
-    for label in dict.fromkeys(trial.trial.label for trial in recorded):
-        shares = _shares([trial for trial in recorded if trial.trial.label == label])
-        few = {name: share for name, share in shares.items() if share < LEAST_SHARE}
-        if few and label not in names:
-            warnings.append(f"**{label}: {HARDLY}** ({_listed(few)}): its figures tell little of that mechanism.")
-    return [line for warning in warnings for line in (warning, "")]
+def _by_block(group: Group) -> Group:
+    """Return the labels whose method uses some blocks of the model in a batch."""
+    return Group(
+        group.title,
+        {
+            label: done
+            for label, done in group.trials.items()
+            if any(share_counted(each, "values_kept") for each in done)
+        },
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
-from sparrow.benchmarks.experiment import Experiment, Options
-from sparrow.benchmarks.metrics import Accuracy, Shifted
-from sparrow.benchmarks.report.cells import ABSENT, bold_interval, for_each_group, markdown_lines, percent
-from sparrow.benchmarks.report.comparisons import judged_on, paired
-from sparrow.benchmarks.report.figures import Group, over_seeds
-from sparrow.benchmarks.rows import Recorded
+from sparrow.bench.experiment import Experiment, Options
+from sparrow.bench.metrics import Accuracy, Shifted
+from sparrow.bench.plots import Curve
+from sparrow.bench.report.cells import ABSENT, bold_interval, for_each_group, markdown_lines, percent
+from sparrow.bench.report.comparisons import paired
+from sparrow.bench.report.figures import Group, over_seeds, participants, shift_of
+from sparrow.bench.rows import Recorded
 
 
 def shift_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
@@ -117,3 +119,34 @@ def _by_corruption(group: Group, experiment: Experiment) -> list[str]:
             mean = f"**{percent(fmean(map(fmean, means)))}**" if whole else ABSENT
             rows.append([names[0].replace("_", " ") if len(names) == 1 else "all kinds", label, *cells, mean])
     return markdown_lines(["", "accuracy, %", *(f"severity {each}" for each in severities), "mean"], rows)
+
+
+def judged_on(test_set: Options, done: Sequence[Recorded]) -> list[Recorded]:
+    """Return the trials that were evaluated on that test set, with its accuracies as the devices' own."""
+    found = []
+    for trial in done:
+        shifted = shift_of(test_set, trial)
+        if shifted is not None:
+            both = zip(participants(trial), shifted.devices, strict=True)
+            devices = tuple(replace(device, accuracy=accuracy) for device, accuracy in both)
+            found.append(replace(trial, result=replace(trial.result, devices=devices)))
+    return found
+
+
+def shift_curve(done: Sequence[Recorded], shares: Sequence[float]) -> Curve | None:
+    """Return the mean accuracy in per cent over the share of test samples from all devices; None unless all trials
+    have two.
+    """
+    bands = {
+        100 * share: [100 * each.mean for each in over_seeds(done, Options(shift=share), lambda each: each.accuracy)]
+        for share in sorted(shares)
+    }
+    known = {share: band for share, band in bands.items() if band}
+    if len(known) < 2:
+        return None
+    return Curve(
+        list(known),
+        [fmean(band) for band in known.values()],
+        list(map(min, known.values())),
+        list(map(max, known.values())),
+    )

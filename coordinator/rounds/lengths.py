@@ -1,7 +1,7 @@
 """The usual length of an update, by which ``relative_clip`` bounds the next ones.
 
 A length is the 2-norm of an update's difference from the values that were sent, whatever the device's budget: a device
-that trains a twentieth of the values moves them further, and about as far in all (docs/results/clipping.md), and the
+that trains a twentieth of the values moves them further, and about as far in all (docs/results/security.md), and the
 2-norm bounds how far the model goes. The usual length is the lower median of those that the last ``WINDOW`` rounds
 noted. It is known before a round's first update comes, so the round's sums need not wait, and the order in which
 updates come changes nothing. The first round has none before it: its updates wait until all have come, and its own

@@ -7,7 +7,7 @@ copies made inside its kernels: this is exact, and the same every time.
 
 The process holds more than that: blocks of up to 32 MiB come from the C library's heap, which has holes between the
 blocks in use, the more the longer a process trains. The factor follows from nothing that can be counted
-(docs/results/prediction.md has the spread); ``HEAP`` is in the middle.
+(docs/results/speed.md has the spread); ``HEAP`` is in the middle.
 """
 
 from __future__ import annotations

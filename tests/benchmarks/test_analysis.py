@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.analysis import measures, observing
+from benchmarks.analysis.looking import Look, own_neurons
+from benchmarks.analysis.observing import Observer
+from benchmarks.analysis.summaries import Summaries
+from benchmarks.analysis.theorem import Terms, measure_terms, summarise
+from benchmarks.report.analyses import analysis_sections, draw_analyses
 from edge_sdk.methods.dual import Dual
-from sparrow.benchmarks import rows
-from sparrow.benchmarks.__main__ import main
-from sparrow.benchmarks.analysis import measures, observing
-from sparrow.benchmarks.analysis.looking import Look, own_neurons
-from sparrow.benchmarks.analysis.observing import Observer
-from sparrow.benchmarks.analysis.summaries import Summaries
-from sparrow.benchmarks.analysis.theorem import Terms, measure_terms, summarise
-from sparrow.benchmarks.report.analyses import analysis_sections, draw_analyses
-from sparrow.benchmarks.report.figures import Group, mean_analysed
+from sparrow.bench import rows
+from sparrow.bench.report.figures import Group, mean_analysed
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.neurons import first_neurons
 

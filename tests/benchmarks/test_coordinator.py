@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from sparrow.benchmarks.coordinator.contest import Marks
-from sparrow.benchmarks.coordinator.page import ASKED, growth, page, ratios
-from sparrow.benchmarks.coordinator.processes import Side, parse, processor_seconds
+from benchmarks.coordinator.contest import Marks
+from benchmarks.coordinator.page import ASKED, growth, page, ratios
+from benchmarks.coordinator.processes import Side, parse, processor_seconds
 
 SPARROW, FLOWER = {"seconds_per_round": 0.1}, {"seconds_per_round": 6.0, "server_seconds_per_update": 0.16}
 

@@ -18,7 +18,7 @@ DIGIT = np.zeros((2, 1, 8, 8), dtype=np.float32)
 @pytest.mark.timeout(400)
 def test_the_demo_ends_with_a_table_a_report_and_five_models(tmp_path):
     folder = tmp_path / "demo"
-    command = [sys.executable, "-m", "sparrow.benchmarks.demo", "--folder", str(folder), "--keep"]
+    command = [sys.executable, "-m", "benchmarks.demo", "--folder", str(folder), "--keep"]
     with (
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as demo,

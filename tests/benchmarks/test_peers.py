@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from sparrow.benchmarks.peers import COHORT
-from sparrow.benchmarks.peers.memory import TreeMemory, measure, process_age
-from sparrow.benchmarks.peers.work import Net
+from benchmarks.peers import COHORT
+from benchmarks.peers.memory import TreeMemory, measure, process_age
+from benchmarks.peers.work import Net
 
 MB = 1_000_000
 HOLD = f"b = bytearray(b'x') * (100 * {MB}); import time; time.sleep(0.8)"
@@ -29,7 +29,7 @@ def test_the_bare_loop_says_what_it_did(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "sparrow.benchmarks.peers.bare",
+        "benchmarks.peers.bare",
         "--data",
         str(tmp_path / "tiny.npz"),
         "--rounds",

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from sparrow.benchmarks import queue, rows
-from sparrow.benchmarks.experiment import BadExperiment, load_experiment
+from benchmarks import queue
+from sparrow.bench import rows
+from sparrow.bench.experiment import BadExperiment, load_experiment
 
 LONGER = """
 like = "digits"
@@ -39,8 +40,9 @@ method = "local"
 
 
 @pytest.fixture
-def places(tmp_path):
+def places(tmp_path, monkeypatch):
     """A list with a label and a seed of one experiment; the folders of its rows and of its work."""
+    monkeypatch.setattr(queue.runner, "TUNED", tmp_path / "tuned.json")
     (tmp_path / "longer.toml").write_text(LONGER)
     (tmp_path / "queue.toml").write_text(
         f'[[entry]]\nexperiment = "{tmp_path}/longer.toml"\nonly = ["FedAvg"]\nseeds = [1]\n'
@@ -115,7 +117,7 @@ def test_settings_are_chosen_first_from_the_points_that_are_missing(places, caps
     assert (first.tunes, first.trial.settings["learning_rate"]) == (True, 1e-9)
     queue.work("", path, results, folder)
     assert list(queue.waiting(path, results, folder)) == []
-    assert json.loads((results / "tuned.json").read_text())["longer"]["tuned"] == {"FedAvg": {"learning_rate": 0.1}}
+    assert json.loads(queue.runner.TUNED.read_text())["longer"]["tuned"] == {"FedAvg": {"learning_rate": 0.1}}
     (recorded,) = rows.read(results / "longer.jsonl")
     assert recorded.trial.settings["learning_rate"] == 0.1
     longer.write_text(longer.read_text().replace("[1e-9, 0.1]", "[1e-9, 0.1, 0.2]"))

@@ -3,25 +3,30 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from benchmarks.report.costs import STOPPING_COSTS, accuracy_at, at_equal_cost, cost_sections, stopping_sections
+from benchmarks.report.page import draw_all, more_sections, write_page
+from benchmarks.report.savings import savings, stopping_pairs
+from benchmarks.report.shifts import shift_curve
+from benchmarks.report.uploads import best_within
 from edge_sdk.methods import Evaluated, load_method
-from sparrow.benchmarks import rows
-from sparrow.benchmarks.experiment import Experiment, load_experiment, trials
-from sparrow.benchmarks.markdown import write_html
-from sparrow.benchmarks.metrics import Accuracy, Point, shifted
-from sparrow.benchmarks.provenance import Provenance
-from sparrow.benchmarks.report import mechanism
-from sparrow.benchmarks.report.comparisons import paired, savings, stopping_pairs
-from sparrow.benchmarks.report.costs import STOPPING_COSTS, at_equal_cost, cost_sections, stopping_sections
-from sparrow.benchmarks.report.figures import groups
-from sparrow.benchmarks.report.page import report_text, write_report
-from sparrow.benchmarks.report.pictures import curve, draw, shift_curve
-from sparrow.benchmarks.report.summary import summary
-from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
+from sparrow.bench import rows
+from sparrow.bench.experiment import Experiment, load_experiment, trials
+from sparrow.bench.html import write_html
+from sparrow.bench.metrics import Accuracy, Point, shifted
+from sparrow.bench.provenance import Provenance
+from sparrow.bench.report import idle
+from sparrow.bench.report import page as core
+from sparrow.bench.report.comparisons import paired
+from sparrow.bench.report.figures import groups
+from sparrow.bench.report.pictures import curve
+from sparrow.bench.report.summary import summary
+from sparrow.bench.rows import DeviceResult, Recorded, TrialResult
 from sparrow.protocol.messages import Evaluation
 
 COMMAND = "python -m benchmarks report tiny"
@@ -33,6 +38,9 @@ FEDSPU_ES = {
     "settings": {"early_stopping": "paper", "patience": 2},
 }
 FEDAVG = {"label": "FedAvg", "method": "fedavg"}
+
+
+report_text = partial(core.report_text, more=more_sections)
 
 
 def experiment(**changes):
@@ -330,7 +338,7 @@ def test_missing_trials_are_said_above_the_tables(plan, recorded):
 
 def test_nothing_recorded_is_said(plan, tmp_path):
     with pytest.raises(SystemExit, match="no trial of 'Tiny' is recorded yet"):
-        write_report(plan, [], tmp_path / "results", command=COMMAND)
+        write_page(plan, [], tmp_path / "results", command=COMMAND, tuning={})
     assert not (tmp_path / "results").exists()
 
 
@@ -402,7 +410,7 @@ def replacing(monkeypatch):
     """FedSPU as a method that proves itself by two counts."""
     found = replace(load_method("fedspu"), acts=("replaced", "union"), act_on={"replaced": "dropped"})
     plain = replace(load_method("fedavg"), acts=())
-    monkeypatch.setattr(mechanism, "load_method", {"fedspu": found, "fedavg": plain}.__getitem__)
+    monkeypatch.setattr(idle, "load_method", {"fedspu": found, "fedavg": plain}.__getitem__)
 
 
 def counted(trial, counts, notes=None, idle=()):
@@ -521,7 +529,7 @@ NARROW = (64 * 8 * 9, 16 * 16 * 8 * 9, 32 * 64, 10 * 32)
 
 def committed(name):
     """The trials of the results that are committed, by point of the axes."""
-    path = Path(__file__).parents[2] / "docs" / "results" / f"{name}.jsonl"
+    path = Path(__file__).parents[2] / "benchmarks" / "rows" / f"{name}.jsonl"
     return groups(load_experiment(name), list(rows.latest(rows.read(path)).values()))
 
 
@@ -648,7 +656,7 @@ def test_a_curve_of_the_best_so_far_never_falls(plan):
 def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_path):
     plan = capped()
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
-    [picture] = [path for caption, path in draw(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
+    [picture] = [path for caption, path in draw_all(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
     assert picture.name == "tiny-curves.png"
     assert is_png(picture)
 
@@ -747,10 +755,42 @@ def test_the_curve_over_degrees_is_the_mean_with_its_seeds(tmp_path):
     assert drawn.x == [0, 100]
     assert drawn.y == pytest.approx([90, 40])
     assert drawn.low == pytest.approx([90, 40])
-    pictures = dict(draw(plan, groups(plan, done), tmp_path, "tiny"))
+    pictures = dict(draw_all(plan, groups(plan, done), tmp_path, "tiny"))
     [picture] = [path for caption, path in pictures.items() if "degree of shift" in caption]
     assert picture.name == "tiny-shift.png"
     assert is_png(picture)
+
+
+def judged_points(*means):
+    made = []
+    for number, mean in enumerate(means, start=1):
+        accuracy = None if mean is None else Accuracy(1, mean, mean, 0.0, mean)
+        made.append(Point(10 * number, accuracy, None, None, None, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    return made
+
+
+def test_the_best_within_an_upload_is_of_the_rounds_up_to_it():
+    uploads = zip((100, 200, 300, 400), judged_points(0.45, 0.65, None, 0.8), strict=True)
+    measured = [replace(each, bytes_up=bytes_up) for bytes_up, each in uploads]
+    falling = [*measured, replace(measured[0], bytes_up=500)]
+    found = [best_within(falling, cap, lambda each: each.mean) for cap in (99.5, 100, 350, 400, 1000)]
+    assert found == [None, 0.45, 0.65, 0.8, 0.8]
+    assert best_within(falling, 100, lambda each: each.weighted) == falling[0].accuracy.weighted
+    assert best_within([], 100, lambda each: each.mean) is None
+
+
+def test_accuracy_at_a_cost_is_between_two_judged_rounds():
+    spent_points = [
+        replace(each, bytes_up=spent)
+        for spent, each in zip((100, 200, 300, 400), judged_points(0.4, 0.6, None, 0.8), strict=True)
+    ]
+
+    def at(spent):
+        return accuracy_at(spent_points, lambda point: point.bytes_up, spent, lambda each: each.mean)
+
+    assert [at(100), at(150), at(200), at(300), at(400)] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8])
+    assert (at(99), at(401)) == (None, None)
+    assert accuracy_at([], lambda point: 0.0, 0.0, lambda each: each.mean) is None
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
@@ -762,19 +802,19 @@ def is_png(path):
 
 @pytest.mark.integration
 def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
-    page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
+    page, *pictures = write_page(plan, recorded, tmp_path / "results", command=COMMAND, tuning={})
     assert page == tmp_path / "results" / "tiny.md"
-    kinds = ("accuracy", "curves", "devices", "differences", "costs")
+    kinds = ("accuracy", "curves")
     assert [picture.name for picture in pictures] == [f"tiny-{kind}.png" for kind in kinds]
     assert all(is_png(picture) for picture in pictures)
     assert all(f"]({picture.name})" in page.read_text() for picture in pictures)
     assert sorted(file.name for file in page.parent.iterdir()) == sorted(file.name for file in (page, *pictures))
 
 
-def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
+def test_where_nothing_was_judged_nothing_is_drawn(tmp_path):
     plan = experiment(seeds=[0], axes={}, methods=[FEDSPU, FEDAVG], tune=None)
     done = [record(trial, (None, None), (point(20, 0, accuracy=None),)) for trial in trials(plan, "tiny", {})]
-    assert [path.name for _, path in draw(plan, groups(plan, done), tmp_path, "tiny")] == ["tiny-costs.png"]
+    assert draw_all(plan, groups(plan, done), tmp_path, "tiny") == []
     page = report_text(plan, done, command=COMMAND)
     assert cells(page, "FedSPU", "Accuracy after") == ["–", "–", "–", "–", "–", "1 of 1"]
     assert cells(page, "FedSPU", "Rounds, traffic")[:3] == ["20", "–", "–"]
@@ -783,8 +823,6 @@ def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
 @pytest.mark.integration
 def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
-    pictures = draw(plan, groups(plan, some), tmp_path, "tiny")
-    assert [path.name for _, path in pictures] == [
-        f"tiny-{kind}.png" for kind in ("accuracy", "curves", "devices", "costs")
-    ]
+    pictures = draw_all(plan, groups(plan, some), tmp_path, "tiny")
+    assert [path.name for _, path in pictures] == ["tiny-accuracy.png", "tiny-curves.png"]
     assert all(is_png(path) for _, path in pictures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparrow.benchmarks.simulation import page
+from benchmarks.simulation import page
 
 
 def run(peer: str, turn: int, rate: float, whole: float, processor: float = 0.05) -> dict:

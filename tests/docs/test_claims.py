@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.benchmarks import claims
-from sparrow.benchmarks.claims import NO_CLAIMS, Figures, evaluated, filled, rebuild, stray_figures, verdict
+from benchmarks import claims, places
+from benchmarks.claims import NO_CLAIMS, Figures, evaluated, filled, rebuild, stray_figures, verdict
+from benchmarks.places import ROWS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {DOCS / "choosing.md"} | {
     DOCS / "results" / f"{name}.md" for name in ("fedspu", "fedsgc", "dmpfl", "pfedgate", "defaults", "claims")
 }
-CLAIMS = claims.tomllib.loads((DOCS / "results" / "claims.toml").read_text())
+CLAIMS = claims.tomllib.loads((ROWS / "claims.toml").read_text())
 
 
 def test_every_page_is_what_its_rows_make():
@@ -75,7 +76,7 @@ def test_what_was_not_run_says_why(claim):
 
 @pytest.mark.parametrize("claim", CLAIMS["claims"], ids=lambda claim: f"{claim['paper']} {claim['item']}")
 def test_what_does_not_hold_has_a_hypothesis_and_what_would_test_it(claim):
-    figures = Figures(DOCS / "results")
+    figures = Figures(ROWS)
     if not all(evaluated(each, figures) for each in claim.get("holds", ())):
         words = claim.get("note", "").lower()
         assert "hypothesis" in words
@@ -225,10 +226,10 @@ def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
     (tmp_path / "tiny.jsonl").rename(page / "tiny.jsonl")
     template = "each = A; B as other\n| | % |\n|---|---|\n| {each} | {accuracy('tiny', label):.0f} |\n"
     (page / "page.md").write_text(f"# Page\n\n<!-- measured: {template}-->old<!-- end -->\n")
-    text = rebuild(tmp_path)[page / "page.md"]
+    text = rebuild(tmp_path, page)[page / "page.md"]
     assert "-->\n\n| | % |\n|---|---|\n| A | 61 |\n| other | 70 |\n\n<!-- end -->" in text
     (page / "page.md").write_text(text)
-    assert rebuild(tmp_path)[page / "page.md"] == text
+    assert rebuild(tmp_path, page)[page / "page.md"] == text
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,30 @@ def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
 def test_a_template_that_has_no_value_is_named(figures, template, message):
     with pytest.raises(SystemExit, match=message):
         filled(template, figures)
+
+
+def test_a_section_of_an_experiment_is_made_anew_and_one_of_a_script_is_kept(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- section: fedsgc-cifar10 -->\nold\n<!-- end of fedsgc-cifar10 -->\n"
+        "<!-- section: wire -->\nkept\n<!-- end of wire -->\n"
+    )
+    text = rebuild(tmp_path)[page]
+    assert "old" not in text
+    assert "\n## fedsgc-cifar10\n" in text
+    assert "<!-- section: wire -->\nkept\n<!-- end of wire -->" in text
+    assert not stray_figures(text)
+
+
+def test_a_script_writes_its_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "PAGES", tmp_path)
+    page = tmp_path / "speed.md"
+    page.write_text("# Speed\n\n<!-- section: wire -->\nold\n<!-- end of wire -->\n\n## After\n")
+    places.write_section("speed", "wire", "# Wire\n\n```sh\n# no heading\n```\n")
+    inside = "\n## Wire\n\n```sh\n# no heading\n```\n\n"
+    assert page.read_text() == f"# Speed\n\n<!-- section: wire -->\n{inside}<!-- end of wire -->\n\n## After\n"
+    with pytest.raises(SystemExit, match="no section engines"):
+        places.write_section("speed", "engines", "")
 
 
 def test_without_the_pages_it_says_where_to_run(tmp_path):

@@ -14,7 +14,7 @@ from sparrow.main import COMMANDS, main
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
 TOKENS = ("create", "list", "revoke")
-BENCH = ("compare", "run", "tune", "report", "claims")
+BENCH = ("compare", "run", "tune", "report")
 
 
 @pytest.fixture(autouse=True)

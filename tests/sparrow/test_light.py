@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.benchmarks.server import coordinator
+from sparrow.bench.server import coordinator
 
 PROBE = """
 import io, json, sys
@@ -60,8 +60,8 @@ def test_a_command_loads_its_own_part_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_device_is_installed_in_220_mb_and_trains_without_pytorch(tmp_path):
+    from benchmarks.engines import install
     from edge_sdk.publish import publish
-    from sparrow.benchmarks.engines import install
 
     python, size = install(Path(__file__).parents[2], tmp_path / "device", "device")
     assert size <= 220e6

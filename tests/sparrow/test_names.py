@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
-NAMES = ("benchmarks", "coordinator", "export")
+NAMES = ("coordinator", "export")
 ROOT = Path(__file__).parents[2]
 INSIDE = "theirs was imported by Sparrow"
 
@@ -53,11 +53,11 @@ try:
     Predictor("none.onnx")
 except PredictError as error:
     assert "there is no model file" in str(error), error
-import sparrow.export.build, sparrow.devices.board, sparrow.benchmarks.experiment, sparrow.coordinator.main
+import sparrow.export.build, sparrow.devices.board, sparrow.bench.experiment, sparrow.coordinator.main
 
 os.environ["WANTED"] = "1"
-import benchmarks, coordinator, devices, export
-assert all(module.MINE for module in (benchmarks, coordinator, devices, export))
+import coordinator, devices, export
+assert all(module.MINE for module in (coordinator, devices, export))
 print("both")
 """
 

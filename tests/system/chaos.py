@@ -1,6 +1,6 @@
 """``make chaos``: federations of several methods on bad machines, bad networks, bad disks and bad databases.
 
-    .venv/bin/python -m tests.system.chaos --faults 1000 --minutes 45 --rows docs/results/chaos.jsonl
+    .venv/bin/python -m tests.system.chaos --faults 1000 --minutes 45 --rows benchmarks/rows/chaos.jsonl
 
 Each federation is real coordinators (``sparrow serve``) and real devices (``edge_sdk.join``), each a process, with a
 proxy between every device and them. ``faults`` says what befalls them; it is drawn from the seed. The federation must

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sparrow.benchmarks.server import free_port
+from sparrow.bench.server import free_port
 
 from .browsers import browser, open_page  # noqa: F401
 from .conftest import environment, wait_until

@@ -16,14 +16,14 @@ import onnxruntime
 import pytest
 import torch
 
+from benchmarks.zoo import ZOO, torchvision
 from edge_sdk.join import JoinOptions, join
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
-from sparrow.benchmarks.server import coordinator
-from sparrow.benchmarks.zoo import ZOO, torchvision
+from sparrow.bench.server import coordinator
 from sparrow.protocol import bundle
 from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from sparrow.protocol.settings import FederationSettings
@@ -196,7 +196,7 @@ def test_the_example_of_adapters_runs(tmp_path):
     pytest.importorskip("peft", reason="the extra adapters is not installed")
     write_text(tmp_path / "text.npz")
     script = Path(__file__).parents[2] / "examples" / "adapters.py"
-    declared = "from sparrow.benchmarks.zoo import torchvision; torchvision(); import runpy, sys; "
+    declared = "from benchmarks.zoo import torchvision; torchvision(); import runpy, sys; "
     done = subprocess.run(
         [sys.executable, "-c", f"{declared}sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
          str(script), str(tmp_path / "text.npz")],

@@ -36,7 +36,7 @@ does not use the SDK."""
 
 
 class Kind(str, Enum):
-    """The kinds of work; see docs/architecture.md, "coordinator/rounds". Keys, shares, agree and unmask are of secure rounds."""
+    """The kinds of work (docs/architecture.md, "coordinator/rounds"); keys, shares, agree and unmask: secure rounds."""
 
     train = "train"
     evaluate = "evaluate"

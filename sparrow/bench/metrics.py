@@ -1,0 +1,213 @@
+"""The figures of a trial, alike for every method, from its coordinator's records.
+
+A device's accuracy is that of its personal model, or, if the method has none, of the global model, on the device's
+own test data. Bytes are bodies of payloads and updates as the devices counted them on the wire, evaluation apart. FLOPs
+are counted from shapes and masks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from edge_sdk.methods import Evaluated
+
+from ..coordinator.reports.summary import bottom_decile
+from ..protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy over devices. ``weighted``: by their test samples. ``std``: population standard deviation.
+    ``bottom_decile``: the floor(N/10)-th worst, counted from 1."""
+
+    devices: int
+    mean: float
+    weighted: float
+    std: float
+    bottom_decile: float
+
+
+def accuracy_of(evaluations: Sequence[Evaluation]) -> Accuracy | None:
+    """Return the accuracy over the evaluated devices; None if there is none."""
+    return accuracy_over([(each.accuracy, each.num_examples) for each in evaluations])
+
+
+def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | None:
+    """Return the accuracy over devices, each given as (accuracy, test samples); None if none was evaluated."""
+    shares = np.array([accuracy for accuracy, _ in devices if accuracy is not None])
+    weights = np.array([samples for accuracy, samples in devices if accuracy is not None])
+    if len(shares) == 0:
+        return None
+    return Accuracy(
+        devices=len(shares),
+        mean=float(shares.mean()),
+        weighted=float(np.average(shares, weights=weights)),
+        std=float(shares.std()),
+        bottom_decile=bottom_decile(shares.tolist()) or 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Point:
+    """The state of a trial after a round that was followed by an evaluation. Costs are sums over rounds so far and over
+    devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
+    ``seconds_without_joules`` those of the seconds without known energy; ``counts`` are those of the method's device
+    halves and ``notes`` the coordinator's. ``counts`` is None in rows that are older than it; these have all in
+    ``notes``, or nothing. ``finetune_flops`` made the copies that were judged here, and no others; None in such rows.
+    """
+
+    round: int
+    accuracy: Accuracy | None
+    accuracy_global: Accuracy | None
+    accuracy_validation: Accuracy | None
+    train_loss: float | None
+    stopped: int
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes_up: int
+    evaluation_bytes_down: int
+    training_flops: int
+    seconds: float
+    joules_measured: float
+    joules_estimated: float
+    seconds_without_joules: float
+    wall_seconds: float
+    notes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] | None = None
+    finetune_flops: int | None = None
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Everything that was counted, by name."""
+        return total([self.notes, self.counts or {}])
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of training and of the fine-tuned copies that were judged."""
+        return self.training_flops + (self.finetune_flops or 0)
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Accuracy of a trial's last models on another test set of each device that trained.
+
+    test_set: the options of ``--data`` that make it. accuracy: of the model that counts for a device, its personal one
+    or else the global one; then of each alone, where there are any. devices, devices_global: those of the model that
+    counts and of the global one, device by device, in the order of the trial's result.
+    """
+
+    test_set: dict[str, bool | int | float | str]
+    accuracy: Accuracy | None
+    accuracy_personal: Accuracy | None
+    accuracy_global: Accuracy | None
+    devices: tuple[float | None, ...]
+    devices_global: tuple[float | None, ...]
+
+
+def shifted(
+    test_set: dict[str, bool | int | float | str], found: Sequence[Evaluated], judged_as: str | None = None
+) -> Shifted:
+    """Return the devices' results on a test set. judged_as: as in ``own``."""
+    counting = [own(each, judged_as) for each in found]
+    return Shifted(
+        test_set=test_set,
+        accuracy=accuracy_of([each for each in counting if each]),
+        accuracy_personal=accuracy_of([each.personal for each in found if each.personal]),
+        accuracy_global=accuracy_of([each.global_model for each in found if each.global_model]),
+        devices=tuple(each.accuracy if each else None for each in counting),
+        devices_global=tuple(each.global_model.accuracy if each.global_model else None for each in found),
+    )
+
+
+def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
+    """Return the devices' evaluations of a round."""
+    return [
+        (each.device, each.report)
+        for each in reports
+        if each.kind is Kind.evaluate and isinstance(each.report, Receipt)
+    ]
+
+
+def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation | None:
+    """Return the evaluation that counts for a device: its personal model's, or the global one's if there is none.
+
+    judged_as: another of the method's ways to predict, which counts before these.
+    """
+    other = found.others.get(judged_as) if judged_as else None
+    return other or found.personal or found.global_model
+
+
+def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport], judged_as: str | None = None) -> Point:
+    """Return the point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
+    receipts = [receipt for _, receipt in judged(reports)]
+    phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
+    accuracy, of_global, validation = _accuracies(receipts, judged_as)
+    return Point(
+        round=records[-1].round,
+        accuracy=accuracy,
+        accuracy_global=of_global,
+        accuracy_validation=validation,
+        train_loss=records[-1].train_loss,
+        stopped=sum(len(record.stopped) for record in records),
+        bytes_up=sum(record.bytes_up for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
+        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
+        training_flops=sum(record.training_flops for record in records),
+        seconds=sum(phase.seconds for phase in phases),
+        joules_measured=sum(phase.joules_measured for phase in phases),
+        joules_estimated=sum(phase.joules_estimated for phase in phases),
+        seconds_without_joules=sum(phase.seconds_without_joules for phase in phases),
+        wall_seconds=sum(record.seconds or 0.0 for record in records),
+        notes=total(record.notes for record in records),
+        counts=total(record.counts for record in records),
+        finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
+    )
+
+
+def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = None) -> Point:
+    """Return a point whose devices were judged once more, by other settings of the evaluation."""
+    accuracy, of_global, validation = _accuracies(found, judged_as)
+    return replace(
+        point,
+        accuracy=accuracy,
+        accuracy_global=of_global,
+        accuracy_validation=validation,
+        finetune_flops=sum(each.flops for each in found),
+    )
+
+
+def _accuracies(
+    found: Sequence[Receipt | Evaluated], judged_as: str | None
+) -> tuple[Accuracy | None, Accuracy | None, Accuracy | None]:
+    """Return the accuracy of the models that count, of the global one, and on validation data."""
+    return (
+        accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
+        accuracy_of([each.global_model for each in found if each.global_model]),
+        accuracy_of([each.validation for each in found if each.validation]),
+    )
+
+
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return sums by name; a count that is zero throughout is there."""
+    found: Counter[str] = Counter()
+    for each in counts:
+        found.update(each)
+    return dict(found)
+
+
+def idle(acts: Sequence[str], records: Sequence[RoundRecord]) -> tuple[str, ...]:
+    """Return those of a method's ``acts`` that are zero over all rounds: then its mechanism did nothing."""
+    counted = total(each for record in records for each in (record.counts, record.notes))
+    return tuple(name for name in acts if not counted.get(name))
+
+
+def rounds_to(points: Sequence[Point], share: float) -> int | None:
+    """Return the first evaluated round whose mean accuracy reaches ``share`` of the trial's best; None without one."""
+    known = [(point.round, point.accuracy.mean) for point in points if point.accuracy]
+    best = max((mean for _, mean in known), default=None)
+    return next((number for number, mean in known if best is not None and mean >= share * best), None)

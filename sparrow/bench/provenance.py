@@ -1,0 +1,109 @@
+"""The commit, the packages and the processor that compute a trial, so that its rows can be computed again.
+
+Results repeat bit for bit where all of these are equal. Other processors and versions of PyTorch and ONNX Runtime add
+in another order.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
+OTHERS = ("benchmarks/rows", "benchmarks/queue.toml", "docs/results", "sparrow/bench/experiments/tuned.json")
+"""Where rows are kept, and the order of trials: a change there does not change what is computed."""
+VECTORS = {
+    *("amx_bf16", "amx_int8", "amx_tile", "avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512bw", "avx512f"),
+    *("asimd", "asimddp", "avx_vnni", "bf16", "fma", "i8mm", "sse4_2", "sve"),
+}
+"""The instructions by which the kernels of the runtimes choose how they add."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The software and the machine that computed a trial.
+
+    commit: of the clone, "" outside of one; the commit with the rows comes after it. changes: files in which the clone
+    differed from it. packages: name -> version, Python's included. flags: vector instructions of the processor.
+    threads: with which a device trains.
+    """
+
+    commit: str
+    changes: int
+    packages: Mapping[str, str]
+    processor: str
+    flags: tuple[str, ...]
+    threads: int
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Provenance:
+        """Return what a row of a file says."""
+        return cls(**{**row, "flags": tuple(row["flags"])})
+
+
+def provenance(threads: int) -> Provenance:
+    """Return what computes a trial here and now. threads: with which a device trains."""
+    commit, changes = state_of(ROOT)
+    processor, flags = _of_processor()
+    return Provenance(commit, changes, _packages(), processor, flags, threads)
+
+
+@cache
+def state_of(root: Path) -> tuple[str, int]:
+    """Return the commit of a clone, and in how many files it differs from it; "" and 0 outside of one.
+
+    Once in a process: it runs what it has imported, whatever is changed or committed afterwards.
+    """
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit, len(_changes(root)) if commit else 0
+
+
+def _changes(root: Path) -> list[str]:
+    others = (f":!{path}" for path in OTHERS)
+    return _git(root, "status", "--porcelain", "--", ".", *others).splitlines()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    if not (root / ".git").exists():
+        # An installed package may lie within somebody else's clone.
+        return ""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+@cache
+def _packages() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _of_processor() -> tuple[str, tuple[str, ...]]:
+    """Return the name of the processor and its vector instructions; no instructions where the system does not say."""
+    fields: dict[str, str] = {}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    known = set(fields.get("flags", fields.get("Features", "")).split())
+    return fields.get("model name") or platform.processor() or platform.machine(), tuple(
+        flag for flag in sorted(VECTORS) if flag in known
+    )

@@ -1,0 +1,93 @@
+"""Trials in which a method's mechanism did nothing: they are marked *mechanism idle*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from edge_sdk.methods import DeviceMethod, UnknownMethod, load_method
+
+from ..metrics import total
+from ..rows import Recorded
+from .figures import end_of
+
+IDLE = "mechanism idle"
+HARDLY = "mechanism hardly acted"
+LEAST_SHARE = 0.01
+"""Of what a mechanism may touch: below this its figures are as good as those of the method without it."""
+
+
+def acts_of(method: str) -> tuple[str, ...]:
+    """Return the counts that prove that a method acted; none of a method that is not installed."""
+    found = _installed(method)
+    return found.acts if found else ()
+
+
+def _installed(method: str) -> DeviceMethod | None:
+    try:
+        return load_method(method)
+    except UnknownMethod:
+        return None
+
+
+def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | None:
+    """Return the counts of a trial that should have proved that its mechanism acted, and are zero; None if unknown.
+
+    Rows from before such counts have what was counted then, without zeros: there a count is zero if it is missing, and
+    another such trial of the same method among these rows has it.
+    """
+    if trial.result.idle is not None:
+        return trial.result.idle
+    acts = acts_of(trial.trial.method)
+    as_old = [each for each in among if each.trial.method == trial.trial.method and each.result.idle is None]
+    counted = total(end_of(each).counted for each in as_old)
+    if any(name not in counted for name in acts):
+        return None
+    return tuple(name for name in acts if not end_of(trial).counted.get(name))
+
+
+def shares_in(trial: Recorded) -> dict[str, float]:
+    """Return the shares that a trial's mechanism changed of all that it could, by "COUNT of COUNT"; none if the rows
+    have no such counts."""
+    counted, method = end_of(trial).counted, _installed(trial.trial.method)
+    return {
+        f"{name} of {whole}": counted.get(name, 0) / counted[whole]
+        for name, whole in (method.act_on if method else {}).items()
+        if counted.get(whole)
+    }
+
+
+def mean_shares(done: Sequence[Recorded]) -> dict[str, float]:
+    """Return the means of ``shares_in`` over the trials that have them."""
+    found: dict[str, list[float]] = {}
+    for trial in done:
+        for name, share in shares_in(trial).items():
+            found.setdefault(name, []).append(share)
+    return {name: fmean(shares) for name, shares in found.items()}
+
+
+def listed(shares: Mapping[str, float]) -> str:
+    """Return shares in words: 0.5 % of COUNT, ...."""
+    return ", ".join(f"{100 * share:.2g} % {name}" for name, share in shares.items())
+
+
+def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
+    """Return a warning for each label with an idle trial, or whose mechanism hardly acted, for the head of a page."""
+    names: dict[str, set[str]] = {}
+    trials: dict[str, int] = {}
+    for trial in recorded:
+        idle = idle_in(trial, recorded)
+        if idle:
+            names.setdefault(trial.trial.label, set()).update(idle)
+            trials[trial.trial.label] = trials.get(trial.trial.label, 0) + 1
+    warnings = [
+        f"**{label}: {IDLE} in {trials[label]} {'trial' if trials[label] == 1 else 'trials'}** "
+        f"(no {', '.join(sorted(missing))}): its figures are not of this method."
+        for label, missing in names.items()
+    ]
+    for label in dict.fromkeys(trial.trial.label for trial in recorded):
+        shares = mean_shares([trial for trial in recorded if trial.trial.label == label])
+        few = {name: share for name, share in shares.items() if share < LEAST_SHARE}
+        if few and label not in names:
+            warnings.append(f"**{label}: {HARDLY}** ({listed(few)}): its figures tell little of that mechanism.")
+    return [line for warning in warnings for line in (warning, "")]
