@@ -26,7 +26,7 @@ from sparrow.protocol.preparation import Preparation, RawType, Targets
 from .axes import axes_of
 from .errors import DataError
 from .labels import Decided, Labels, Question, decide
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .roles import RUN, folded, is_person
 from .samples import Raw, plural, some
 
@@ -35,33 +35,23 @@ USES = ("train", "val", "test", "public")
 Array = NDArray[Any]
 
 
-def read_archive(
-    path: Path,
-    source: str,
-    options: ReadOptions,
-    *,
-    preparation: Preparation | None = None,
-    targets: Targets | None = None,
-    shape: tuple[int, ...] | None = None,
-    labelled: bool = True,
-) -> dict[str, Raw]:
-    """Return an npz file's samples by use, or those of an npy file; as ``read_file``, which says what is given."""
-    wanted = _Wanted(preparation, targets, shape, labelled)
+def read_archive(path: Path, source: str, options: ReadOptions, wanted: Wanted) -> dict[str, Raw]:
+    """Return an npz file's samples by use, or those of an npy file."""
     try:
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 entries: Mapping[str, Array] = {"x": loaded}
-                if labelled:
+                if wanted.labelled:
                     raise DataError(
                         f"{source}: holds one array and no labels; write both with numpy.savez(path, x=x, y=y)"
                     )
                 return {"": _read(_File(source, entries, "", bare=True), options, wanted)}
-            uses = _uses(source, loaded, labelled)
+            uses = _uses(source, loaded, wanted.labelled)
             found: dict[str, Raw] = {}
             for use in uses:
                 found[use] = _read(_File(source, loaded, use), options, wanted)
-                if found[use].kind is not None and targets is None:
+                if found[use].kind is not None and wanted.targets is None:
                     # all parts have labels of one kind, that of the training samples
                     options = replace(options, target="class" if found[use].kind == "classes" else "number")
             return found
@@ -115,21 +105,7 @@ class _File:
         ]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What the federation says of samples and labels; the fields are arguments of ``read_file``."""
-
-    preparation: Preparation | None
-    targets: Targets | None
-    shape: tuple[int, ...] | None
-    labelled: bool
-
-
-def _read(
-    file: _File,
-    options: ReadOptions,
-    wanted: _Wanted,
-) -> Raw:
+def _read(file: _File, options: ReadOptions, wanted: Wanted) -> Raw:
     preparation = wanted.preparation
     said: list[str] = []
     stored = file.get("x")

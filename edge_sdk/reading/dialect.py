@@ -304,6 +304,4 @@ def explain(text: str, decimal: str, delimiter: str) -> str:
         return "it has a thousands separator; write the number without it" + (
             ", or add decimal=comma if that is a decimal comma" if decimal == "." and "," in text else ""
         )
-    if decimal == "," and is_decimal(text, "."):
-        return "it has a decimal point; write a comma, or add decimal=point if all numbers have one"
     return ""

@@ -14,7 +14,7 @@ from .errors import DataError, NoData
 from .folders import read_folder, read_single
 from .listings import files_column, read_listed
 from .media import medium_of, other_reader
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .parquet import open_parquet
 from .recordings import read_recordings
 from .samples import Raw
@@ -41,46 +41,38 @@ def read_file(
     if not, they are left out, and a single picture or sound, or a folder of them, can be read. Raises DataError, and
     MissingPart if a package that reads such files is not installed.
     """
+    wanted = Wanted(preparation, targets, shape, labelled)
     place = Path(path).expanduser()
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
     if place.is_dir():
-        return read_folder(place, options, preparation=preparation, targets=targets, labelled=labelled)
+        return read_folder(place, options, wanted)
     if _is_archive(place):
         options.refuse(str(path), "holds arrays", "rate", "window", "step", "time", "unreadable")
-        return read_archive(
-            place,
-            str(path),
-            options,
-            preparation=preparation,
-            targets=targets,
-            shape=shape,
-            labelled=labelled,
-        )
+        return read_archive(place, str(path), options, wanted)
     medium = medium_of(place)
     if medium is not None:
-        return {"": read_single(place, medium, options, preparation, labelled)}
+        return {"": read_single(place, medium, options, wanted)}
     table = open_parquet(place, str(path), options) if _is_parquet(place) else open_text(place, str(path), options)
-    return {"": _read(table, options, preparation, targets, labelled)}
+    return {"": _read(table, options, wanted)}
 
 
-def _read(
-    table: Table, options: ReadOptions, preparation: Preparation | None, targets: Targets | None, labelled: bool
-) -> Raw:
+def _read(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
+    preparation = wanted.preparation
     measured = preparation is not None and (preparation.axes == "TC" or bool(preparation.columns))
     files = files_column(table, options, measured=measured)
     if files is not None:
-        return read_listed(table, files, options, preparation=preparation, targets=targets, labelled=labelled)
+        return read_listed(table, files, options, wanted)
     if options.time is not None and options.window is None and preparation is None:
         raise DataError(
             f"{table.source}: time={options.time} is of recordings; say how to cut them, as in window=2.56s"
         )
     if is_recordings(options, preparation):
-        return read_recordings(table, options, preparation=preparation, targets=targets, labelled=labelled)
+        return read_recordings(table, options, wanted)
     if preparation is not None and preparation.reader in ("images", "audio"):
         raise other_reader(table.source, "is a table that lists no such files", preparation)
     options.refuse(table.source, "is a table of rows", "rate", "window", "step", "time", "unreadable")
-    raw = read_table(table, options, preparation=preparation, targets=targets, labelled=labelled).raw
+    raw = read_table(table, options, wanted).raw
     timed = next((column.name for column in raw.columns if is_time(column.name)), None)
     if timed is None or preparation is not None:
         return raw

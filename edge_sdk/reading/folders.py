@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.protocol.preparation import Targets
 
 from .errors import BadOption, DataError
 from .media import Listing, Medium, counted, medium_of, read_listing, take
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .samples import Kind, Raw, plural, some
 
 USES = ("train", "val", "test")
@@ -41,68 +41,59 @@ class _File:
     label: str
 
 
-def read_folder(
-    root: Path,
-    options: ReadOptions,
-    *,
-    preparation: Preparation | None = None,
-    targets: Targets | None = None,
-    labelled: bool = True,
-) -> dict[str, Raw]:
-    """Return a folder's samples by use, as ``read_file``. All parts have the same shape, free axes and remarks."""
+def read_folder(root: Path, options: ReadOptions, wanted: Wanted) -> dict[str, Raw]:
+    """Return a folder's samples by use. All parts have the same shape, free axes and remarks."""
     options.refuse(str(root), "is a folder", *_UNUSED)
     said: list[str] = []
-    found = _found(root, labelled, said)
+    found = _found(root, wanted.labelled, said)
     medium = _medium(root, found)
-    kind: Kind | None = None
+    names = [file.label for file in found]
     labels = None
-    if labelled:
-        kind = "classes"
-        _check_classes(root, options, targets, [file.label for file in found])
-        labels = np.array([file.label for file in found], np.str_)
+    if wanted.labelled:
+        _check_classes(root, options, wanted.targets, names)
+        labels = np.array(names, np.str_)
     paths = tuple(file.path for file in found)
+    kind: Kind | None = "classes" if wanted.labelled else None
     listing = Listing(str(root), medium, paths, labels, kind, said=tuple(said))
-    raw, places = read_listing(listing, options, preparation)
+    raw, places = read_listing(listing, options, wanted.preparation)
     uses = np.array([file.use for file in found], np.str_)[places]
     parts = {use: np.flatnonzero(uses == use) for use in ("", *USES)}
     return {use: take(raw, chosen) for use, chosen in parts.items() if len(chosen)}
 
 
-def read_single(
-    path: Path, medium: Medium, options: ReadOptions, preparation: Preparation | None, labelled: bool
-) -> Raw:
+def read_single(path: Path, medium: Medium, options: ReadOptions, wanted: Wanted) -> Raw:
     """Return one picture or sound as a sample without a label. Raises DataError."""
-    if labelled:
+    if wanted.labelled:
         raise DataError(
             f"{path}: is one {medium} and says no class; give its folder's parent, with a folder for each class, or a "
             "table with the columns file and label"
         )
     options.refuse(str(path), f"is a {medium}", *_UNUSED)
-    return read_listing(Listing(str(path), medium, (path,)), options, preparation)[0]
+    return read_listing(Listing(str(path), medium, (path,)), options, wanted.preparation)[0]
 
 
 def _found(root: Path, labelled: bool, said: list[str]) -> list[_File]:
     folders, files = _entries(root)
     if not folders and (files or not labelled):
         return _flat(root, files, labelled, said)
-    parts = _parts(root, folders, labelled)
     found: list[_File] = []
     ignored: list[Path] = []
     beside = list(files)
     nested: list[Path] = []
     empty: list[str] = []
-    for use, above in parts.items():
-        classes = folders if above == root else _entries(above)[0]
-        beside += [] if above == root else _entries(above)[1]
+    for use, above in _parts(root, folders, labelled).items():
+        classes = folders
+        if above != root:
+            classes, others = _entries(above)
+            beside += others
         for folder in classes:
             inner, own = _entries(folder)
-            media = [(path, medium_of(path)) for path in own]
-            used = [_File(path, medium, use, folder.name) for path, medium in media if medium is not None]
-            ignored += [path for path, medium in media if medium is None]
+            used, others = _media(own, use, folder.name)
+            found += used
+            ignored += others
             nested += inner
             if not used:
                 empty.append(str(folder.relative_to(root)))
-            found += used
     if not found:
         raise DataError(_nothing(root, folders, [*ignored, *beside], nested))
     if beside:
@@ -118,10 +109,15 @@ def _found(root: Path, labelled: bool, said: list[str]) -> list[_File]:
     return found
 
 
+def _media(paths: list[Path], use: str, label: str) -> tuple[list[_File], list[Path]]:
+    """Return the pictures and sounds among these files, and the others."""
+    media = {path: medium_of(path) for path in paths}
+    found = [_File(path, medium, use, label) for path, medium in media.items() if medium is not None]
+    return found, [path for path, medium in media.items() if medium is None]
+
+
 def _flat(root: Path, files: list[Path], labelled: bool, said: list[str]) -> list[_File]:
-    media = [(path, medium_of(path)) for path in files]
-    found = [_File(path, medium, "", "") for path, medium in media if medium is not None]
-    ignored = [path for path, medium in media if medium is None]
+    found, ignored = _media(files, "", "")
     if not found:
         raise DataError(_nothing(root, [], files, []))
     if labelled:

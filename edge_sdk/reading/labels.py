@@ -171,21 +171,10 @@ def _as_classes(
 ) -> tuple[NDArray[np.str_], NDArray[np.bool_] | None]:
     known = (question.targets.names if question.targets else ()) or question.declared
     asked = question.target is not None or question.targets is not None or bool(known)
-    limit = MOST_CLASSES if asked else MOST_GUESSED
-    texts = [text for text in found.names if text]
-    numeric = found.text is None
-    advice = "for numbers, add target=number" if numeric else "name another column: label=NAME"
-    if len(texts) > limit:
-        raise DataError(f"{question.source}: has more than {limit:,} different labels ({some(texts, 3)}); {advice}")
+    _check_number_of_classes(found, question, asked=asked)
     codes = np.concatenate(found.blocks)
-    most_differ = found.count >= FEW_ROWS and len(texts) > found.count / 2
-    if most_differ and not asked and all(map(is_integer, texts)):
-        raise DataError(
-            f"{question.source}: the labels {some(texts, 3)} are {len(texts):,} different integers in "
-            f"{found.count:,} samples; for numbers, add target=number; for classes, target=class"
-        )
     names = list(found.names)
-    if numeric and found.decimals:
+    if found.text is None and found.decimals:
         names = [_whole(text, place, known, found, question) for text, place in zip(names, found.firsts, strict=True)]
         changed = next(((old, new) for old, new in zip(found.names, names, strict=True) if old != new), None)
         if changed:
@@ -199,6 +188,21 @@ def _as_classes(
     empty = found.names.get("")
     missing = None if empty is None else _missing(codes == empty, question)
     return np.array(names, np.str_)[codes], missing
+
+
+def _check_number_of_classes(found: Labels, question: Question, *, asked: bool) -> None:
+    """Refuse labels that are too many, or that may be numbers. asked: they are said to be classes."""
+    limit = MOST_CLASSES if asked else MOST_GUESSED
+    texts = [text for text in found.names if text]
+    if len(texts) > limit:
+        advice = "for numbers, add target=number" if found.text is None else "name another column: label=NAME"
+        raise DataError(f"{question.source}: has more than {limit:,} different labels ({some(texts, 3)}); {advice}")
+    most_differ = found.count >= FEW_ROWS and len(texts) > found.count / 2
+    if most_differ and not asked and all(map(is_integer, texts)):
+        raise DataError(
+            f"{question.source}: the labels {some(texts, 3)} are {len(texts):,} different integers in "
+            f"{found.count:,} samples; for numbers, add target=number; for classes, target=class"
+        )
 
 
 def _whole(text: str, place: int, known: Sequence[str], found: Labels, question: Question) -> str:

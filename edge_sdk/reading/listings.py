@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Preparation, Targets
-
 from .errors import DataError
-from .labels import Decided, Labels, Question, decide
+from .labels import Decided, Labels, decide
 from .media import Listing, Medium, medium_named, read_listing
 from .numbers import number
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .roles import find_label, find_person, folded
 from .samples import Raw, plural, some
-from .tables import Table, blocks_of
+from .tables import Table, blocks_of, question_of
 
 FILES = ("file", "path", "filename", "wav", "image")
 """Names of the column of files, in any case."""
@@ -45,15 +43,7 @@ def _lists(table: Table, place: int) -> bool:
     return all(medium_named(str(cell).strip()) is not None for block in blocks for cell in block.columns[place])
 
 
-def read_listed(
-    table: Table,
-    place: int,
-    options: ReadOptions,
-    *,
-    preparation: Preparation | None = None,
-    targets: Targets | None = None,
-    labelled: bool = True,
-) -> Raw:
+def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) -> Raw:
     """Return the samples of the files in the column ``place``, in order. Raises DataError."""
     source = table.source
     options.refuse(source, "lists files", "axes", "categories", "time")
@@ -61,19 +51,21 @@ def read_listed(
     free = [other for other, name in enumerate(names) if other != place and name not in options.drop]
     span = _span_columns(table, free)
     free = [other for other in free if other not in span]
-    label = find_label(source, names, free, options, targets, labelled)
+    label = find_label(source, names, free, options, wanted)
     person = find_person(source, names, [other for other in free if other != label])
     used = [other for other in (place, label, person, *span) if other is not None]
     cells, lines = _cells(table, used)
     files = [text.strip() for text in cells[place]]
     medium = _medium_of(source, files, parts=bool(span))
     paths = _paths_of(table, place, files, lines, parts=bool(span))
-    said = [*table.said, *_said_of_columns(table, [*used, *_dropped(table, options)], label, labelled=labelled)]
+    said = [*table.said, *_said_of_columns(table, [*used, *_dropped(table, options)], label, labelled=wanted.labelled)]
     labels = kind = named = None
     kept: NDArray[np.intp] = np.arange(len(files))
-    if labelled:
+    if wanted.labelled:
         assert label is not None, "it is wanted"
-        decided = _decide(table, label, cells[label], lines, options, targets)
+        found = Labels(table.decimal)
+        found.add(cells[label])
+        decided = decide(found, question_of(table, label, lines, options, wanted))
         kept, left_out = _with_labels(decided, len(files))
         said += (*decided.said, *left_out)
         labels, kind, named = decided.labels[kept], decided.kind, names[label]
@@ -92,7 +84,7 @@ def read_listed(
     )
     if not listing.paths:
         raise DataError(f"{source}: no row has a label, so missing=drop leaves none; add labels")
-    return read_listing(listing, options, preparation)[0]
+    return read_listing(listing, options, wanted.preparation)[0]
 
 
 def _dropped(table: Table, options: ReadOptions) -> list[int]:
@@ -167,29 +159,6 @@ def _cells(table: Table, used: Sequence[int]) -> tuple[dict[int, list[str]], NDA
             found.extend(map(str, columns[place]))
         lines.append(block.lines)
     return cells, np.concatenate(lines)
-
-
-def _decide(
-    table: Table,
-    label: int,
-    cells: list[str],
-    lines: NDArray[np.int64],
-    options: ReadOptions,
-    targets: Targets | None,
-) -> Decided:
-    found = Labels(table.decimal)
-    found.add(cells)
-    name = table.names[label]
-    return decide(
-        found,
-        Question(
-            table.source,
-            lambda row: f"{table.unit} {lines[row]}, column {name}",
-            options.target,
-            targets,
-            drop=options.missing == "drop",
-        ),
-    )
 
 
 def _people(table: Table, person: int, cells: list[str], lines: NDArray[np.int64]) -> NDArray[np.str_]:

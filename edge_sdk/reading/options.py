@@ -18,9 +18,11 @@ Other entries belong to the dealing (``edge_sdk.tasks.dealing``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from sparrow.protocol.preparation import Preparation, Targets
 
 from .errors import BadOption
 
@@ -83,25 +85,13 @@ class ReadOptions:
         if self.skip < 0:
             raise BadOption(f"--data: skip={self.skip}; give the number of lines to leave out below the header")
         if self.encoding is not None:
-            try:
-                "".encode(self.encoding)
-            except (LookupError, ValueError):
-                raise BadOption(
-                    f"--data: encoding={self.encoding} is unknown; give a name such as utf-8, utf-16, cp1252 or cp1251"
-                ) from None
-        if self.axes is not None and (
-            not self.axes.startswith("N")
-            or not 2 <= len(self.axes) == len(set(self.axes))
-            or not set(self.axes) <= set(AXES)
-        ):
-            raise BadOption(
-                f"--data: axes={self.axes}; write N (samples) first, then each axis once: C channels, H height, "
-                "W width, T time, F features, as in axes=NHWC"
-            )
+            _check_encoding(self.encoding)
+        if self.axes is not None:
+            _check_axes(self.axes)
         for key, names in (("drop", self.drop), ("categories", self.categories)):
             if not all(names):
                 raise BadOption(f"--data: {key}={'+'.join(names)}; name columns, separated by +, as in {key}=id+time")
-        both = [name for name in self.drop if name in self.categories or name in (self.label, self.time)]
+        both = [name for name in self.drop if name in (*self.categories, self.label, self.time)]
         if both:
             raise BadOption(f"--data: drop={both[0]} leaves out a column that another option uses; name it once")
 
@@ -112,9 +102,36 @@ class ReadOptions:
                 raise BadOption(f"{source}: {what}, so {key}= says nothing here; leave it out")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The samples that are wanted; the fields are arguments of ``read_file``."""
+
+    preparation: Preparation | None = None
+    targets: Targets | None = None
+    shape: tuple[int, ...] | None = None
+    labelled: bool = True
+
+
 def _choice(key: str, value: str | None, choices: Any) -> None:
     if value is not None and value not in choices:
         raise BadOption(f"--data: {key}={value!r}; choose {' or '.join(repr(choice) for choice in choices)}")
+
+
+def _check_encoding(encoding: str) -> None:
+    try:
+        "".encode(encoding)
+    except (LookupError, ValueError):
+        raise BadOption(
+            f"--data: encoding={encoding} is unknown; give a name such as utf-8, utf-16, cp1252 or cp1251"
+        ) from None
+
+
+def _check_axes(axes: str) -> None:
+    if not axes.startswith("N") or not 2 <= len(axes) == len(set(axes)) or not set(axes) <= set(AXES):
+        raise BadOption(
+            f"--data: axes={axes}; write N (samples) first, then each axis once: C channels, H height, "
+            "W width, T time, F features, as in axes=NHWC"
+        )
 
 
 _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
@@ -134,11 +151,12 @@ def read_options(data: str) -> tuple[str, ReadOptions, str]:
         if key not in _READERS:
             rest.append(entry)
             continue
+        read, example = _READERS[key]
         if key in given:
             raise BadOption(f"--data: {key} is given twice; give it once")
         if not equals or not text:
-            raise BadOption(f"--data: {key} has no value; write {key}={_EXAMPLES[key]}, or leave it out")
-        given[key] = _READERS[key](key, text)
+            raise BadOption(f"--data: {key} has no value; write {key}={example}, or leave it out")
+        given[key] = read(key, text)
     return path, ReadOptions(**given), ",".join(rest)  # type: ignore[arg-type]
 
 
@@ -178,7 +196,7 @@ def _length(key: str, text: str) -> float:
     return float(found[1]) if found[2] == "s" else float(found[1]) / 1_000
 
 
-def _one_of(choices: Mapping[str, str]) -> Any:
+def _one_of(choices: Mapping[str, str]) -> Callable[[str, str], str]:
     def read(key: str, text: str) -> str:
         if text.lower() not in choices:
             named = f"; to name the column with the labels: label={text}" if key == "target" else ""
@@ -188,37 +206,21 @@ def _one_of(choices: Mapping[str, str]) -> Any:
     return read
 
 
-_READERS: Mapping[str, Any] = {
-    "label": _text,
-    "target": _one_of({"class": "class", "number": "number"}),
-    "drop": _names,
-    "missing": _one_of({"drop": "drop", "mean": "mean"}),
-    "decimal": _one_of(DECIMALS),
-    "delimiter": _one_of(DELIMITERS),
-    "encoding": _text,
-    "axes": _axes,
-    "skip": _count,
-    "categories": _names,
-    "rate": _rate,
-    "window": _length,
-    "step": _length,
-    "time": _text,
-    "unreadable": _one_of({"skip": "skip"}),
+_READERS: Mapping[str, tuple[Callable[[str, str], Any], str]] = {
+    "label": (_text, "activity"),
+    "target": (_one_of({"class": "class", "number": "number"}), "number"),
+    "drop": (_names, "id+time"),
+    "missing": (_one_of({"drop": "drop", "mean": "mean"}), "drop"),
+    "decimal": (_one_of(DECIMALS), "comma"),
+    "delimiter": (_one_of(DELIMITERS), "semicolon"),
+    "encoding": (_text, "cp1252"),
+    "axes": (_axes, "NHWC"),
+    "skip": (_count, "1"),
+    "categories": (_names, "city"),
+    "rate": (_rate, "16000"),
+    "window": (_length, "2.56s"),
+    "step": (_length, "1.28s"),
+    "time": (_text, "timestamp"),
+    "unreadable": (_one_of({"skip": "skip"}), "skip"),
 }
-_EXAMPLES = {
-    "label": "activity",
-    "target": "number",
-    "drop": "id+time",
-    "missing": "drop",
-    "decimal": "comma",
-    "delimiter": "semicolon",
-    "encoding": "cp1252",
-    "axes": "NHWC",
-    "skip": "1",
-    "categories": "city",
-    "rate": "16000",
-    "window": "2.56s",
-    "step": "1.28s",
-    "time": "timestamp",
-    "unreadable": "skip",
-}
+"""Key -> how its text is read, and an example of it."""

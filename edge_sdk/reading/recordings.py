@@ -7,7 +7,7 @@ interpolated. A window lies within one recording.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Column, Preparation, Targets
+from sparrow.protocol.preparation import Column, Preparation
 
 from .categories import Names
 from .errors import DataError
 from .media import other_reader
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .roles import find, folded
 from .samples import Raw, plural, some
 from .tables import Rows, Table, blocks_of, read_table
@@ -40,90 +40,63 @@ LIKE = 0.01
 """Difference of two rates, as a share, up to which rows are taken as they are."""
 
 
-def read_recordings(
-    table: Table,
-    options: ReadOptions,
-    *,
-    preparation: Preparation | None = None,
-    targets: Targets | None = None,
-    labelled: bool = True,
-) -> Raw:
+def read_recordings(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
     """Return the windows of a table's recordings. Raises DataError."""
-    source = table.source
+    source, preparation = table.source, wanted.preparation
     if preparation is not None and preparation.axes == "T":
         raise other_reader(source, "is a table of measurements", preparation)
     options.refuse(source, "holds recordings", "axes", "categories", "unreadable")
     cut = cut_of(source, options, preparation)
-    wanted = rate_of(source, options, preparation)
+    wanted_rate = rate_of(source, options, preparation)
     time = time_column(table, options)
-    label = options.label or (targets.column if targets else None)
-    label_place = None if label is None else find(label, table.names)
-    sessions = [
-        place
-        for place, name in enumerate(table.names)
-        if folded(name) in SESSIONS and place not in (time, label_place) and name not in options.drop
-    ]
+    sessions = _sessions(table, time, options, wanted)
     aside = tuple(table.names[place] for place in (time, *sessions))
-    rows = read_table(
-        table,
-        replace(options, drop=(*options.drop, *aside), time=None),
-        preparation=_by_name(preparation),
-        targets=targets,
-        labelled=labelled,
-    )
+    own = replace(options, drop=(*options.drop, *aside), time=None)
+    rows = read_table(table, own, replace(wanted, preparation=_by_name(preparation)))
     _check_channels(rows.raw, preparation)
     values, dates = read_times(table, time, rows.lines, options)
     kept = ~np.isnan(values)
     if rows.kept is not None:
         kept &= rows.kept
     raw = _of_rows(rows, kept)
+    values = values[kept]
     codes: list[NDArray[np.integer]] = [_codes(table, place)[kept] for place in sessions]
     codes += [np.unique(each, return_inverse=True)[1] for each in (raw.labels, raw.people) if each is not None]
-    values = values[kept]
-    steps = np.diff(values)
-    together = np.ones(len(steps), np.bool_)
-    for each in codes:
-        together &= np.diff(each) == 0
-    step = _median(source, table.names[time], steps[together])
-    said = list(raw.said)
-    unit = "s" if dates else unit_named(table.names[time])
-    if unit is None:
-        unit = unit_found(float(values[0]), step, wanted)
-        if unit is None:
-            name = table.names[time]
-            raise DataError(
-                f"{source}: {name} has a median step of {step:.6g}, which may be seconds or milliseconds; add the unit "
-                f"to its name, as in {name}_s or {name}_ms, or say how many readings a second has, as in rate=50"
-            )
-        said.append(said_of_unit(table.names[time], unit, step))
-    seconds = (values - values[0]) * UNITS[unit]
-    own = _plain(1 / (step * UNITS[unit]))
-    breaks = ~together | (steps < 0) | (steps > JUMP * step * (1 + 1e-9))
-    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(values)]
-    resampled = wanted is not None and abs(own / wanted - 1) > LIKE
-    rate = own if wanted is None else wanted
-    said.append(f"rows have {own:g} per second" + (f" and were resampled to {rate:g}" if resampled else ""))
-    gaps = ~breaks & (steps > GAP * step)
-    if gaps.any():
-        lost = int(np.rint(steps[gaps] / step - 1).sum())
-        said.append(f"interpolated: {plural(lost, 'missing reading')} in {plural(int(gaps.sum()), 'gap')}")
+    together = np.logical_and.reduce([np.ones(len(values) - 1, np.bool_), *(np.diff(each) == 0 for each in codes)])
+    name, said = table.names[time], list(raw.said)
+    step = _median(source, name, np.diff(values)[together])
+    unit = "s" if dates else _unit(source, name, float(values[0]), step, wanted_rate, said)
+    clock = _Clock(values, UNITS[unit], step, together)
+    rate = clock.rate if wanted_rate is None else wanted_rate
+    resampled = wanted_rate is not None and abs(clock.rate / wanted_rate - 1) > LIKE
+    said.append(f"rows have {clock.rate:g} per second" + (f" and were resampled to {rate:g}" if resampled else ""))
+    said += clock.said_of_gaps()
     window, shift = cut.samples(source, rate)
-    inputs = raw.inputs
-    assert isinstance(inputs, np.ndarray), "of a table"
-    pieces, firsts, runs, counts = [], [], [], []
-    for start, end in pairwise(edges):
-        piece = inputs[start:end]
-        if resampled or gaps[start : end - 1].any():
-            piece = _resampled(seconds[start:end], piece, rate)
+    return _windows(replace(raw, said=tuple(said), rate=rate, step=shift / rate), clock, window, shift, resampled)
+
+
+def _windows(raw: Raw, clock: _Clock, window: int, shift: int, resampled: bool) -> Raw:
+    """Return the windows of rows, whose rate and step are those of the windows."""
+    assert isinstance(raw.inputs, np.ndarray), "of a table"
+    assert raw.rate is not None, "as its caller says"
+    pieces: list[NDArray[Any]] = []
+    firsts: list[int] = []
+    runs: list[int] = []
+    counts: list[int] = []
+    for start, end in clock.recordings():
+        piece = raw.inputs[start:end]
+        if resampled or clock.gaps[start : end - 1].any():
+            piece = _resampled(clock.seconds[start:end], piece, raw.rate)
         number = len(starts(len(piece), window, shift))
-        counts.append(number)
         if number:
             views = np.lib.stride_tricks.sliding_window_view(piece, window, axis=0)[::shift]
             pieces.append(np.ascontiguousarray(views.transpose(0, 2, 1)))
             firsts += [start] * number
-            runs += [len(counts) - 1] * number
-    said.append(remark(source, counts, None if raw.labels is None else raw.labels[edges[:-1]]))
-    said.append(f"channels: {some((column.name for column in raw.columns), 12)}")
+            runs += [len(counts)] * number
+        counts.append(number)
+    begins = [start for start, _ in clock.recordings()]
+    counted = remark(raw.source, counts, None if raw.labels is None else raw.labels[begins])
+    channels = tuple(column.name for column in raw.columns)
     return replace(
         raw,
         inputs=np.concatenate(pieces),
@@ -131,13 +104,63 @@ def read_recordings(
         people=None if raw.people is None else raw.people[firsts],
         runs=np.array(runs, np.int64),
         columns=(),
-        channels=tuple(column.name for column in raw.columns),
+        channels=channels,
         axes="TC",
-        said=tuple(said),
+        said=(*raw.said, counted, f"channels: {some(channels, 12)}"),
         reader="recordings",
-        rate=rate,
-        step=shift / rate,
     )
+
+
+def _sessions(table: Table, time: int, options: ReadOptions, wanted: Wanted) -> list[int]:
+    """Return the columns that say which recording a row is of."""
+    label = options.label or (wanted.targets.column if wanted.targets else None)
+    used = (time, None if label is None else find(label, table.names))
+    return [
+        place
+        for place, name in enumerate(table.names)
+        if folded(name) in SESSIONS and place not in used and name not in options.drop
+    ]
+
+
+def _unit(source: str, name: str, first: float, step: float, rate: float | None, said: list[str]) -> str:
+    """Return the unit of times that are numbers: as the column's name says, or else as they look."""
+    named = unit_named(name)
+    if named is not None:
+        return named
+    unit = unit_found(first, step, rate)
+    if unit is None:
+        raise DataError(
+            f"{source}: {name} has a median step of {step:.6g}, which may be seconds or milliseconds; add the unit "
+            f"to its name, as in {name}_s or {name}_ms, or say how many readings a second has, as in rate=50"
+        )
+    said.append(said_of_unit(name, unit, step))
+    return unit
+
+
+class _Clock:
+    """The times of all rows, in a unit of so many seconds. step: the usual one; together: whether each row and the next
+    have the same session, label and person.
+
+    seconds: since the first row. rate: rows per second. gaps: where rows are missing before the next one.
+    """
+
+    def __init__(self, values: NDArray[np.float64], unit: float, step: float, together: NDArray[np.bool_]) -> None:
+        self.seconds, self.rate, self._step = (values - values[0]) * unit, _plain(1 / (step * unit)), step
+        self._steps = np.diff(values)
+        self._breaks = ~together | (self._steps < 0) | (self._steps > JUMP * step * (1 + 1e-9))
+        self.gaps = ~self._breaks & (self._steps > GAP * step)
+
+    def recordings(self) -> Iterator[tuple[int, int]]:
+        """Yield where each recording begins, and where it ends."""
+        return pairwise([0, *(np.flatnonzero(self._breaks) + 1).tolist(), len(self.seconds)])
+
+    def said_of_gaps(self) -> list[str]:
+        """Return a remark on the rows that are missing."""
+        if not self.gaps.any():
+            return []
+        lost = int(np.rint(self._steps[self.gaps] / self._step - 1).sum())
+        gaps = plural(int(self.gaps.sum()), "gap")
+        return [f"interpolated: {plural(lost, 'missing reading')} in {gaps}"]
 
 
 def _by_name(preparation: Preparation | None) -> Preparation | None:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sparrow.command_line.nearest import nearest
-from sparrow.protocol.preparation import MOST_COLUMNS, Preparation, Targets
+from sparrow.protocol.preparation import MOST_COLUMNS, Preparation
 
 from .errors import DataError
 from .numbers import number
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .samples import plural, some
 
 PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
@@ -25,8 +25,8 @@ LABELS = ("label", "y", "target", "class")
 RUN = "run"
 """What the entry or column is called that says which unbroken recording a sample is of."""
 
-INDEXES = ("", "Unnamed: 0", "__index_level_0__")
-"""Names of the column that pandas writes for an index."""
+INDEXES = ("Unnamed: 0", "__index_level_0__")
+"""Names of the column that pandas writes for an index; the first column without a name may be one too."""
 
 
 def folded(name: str) -> str:
@@ -64,59 +64,79 @@ class Roles:
     said: tuple[str, ...]
 
 
-def assign(
-    source: str,
-    names: Sequence[str],
-    options: ReadOptions,
-    preparation: Preparation | None,
-    targets: Targets | None,
-    labelled: bool,
-) -> Roles:
+def assign(source: str, names: Sequence[str], options: ReadOptions, wanted: Wanted) -> Roles:
     """Return what each column is for. names: of the file's columns, stripped. Raises DataError."""
     said: list[str] = []
+    kept = _kept(source, names, options)
+    chosen = _federation_columns(source, names, kept, wanted.preparation, said)
+    categories = {_named(source, "categories", name, names) for name in options.categories}
+    label = find_label(source, names, [place for place in kept if place not in chosen], options, wanted)
+    free = [place for place in kept if place not in (label, *chosen, *categories)]
+    person = find_person(source, names, free)
+    run = next((place for place in free if names[place].casefold() == RUN), None)
+    if person is not None:
+        said.append(_said_of_person(names[person]))
+    if label is not None and not wanted.labelled:
+        said.append(f"the column {names[label]} holds labels and was left out")
+    others = [place for place in kept if place not in (label, person)]
+    if chosen:
+        said += _said_of_unused(names, [place for place in others if place not in (*chosen, run)])
+        return Roles(tuple(chosen), label, person, run, None, frozenset(), tuple(said))
+    index = next((place for place in others if _is_index(names, place)), None)
+    features = tuple(place for place in others if place != index)
+    _check_named(source, names, features)
+    return Roles(features, label, person, run, index, frozenset(categories), tuple(said))
+
+
+def _kept(source: str, names: Sequence[str], options: ReadOptions) -> list[int]:
+    """Return the columns that are not dropped, whose names are checked."""
     if len(names) > MOST_COLUMNS:
         raise DataError(f"{source}: has {len(names):,} columns, at most {MOST_COLUMNS:,} are read; leave others out")
     dropped = {_named(source, "drop", name, names) for name in options.drop}
-    dropped |= {place for place, name in enumerate(names) if name in options.drop}
-    kept = [place for place in range(len(names)) if place not in dropped]
+    kept = [place for place, name in enumerate(names) if place not in dropped and name not in options.drop]
     _check_names(source, [names[place] for place in kept])
+    return kept
+
+
+def _federation_columns(
+    source: str, names: Sequence[str], kept: Sequence[int], preparation: Preparation | None, said: list[str]
+) -> list[int]:
+    """Return the columns of a federation's preparation, in its order; none without one."""
     wanted = [column.name for column in preparation.columns] if preparation else []
     chosen: list[int] = []
     for name in wanted:
         # A column serves once: where names differ in their case only, each is wanted as it is written.
         free = [place for place in kept if place not in chosen and (names[place] == name or names[place] not in wanted)]
         chosen.append(_wanted(source, name, names, free, said))
-    categories = {_named(source, "categories", name, names) for name in options.categories}
-    label = find_label(source, names, [place for place in kept if place not in chosen], options, targets, labelled)
-    free = [place for place in kept if place not in (label, *chosen, *categories)]
-    person = find_person(source, names, free)
-    run = next((place for place in free if names[place].casefold() == RUN), None)
-    if person is not None:
-        said.append(
-            f"the column {names[person]} says who made a sample and is not a feature; categories={names[person]} makes "
-            "it one"
-        )
-    if label is not None and not labelled:
-        said.append(f"the column {names[label]} holds labels and was left out")
-    others = [place for place in kept if place not in (label, person)]
-    if wanted:
-        further = [names[place] or "(without a name)" for place in others if place not in (*chosen, run)]
-        if further:
-            said.append(f"the federation does not use {plural(len(further), 'column')}, left out: {some(further)}")
-        return Roles(tuple(chosen), label, person, run, None, frozenset(), tuple(said))
-    index = next((place for place in others if names[place] in INDEXES[1:] or (place == 0 and not names[0])), None)
-    features = [place for place in others if place != index]
-    for place in features:
-        if not names[place]:
-            raise DataError(
-                f"{source}: column {place + 1} has no name; write one into the first line, or remove the column"
-            )
-    return Roles(tuple(features), label, person, run, index, frozenset(categories), tuple(said))
+    return chosen
+
+
+def _said_of_person(name: str) -> str:
+    return f"the column {name} says who made a sample and is not a feature; categories={name} makes it one"
+
+
+def _is_index(names: Sequence[str], place: int) -> bool:
+    return names[place] in INDEXES or (place == 0 and not names[0])
+
+
+def _said_of_unused(names: Sequence[str], unused: Sequence[int]) -> list[str]:
+    further = [names[place] or "(without a name)" for place in unused]
+    if not further:
+        return []
+    return [f"the federation does not use {plural(len(further), 'column')}, left out: {some(further)}"]
 
 
 def columns_of(names: Iterable[str]) -> str:
     """Return the names of a file's columns for a message."""
     return f"it has the columns {some((name or '(without a name)' for name in names), 12)}"
+
+
+def _check_named(source: str, names: Sequence[str], features: Sequence[int]) -> None:
+    for place in features:
+        if not names[place]:
+            raise DataError(
+                f"{source}: column {place + 1} has no name; write one into the first line, or remove the column"
+            )
 
 
 def _check_names(source: str, names: Sequence[str]) -> None:
@@ -152,31 +172,30 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
 
 
 def find_label(
-    source: str,
-    names: Sequence[str],
-    kept: Sequence[int],
-    options: ReadOptions,
-    targets: Targets | None,
-    labelled: bool,
+    source: str, names: Sequence[str], kept: Sequence[int], options: ReadOptions, wanted: Wanted
 ) -> int | None:
     """Return the position of the labels among ``kept``. Raises DataError if they are wanted and not found."""
-    name = options.label or (targets.column if targets else None)
-    if name is not None:
-        place = find(name, names)
-        if place is not None and place in kept:
-            return place
-        if not labelled and options.label is None:
-            return None
-        whose = f"label={name}" if options.label else f"the federation's labels are called {name}"
-        if place is not None:
-            raise DataError(f"{source}: {whose}, but that column is a feature or dropped; correct label= or drop=")
-        raise DataError(
-            f"{source}: {whose}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME"
-        )
-    found = [place for place in kept if names[place].casefold() in LABELS]
+    name = options.label or (wanted.targets.column if wanted.targets else None)
+    if name is None:
+        return _usual_label(source, names, kept, wanted.labelled)
+    place = find(name, names)
+    if place is not None and place in kept:
+        return place
+    if not wanted.labelled and options.label is None:
+        return None
+    whose = f"label={name}" if options.label else f"the federation's labels are called {name}"
+    if place is not None:
+        raise DataError(f"{source}: {whose}, but that column is a feature or dropped; correct label= or drop=")
+    raise DataError(f"{source}: {whose}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME")
+
+
+def _usual_label(source: str, names: Sequence[str], kept: Sequence[int], labelled: bool) -> int | None:
+    """Return the one column that is called as labels usually are."""
+    folded_names = {place: names[place].casefold() for place in kept}
+    found = [place for place, name in folded_names.items() if name in LABELS]
     # of x, y and z, as accelerometers have them, none is a label
-    if {"x", "y", "z"} <= {names[place].casefold() for place in kept}:
-        found = [place for place in found if names[place].casefold() != "y"]
+    if {"x", "y", "z"} <= set(folded_names.values()):
+        found = [place for place in found if folded_names[place] != "y"]
     if len(found) > 1:
         alike = [names[place] for place in found]
         raise DataError(

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Column, Preparation, Targets
+from sparrow.protocol.preparation import Column, Preparation
 
 from .categories import Names
 from .dialect import Block, TextTable, explain
 from .errors import DataError
 from .labels import Decided, Labels, Question, decide
 from .numbers import is_missing
-from .options import ReadOptions
+from .options import ReadOptions, Wanted
 from .parquet import ParquetBlock, ParquetTable
 from .roles import Roles, assign
 from .samples import Raw, is_integer, plural, some
@@ -39,26 +39,23 @@ class Rows:
     lines: NDArray[np.int64]
 
 
-def read_table(
-    table: Table,
-    options: ReadOptions,
-    *,
-    preparation: Preparation | None = None,
-    targets: Targets | None = None,
-    labelled: bool = True,
-) -> Rows:
+def read_table(table: Table, options: ReadOptions, wanted: Wanted) -> Rows:
     """Return a table's samples, a row each. Raises DataError."""
     source = table.source
-    roles = assign(source, table.names, options, preparation, targets, labelled)
+    preparation = wanted.preparation
+    roles = assign(source, table.names, options, wanted)
     declared = _declared(source, roles, preparation)
     names_only = roles.categories | {place for place, column in declared.items() if column.categories}
-    seen = _first_pass(table, roles, names_only, labelled)
+    seen = _first_pass(table, roles, names_only, wanted.labelled)
     roles, runs = _settled(table, roles, seen)
     _check_units(table, roles, seen, options)
     categories = {place for place in roles.features if place in names_only or _holds_names(seen.tallies[place])}
     _check_numbers(table, [p for p in roles.features if p not in categories or p in declared], seen, options, declared)
     lines = np.concatenate(seen.lines)
-    decided = _decide(table, roles, seen, lines, options, targets) if labelled else None
+    decided = None
+    if wanted.labelled:
+        assert roles.label is not None
+        decided = decide(seen.labels, question_of(table, roles.label, lines, options, wanted))
     columns, said = _look_up(table, roles, seen, categories, options, declared)
     kept, dropped = _kept(table, roles, seen, decided, lines, options, categories)
 
@@ -254,24 +251,13 @@ def _check_numbers(
 # --- labels
 
 
-def _decide(
-    table: Table,
-    roles: Roles,
-    seen: _Seen,
-    lines: NDArray[np.int64],
-    options: ReadOptions,
-    targets: Targets | None,
-) -> Decided:
-    assert roles.label is not None
-    name = table.names[roles.label]
-    question = Question(
-        table.source,
-        lambda place: f"{table.unit} {lines[place]}, column {name}",
-        options.target,
-        targets,
-        drop=options.missing == "drop",
-    )
-    return decide(seen.labels, question)
+def question_of(table: Table, label: int, lines: NDArray[np.int64], options: ReadOptions, wanted: Wanted) -> Question:
+    """Return how the labels in the column ``label`` are to be read."""
+
+    def at(row: int) -> str:
+        return f"{table.unit} {lines[row]}, column {table.names[label]}"
+
+    return Question(table.source, at, options.target, wanted.targets, drop=options.missing == "drop")
 
 
 # --- the second pass
