@@ -24,6 +24,7 @@ from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array
 
 from ..reading.errors import BadOption, DataError
+from ..reading.samples import some
 from .corruption import check_corruption, check_severity
 from .datasets import Dataset
 from .partition import Index, Split, drawn, people_of, shifted, split
@@ -143,20 +144,42 @@ def read_dealing(
 
     A PATH cannot hold a comma. Raises DataError, which says what was met, what is wanted and what to do.
     """
-    entries = [entry.strip() for entry in (data or "").split(",") if entry.strip()]
+    entries = _entries(data or "")
     path = None
     if needs_path and entries and not _KEY.match(entries[0]):
         path = entries.pop(0)
+    texts = _texts(entries, f"{task} takes {_grammar(needs_path)}")
+    name = texts.pop("partition", partition)
+    fields, options = _values(texts, name, f"{task} takes {_grammar(needs_path)}")
+    if "leave_out" in fields:
+        fields.setdefault("test", "published")
+    if "held_out" in fields and fields.get("test") == "published":
+        raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
+    if "corruption" in fields and not corruptible:
+        raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
+    return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+
+
+def _entries(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
+    """Return what stands behind each key."""
     texts: dict[str, str] = {}
     for entry in entries:
         key, equals, text = (word.strip() for word in entry.partition("="))
         if not equals:
-            raise BadOption(f"--data: {entry!r} is not understood; {task} takes {_grammar(needs_path)}")
+            raise BadOption(f"--data: {entry!r} is not understood; {advice}")
         if key in texts:
             raise BadOption(f"--data: {key} is given twice; give it once")
         texts[key] = text
-    name = texts.pop("partition", partition)
-    option_types = _option_types(find_partition(name))
+    return texts
+
+
+def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict[str, object], list[tuple[str, float]]]:
+    """Return the fields of a dealing, and the partition's options, of what stands behind each key."""
+    option_types = _option_types(find_partition(partition))
     fields: dict[str, object] = {}
     options: list[tuple[str, float]] = []
     for key, text in texts.items():
@@ -169,21 +192,15 @@ def read_dealing(
         else:
             close = nearest(key, (*_FIELDS, *option_types, *_TEXTS, "partition"))
             raise BadOption(
-                f"--data: {key + '=' + text!r} is not understood{close}; {task} takes {_grammar(needs_path)}, and "
-                f"partition={name} takes {', '.join(option_types) or 'no options'}"
+                f"--data: {key + '=' + text!r} is not understood{close}; {advice}, and partition={partition} takes "
+                f"{', '.join(option_types) or 'no options'}"
             )
-    if "leave_out" in fields:
-        fields.setdefault("test", "published")
-    if "held_out" in fields and fields.get("test") == "published":
-        raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
-    if "corruption" in fields and not corruptible:
-        raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
-    return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+    return fields, options
 
 
 def check_keys(text: str, more: Sequence[str]) -> None:
     """Raise BadOption for an entry ``key=value`` that neither the dealing nor ``more`` knows, before a file is read."""
-    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    entries = _entries(text)
     given = dict(entry.partition("=")[::2] for entry in entries)
     named = [name.strip() for key, name in given.items() if key.strip() == "partition"]
     rules = named or list(installed("sparrow.partitions"))
@@ -259,9 +276,10 @@ def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
     index, of = place(dataset, dealing, device=device)
-    own = _split(dataset, _dealt(dataset, dealing, of)[index], dealing)
+    everybody = replace(dealing, index=None)
+    own = _split(dataset, _deal(dataset, everybody, of)[index], dealing)
     if dealing.test == "published":
-        own = replace(own, test=_published(dataset, dealing, index=index, of=of))
+        own = replace(own, test=_published(dataset, everybody, index=index, of=of))
     own = Split(
         _recorded_with(dataset, own.train, dealing.train_on, "training"),
         _recorded_with(dataset, own.validation, dealing.train_on, "validation"),
@@ -269,11 +287,8 @@ def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     )
     if dealing.shift == 0:
         return own
-    union = _union(dataset, replace(dealing, index=None), of, "test")
-    union = _recorded_with(dataset, union, dealing.test_on, "test")
-    return Split(
-        own.train, own.validation, shifted(own.test, union, seed=dealing.seed, device=index, degree=dealing.shift)
-    )
+    union = _recorded_with(dataset, _union(dataset, everybody, of, "test"), dealing.test_on, "test")
+    return replace(own, test=shifted(own.test, union, seed=dealing.seed, device=index, degree=dealing.shift))
 
 
 def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]:
@@ -282,26 +297,26 @@ def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]
     if of is None:
         of = DEVICES
         if dealing.partition == "person" and dataset.people is not None:
-            training, _ = _parts(dataset, dealing.part, dealing.leave_out)
+            training, _ = _parts(dataset, replace(dealing, index=None))
             of = len(people_of(dataset.people[training], **dict(dealing.options)))
     return dealing.place(device, of), of
 
 
 @lru_cache(maxsize=8)
-def _parts(dataset: Dataset, part: str, leave_out: str | None) -> tuple[Index, Index]:
+def _parts(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
     """Return what is dealt, and the published test part: as published, or all samples of who is left out."""
-    every = np.arange(len(dataset.targets))
-    training = every[: dataset.published] if part == "train" else every
-    if leave_out is None:
+    every, name = np.arange(len(dataset.targets)), dealing.leave_out
+    training = every[: dataset.published] if dealing.part == "train" else every
+    if name is None:
         return training, every[dataset.published :]
     if dataset.people is None:
-        raise BadOption(f"--data: leave_out={leave_out}, but the data do not say who made a sample; leave it out")
-    if leave_out not in dataset.names:
+        raise BadOption(f"--data: leave_out={name}, but the data do not say who made a sample; leave it out")
+    if name not in dataset.names:
         raise BadOption(
-            f"--data: leave_out={leave_out}{nearest(leave_out, dataset.names)}; the data are of "
-            f"{', '.join(dataset.names[:8])}{', ...' if len(dataset.names) > 8 else ''}; choose one of them"
+            f"--data: leave_out={name}{nearest(name, dataset.names)}; the data are of {some(dataset.names)}; choose "
+            "one of them"
         )
-    out = dataset.people == dataset.names.index(leave_out)
+    out = dataset.people == dataset.names.index(name)
     return training[~out[training]], np.flatnonzero(out)
 
 
@@ -324,30 +339,17 @@ def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: st
     return kept
 
 
-def _dealt(dataset: Dataset, dealing: Dealing, of: int) -> list[Index]:
-    rule = dealing.partition, of, dealing.seed, dealing.options
-    return _deal(dataset, dealing.part, dealing.leave_out, *rule, dealing.public)
-
-
 @lru_cache(maxsize=8)
-def _deal(
-    dataset: Dataset,
-    part: str,
-    leave_out: str | None,
-    partition: str,
-    of: int,
-    seed: int,
-    options: tuple[tuple[str, float], ...],
-    public: float,
-) -> list[Index]:
-    left = np.setdiff1d(*_dealt_samples(dataset, part, leave_out, seed, public), assume_unique=True)
+def _deal(dataset: Dataset, dealing: Dealing, of: int) -> list[Index]:
+    left = np.setdiff1d(*_dealt_samples(dataset, dealing), assume_unique=True)
     people = None if dataset.people is None else dataset.people[left]
-    dealt = find_partition(partition)(dataset.targets[left], people, of=of, seed=seed, **dict(options))
+    rule = find_partition(dealing.partition)
+    dealt = rule(dataset.targets[left], people, of=of, seed=dealing.seed, **dict(dealing.options))
     together = np.sort(np.concatenate(dealt))
     if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= len(left):
         raise DataError(
-            f"partition={partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one of none; "
-            f"correct the function"
+            f"partition={dealing.partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one "
+            "of none; correct the function"
         )
     return [left[samples] for samples in dealt]
 
@@ -355,15 +357,14 @@ def _deal(
 def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
     """Return the samples that every device has, as indices into ``dataset``, in the order that all have them in; None
     where there are none. They are dealt to nobody."""
-    given = dealing.part, dealing.leave_out, dealing.seed, dealing.public
-    _, public = _dealt_samples(dataset, *given)
+    _, public = _dealt_samples(dataset, replace(dealing, index=None))
     return public if len(public) else None
 
 
-def _dealt_samples(dataset: Dataset, part: str, leave_out: str | None, seed: int, public: float) -> tuple[Index, Index]:
+def _dealt_samples(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
     """Return what there is to be dealt, and which of it is every device's instead."""
-    training, _ = _parts(dataset, part, leave_out)
-    return training, training[drawn(len(training), seed, public)]
+    training, _ = _parts(dataset, dealing)
+    return training, training[drawn(len(training), dealing.seed, dealing.public)]
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
@@ -376,7 +377,7 @@ def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
     """Return the samples of all devices that they have for one use, each once."""
-    split = [_split(dataset, samples, dealing) for samples in _dealt(dataset, dealing, of)]
+    split = [_split(dataset, samples, dealing) for samples in _deal(dataset, dealing, of)]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
@@ -394,7 +395,7 @@ def _published(dataset: Dataset, dealing: Dealing, *, index: int, of: int) -> In
     So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
     the accuracy on the whole of it as their mean.
     """
-    _, testing = _parts(dataset, dealing.part, dealing.leave_out)
+    _, testing = _parts(dataset, dealing)
     if len(testing) == 0:
         raise BadOption("--data: test=published, but the data have no published test part; give one, or leave it out")
     if len(testing) < of:

@@ -5,13 +5,14 @@ The cache is ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``; its files may 
 
 from __future__ import annotations
 
-import hashlib
 import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from sparrow.protocol.manifest import Array
 
 from ..reading.errors import DataError
+from ..reading.fingerprints import fingerprint
 
 IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""
@@ -58,23 +60,13 @@ def _decoded(
     shape: tuple[int, ...],
     name: str,
 ) -> Array:
-    digest = hashlib.sha256(repr(shape).encode())
-    for source in sources:
-        stat = source.stat()
-        digest.update(f"|{source}|{stat.st_size}|{stat.st_mtime_ns}".encode())
-    folder = cache_folder()
-    path = folder / f"{name}-{digest.hexdigest()[:16]}.npy"
-    if not path.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(path, images(), count, shape)
-        except OSError as error:
-            raise DataError(
-                f"{folder}: the decoded images cannot be kept there ({error}); set XDG_CACHE_HOME to a folder with "
-                f"{count * int(np.prod(shape)) / 1e6:.0f} MB to spare"
-            ) from None
-    # Copy on write, so that it is writable, as torch wants arrays; as nobody writes, processes share the pages.
-    return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
+    def fill(pixels: Array) -> None:
+        shown = tqdm(images(), total=count, desc="decoding images, once", unit="image", disable=None)
+        for row, (source, content) in enumerate(shown):
+            pixels[row] = _decode(content, source, shape)
+
+    digest = fingerprint("images", sources, shape)[:16]
+    return kept_array(f"{name}-{digest}", np.dtype(np.uint8), (count, *shape), "decoded images", fill)
 
 
 def cache_folder() -> Path:
@@ -82,17 +74,37 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparrow"
 
 
-def _write(path: Path, images: Iterator[tuple[str, bytes]], count: int, shape: tuple[int, ...]) -> None:
-    """Under another name first: a process that is killed, or that decodes at the same time, leaves no half a file."""
+def kept_array(
+    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], what: str, fill: Callable[[Array], None]
+) -> Array:
+    """Return the array that the cache folder keeps by this ``name``, mapped; ``fill`` makes it if there is none yet.
+
+    what: the array in words. Raises DataError if it cannot be kept, and what ``fill`` raises.
+    """
+    path = cache_folder() / f"{name}.npy"
+    if not path.exists():
+        try:
+            _write(path, dtype, shape, fill)
+        except OSError as error:
+            megabytes = dtype.itemsize * math.prod(shape) / 1e6
+            raise DataError(
+                f"{path.parent}: {megabytes:.0f} MB of {what} cannot be kept there ({error}); set XDG_CACHE_HOME to a "
+                "folder with room"
+            ) from None
+    # Copy on write, so that it is writable, as torch wants arrays; as nobody writes, processes share the pages.
+    return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
+
+
+def _write(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], fill: Callable[[Array], None]) -> None:
+    """Under another name first: a process that is killed, or that writes at the same time, leaves no half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     os.close(handle)
     try:
-        pixels = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=(count, *shape))
-        shown = tqdm(images, total=count, desc="decoding images, once", unit="image", disable=None)
-        for row, (source, content) in enumerate(shown):
-            pixels[row] = _decode(content, source, shape)
-        pixels.flush()
-        del pixels
+        made = np.lib.format.open_memmap(draft, mode="w+", dtype=dtype, shape=shape)
+        fill(made)
+        made.flush()
+        del made
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

@@ -25,6 +25,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,9 @@ from numpy.typing import NDArray
 from sparrow.protocol.manifest import Array
 
 from ..reading import Decoded, ReadOptions, read_file
-from ..reading.errors import DataError, NoData
+from ..reading.errors import BadOption, DataError, NoData
 from ..reading.roles import PEOPLE
+from .datasets import Dataset
 from .decoding import IMAGES, decode_files, decode_jpegs
 from .loading import label_names
 from .text import windows
@@ -68,20 +70,7 @@ class SampleFormat:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A set as read; the fields are those of ``datasets.Dataset``."""
-
-    inputs: Array
-    targets: Array
-    people: Array | None
-    published: int
-    sources: Array | None = None
-    names: tuple[str, ...] = ()
-    runs: Array | None = None
-
-
-@dataclass(frozen=True)
-class Part:
+class _Part:
     """One file's samples before they are checked; ``source`` is how a message calls them.
 
     names: of people given by number from 0. test: which are of the published test part.
@@ -97,8 +86,24 @@ class Part:
     names: Array | None = None
 
 
-def read(place: Path, wanted: SampleFormat) -> Parts:
-    """Return the set at ``place``, an existing file or folder. Raises DataError."""
+def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
+    """Return the set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
+
+    Raises DataError, which names what was looked for and where the public set is described.
+    """
+    if not path:
+        raise BadOption(f"the task {wanted.task} needs to know where its data are: add --data PATH; {wanted.advice}")
+    place = Path(path).expanduser().resolve()
+    try:
+        stamp = place.stat().st_mtime_ns
+    except OSError as error:
+        kind = NoData if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"{path}: {error.strerror}; {wanted.advice}") from None
+    return _read(place, stamp, wanted)
+
+
+@lru_cache(maxsize=8)
+def _read(place: Path, stamp: int, wanted: SampleFormat) -> Dataset:
     for reader in (_npz, _idx, _binary, _table, _images):
         parts = reader(place, wanted)
         if parts is not None:
@@ -115,7 +120,7 @@ def read(place: Path, wanted: SampleFormat) -> Parts:
 # --- npz ---------------------------------------------------------------------------------------------------------
 
 
-def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
+def _npz(place: Path, wanted: SampleFormat) -> Dataset | None:
     path = place if place.suffix == ".npz" else _first(place, wanted.archives)
     if path is None:
         return None
@@ -130,7 +135,7 @@ def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
             uses = [""] if content in names else uses
             if content == "jpeg":
                 return _jpegs(path, entries, uses, wanted)
-            return _join([archived(path, entries, use) for use in uses], wanted)
+            return _join([_archived(path, entries, use) for use in uses], wanted)
     except KeyError as error:
         raise DataError(
             f"{path}: holds {', '.join(sorted(names)) or 'nothing'}, but {error.args[0]}; add it, or {wanted.advice}"
@@ -143,13 +148,13 @@ def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
         raise DataError(f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers") from None
 
 
-def archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array | None = None) -> Part:
+def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array | None = None) -> _Part:
     """Return the samples of ``use``, _train, _test, or nothing, and what else the file says of them.
 
     inputs: the samples, where they are not the entry x.
     """
     person = _only(path, [name for name in PEOPLE if name + use in archive])
-    return Part(
+    return _Part(
         f"{path} (x{use})",
         _entry(archive, f"x{use}") if inputs is None else inputs,
         _entry(archive, f"y{use}"),
@@ -177,14 +182,14 @@ def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]
     return {}
 
 
-def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> Part:
+def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Part:
     """Return the windows of a text, of the length that the task wants."""
     person = _only(path, [name for name in PEOPLE if name in archive])
     if person is None:
         raise KeyError(f"no entry says who speaks ({', '.join(PEOPLE)})")
     speeches = {name: _entry(archive, name) for name in ("text", "start")}
     found = windows(**speeches, people=archive[person], place=archive.get("place"), length=wanted.shape[0])
-    return Part(str(path), found.inputs, found.targets, found.people, run=found.runs, names=archive.get(f"{person}s"))
+    return _Part(str(path), found.inputs, found.targets, found.people, run=found.runs, names=archive.get(f"{person}s"))
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
@@ -200,20 +205,20 @@ def _entry(archive: Mapping[str, Array], name: str) -> Array:
     return archive[name]
 
 
-def _jpegs(path: Path, archive: Mapping[str, Array], uses: Sequence[str], wanted: SampleFormat) -> Parts:
+def _jpegs(path: Path, archive: Mapping[str, Array], uses: Sequence[str], wanted: SampleFormat) -> Dataset:
     offsets = [_entry(archive, f"offset{use}") for use in uses]
     inputs = decode_jpegs(
         path, lambda: [_entry(archive, f"jpeg{use}") for use in uses], offsets, wanted.shape, name=wanted.task
     )
     ends = np.cumsum([len(offset) - 1 for offset in offsets])
     own = zip(uses, np.split(inputs, ends[:-1]), strict=True)
-    return _join([archived(path, archive, use, each) for use, each in own], wanted, inputs=inputs)
+    return _join([_archived(path, archive, use, each) for use, each in own], wanted, inputs=inputs)
 
 
 # --- IDX and CIFAR-10's binary version ---------------------------------------------------------------------------
 
 
-def _idx(place: Path, wanted: SampleFormat) -> Parts | None:
+def _idx(place: Path, wanted: SampleFormat) -> Dataset | None:
     if not place.is_dir() and not re.search(r"[-.]idx[13]-ubyte", place.name):
         return None
     folder = place if place.is_dir() else place.parent
@@ -228,7 +233,7 @@ def _idx(place: Path, wanted: SampleFormat) -> Parts | None:
                 lost = " or ".join(_idx_names(use, kind)[:2])
                 raise NoData(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
         images, labels = found
-        parts.append(Part(str(images), _read_idx(images), _read_idx(labels)))
+        parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
         if len(parts) == 1 and use == "t10k":
             raise NoData(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
     return _join(parts, wanted) if parts else None
@@ -257,7 +262,7 @@ def _read_idx(path: Path) -> Array:
     return values.reshape(shape)
 
 
-def _binary(place: Path, wanted: SampleFormat) -> Parts | None:
+def _binary(place: Path, wanted: SampleFormat) -> Dataset | None:
     if len(wanted.shape) != 3 or not (place / "data_batch_1.bin").is_file():
         return None
     size = 1 + int(np.prod(wanted.shape))
@@ -272,7 +277,7 @@ def _binary(place: Path, wanted: SampleFormat) -> Parts | None:
                 f"{path}: {values.size} bytes are no multiple of {size}, a class and an image; fetch it anew"
             )
         rows = values.reshape(-1, size)
-        parts.append(Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
+        parts.append(_Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
     return _join(parts, wanted, training=5)
 
 
@@ -284,7 +289,7 @@ TRUTHS = ("false", "true")
 """A column of these is one of the numbers 0 and 1."""
 
 
-def _table(place: Path, wanted: SampleFormat) -> Parts | None:
+def _table(place: Path, wanted: SampleFormat) -> Dataset | None:
     if place.is_dir():
         train = _first(place, [f"train{ending}" for ending in TABLES])
         if train is None:
@@ -294,10 +299,10 @@ def _table(place: Path, wanted: SampleFormat) -> Parts | None:
         paths = [place]
     else:
         return None
-    return _join([read_table(path) for path in paths if path is not None], wanted)
+    return _join([_read_table(path) for path in paths if path is not None], wanted)
 
 
-def read_table(path: Path) -> Part:
+def _read_table(path: Path) -> _Part:
     """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
     raw = read_file(path, ReadOptions(target="class"))[""]
     assert raw.labels is not None
@@ -309,7 +314,7 @@ def read_table(path: Path) -> Part:
             "by numbers, or remove it"
         )
     people = None if raw.people is None else _as_integers(raw.people)
-    return Part(str(path), raw.inputs, _as_integers(raw.labels), people, run=raw.runs)
+    return _Part(str(path), raw.inputs, _as_integers(raw.labels), people, run=raw.runs)
 
 
 def _as_integers(names: Array) -> Array:
@@ -324,7 +329,7 @@ def _as_integers(names: Array) -> Array:
 # --- folders of images -------------------------------------------------------------------------------------------
 
 
-def _images(place: Path, wanted: SampleFormat) -> Parts | None:
+def _images(place: Path, wanted: SampleFormat) -> Dataset | None:
     if not place.is_dir() or not wanted.pixels:
         return None
     folders = [place / "train", place / "test"] if (place / "train").is_dir() else [place]
@@ -339,7 +344,8 @@ def _images(place: Path, wanted: SampleFormat) -> Parts | None:
             f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the others "
             f"or name the folders by number, 0 to {wanted.classes - 1}"
         )
-    return Parts(*_checked(str(place), inputs, labels, wanted), people=None, published=len(found[0]))
+    inputs, targets = _checked(str(place), inputs, labels, wanted)
+    return Dataset(inputs, targets, people=None, classes=wanted.classes, published=len(found[0]))
 
 
 def _by_class(folder: Path) -> list[Path]:
@@ -354,7 +360,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Parts:
+def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Dataset:
     """Return the parts one after another; the first ``training`` are those to train on, or those of one part that are
     not of its ``test``. inputs: of all parts, where they are one array already.
     """
@@ -376,12 +382,12 @@ def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1, inputs
                 f"{source}: test is true for all samples, so none is to train on; correct it or leave it out"
             )
         inputs, targets, sources = inputs[order], targets[order], None if sources is None else sources[order]
-    codes, names, runs = whose(parts, published, order)
-    return Parts(inputs, targets, codes, published, sources, names, runs)
+    codes, names, runs = _whose(parts, published, order)
+    return Dataset(inputs, targets, codes, wanted.classes, published, sources, names, runs)
 
 
-def whose(
-    parts: Sequence[Part], published: int, order: slice | Array = slice(None)
+def _whose(
+    parts: Sequence[_Part], published: int, order: slice | Array = slice(None)
 ) -> tuple[NDArray[np.intp] | None, tuple[str, ...], NDArray[np.intp] | None]:
     """Return of all samples, in this ``order``: who made them, by number, the numbers' names, and their unbroken
     recordings by number. None and () where the parts do not say it. Raises DataError.
@@ -416,7 +422,7 @@ def _names_of(people: Array, names: Array | None, source: str) -> Array:
     return named
 
 
-def _of_each(parts: Sequence[Part], name: str, kinds: str, what: str) -> Array | None:
+def _of_each(parts: Sequence[_Part], name: str, kinds: str, what: str) -> Array | None:
     """Return an entry with one value per sample, of all parts; None if no part has it."""
     given = [getattr(part, name) for part in parts]
     if all(each is None for each in given):
@@ -474,28 +480,19 @@ def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) ->
 
 
 def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
-    targets, names = number_classes(source, labels)
-    if names not in (None, wanted.classes):
-        raise DataError(
-            f"{source}: has {names} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
-        )
-    return targets
-
-
-def number_classes(source: str, labels: Array) -> tuple[NDArray[np.int64], int | None]:
-    """Return classes as int64, numbers as they are and names by their order; and how many names there are, None for
-    numbers.
-
-    Raises DataError.
-    """
+    """Return classes as numbers: names, as many as the task has, in their order. Raises DataError."""
     if labels.dtype.kind in "iub":
-        return labels.astype(np.int64), None
+        return labels.astype(np.int64)
     if labels.dtype.kind == "f":  # as pandas makes them of whole numbers where one is missing
         if not np.isfinite(labels).all() or (labels != np.floor(labels)).any():
             raise DataError(f"{source}: a label is missing or no whole number; number the classes from 0")
-        return labels.astype(np.int64), None
+        return labels.astype(np.int64)
     texts = np.array([str(label) for label in labels])
     names = np.unique(texts)
     if all(name.isdecimal() for name in names):
-        return texts.astype(np.int64), None
-    return np.searchsorted(names, texts).astype(np.int64), len(names)
+        return texts.astype(np.int64)
+    if len(names) != wanted.classes:
+        raise DataError(
+            f"{source}: has {len(names)} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
+        )
+    return np.searchsorted(names, texts).astype(np.int64)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -37,199 +39,90 @@ class DigitsNet(nn.Module):
         return self.out(F.relu(self.fc1(torch.flatten(maps, 1))))  # type: ignore[no-any-return]
 
 
+def _convolutional(
+    channels: Sequence[int],
+    linear: Sequence[int],
+    *,
+    kernel: int = 5,
+    padding: int = 0,
+    pool: tuple[int, int] = (2, 2),
+    norm: bool = False,
+    bias: bool = True,
+) -> nn.Module:
+    """Return convolutions between these numbers of channels, and linear layers between these sizes, ReLU behind each.
+
+    pool: size and stride of the max-pooling behind each of the first two. norm: batch norm behind each convolution.
+    bias: whether hidden linear layers have biases.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for stage, (before, after) in enumerate(pairwise(channels), 1):
+        layers[f"conv{stage}"] = nn.Conv2d(before, after, kernel, padding=padding)
+        if norm:
+            layers[f"bn{stage}"] = nn.BatchNorm2d(after)
+        if stage <= 2:
+            layers[f"pool{stage}"] = nn.MaxPool2d(*pool)
+        layers[f"relu{stage}"] = nn.ReLU()
+    layers["flatten"] = nn.Flatten()
+    for stage, (before, after) in enumerate(pairwise(linear[:-1]), 1):
+        layers[f"fc{stage}"] = nn.Linear(before, after, bias=bias)
+        layers[f"relu{len(channels) - 1 + stage}"] = nn.ReLU()
+    layers["out"] = nn.Linear(linear[-2], linear[-1])
+    return nn.Sequential(layers)
+
+
 def mnist_small() -> nn.Module:
     """[N,1,28,28] -> [N,10]: two convolutions of 5 x 5 and 50 hidden units, PyTorch's old MNIST example."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 10, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(10, 20, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(320, 50),
-            relu3=nn.ReLU(),
-            out=nn.Linear(50, 10),
-        )
-    )
+    return _convolutional((1, 10, 20), (320, 50, 10))
 
 
 def mnist_fedsgc() -> nn.Module:
     """[N,1,28,28] -> [N,10]: FedSGC's MNIST network; its pooling of 3 x 3 in steps of 1 hardly shrinks the maps."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 10, kernel_size=5),
-            pool1=nn.MaxPool2d(3, stride=1),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(10, 20, kernel_size=5),
-            pool2=nn.MaxPool2d(3, stride=1),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(5120, 50),
-            relu3=nn.ReLU(),
-            out=nn.Linear(50, 10),
-        )
-    )
+    return _convolutional((1, 10, 20), (5120, 50, 10), pool=(3, 1))
 
 
 def mnist_dmpfl() -> nn.Module:
     """[N,1,28,28] -> [N,10]: the network of McMahan et al. (arXiv:1602.05629), which DM-PFL's is similar to."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 32, kernel_size=5, padding=2),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=5, padding=2),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(3136, 512),
-            relu3=nn.ReLU(),
-            out=nn.Linear(512, 10),
-        )
-    )
+    return _convolutional((1, 32, 64), (3136, 512, 10), padding=2)
 
 
-def mnist_leaf(classes: int = 10) -> nn.Module:
-    """[N,1,28,28] -> [N,classes]: LEAF's FEMNIST network without padding, as pFedGate uses it."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 32, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1024, 2048),
-            relu3=nn.ReLU(),
-            out=nn.Linear(2048, classes),
-        )
-    )
+def mnist_leaf() -> nn.Module:
+    """[N,1,28,28] -> [N,10]: LEAF's FEMNIST network without padding, as pFedGate uses it."""
+    return _convolutional((1, 32, 64), (1024, 2048, 10))
 
 
 def emnist_leaf() -> nn.Module:
     """[N,1,28,28] -> [N,62]: ``mnist_leaf`` for 62 classes."""
-    return mnist_leaf(62)
+    return _convolutional((1, 32, 64), (1024, 2048, 62))
 
 
 def emnist_fedspu() -> nn.Module:
     """[N,1,28,28] -> [N,62]: FedSPU's EMNIST network."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 20, kernel_size=3, padding=1),
-            bn1=nn.BatchNorm2d(20),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(20, 20, kernel_size=3, padding=1),
-            bn2=nn.BatchNorm2d(20),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            out=nn.Linear(980, 62),
-        )
-    )
+    return _convolutional((1, 20, 20), (980, 62), kernel=3, padding=1, norm=True)
 
 
 def cifar10_fedspu() -> nn.Module:
     """[N,3,32,32] -> [N,10]: FedSPU's CIFAR-10 network, batch norm and hidden linear layers without biases."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 6, kernel_size=3, padding=1),
-            bn1=nn.BatchNorm2d(6),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(6, 16, kernel_size=3, padding=1),
-            bn2=nn.BatchNorm2d(16),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1024, 120, bias=False),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(120, 84, bias=False),
-            relu4=nn.ReLU(),
-            out=nn.Linear(84, 10),
-        )
-    )
+    return _convolutional((3, 6, 16), (1024, 120, 84, 10), kernel=3, padding=1, norm=True, bias=False)
 
 
 def cifar10_fedsgc() -> nn.Module:
     """[N,3,32,32] -> [N,10]: FedSGC's CIFAR-10 network; the third convolution leaves one pixel."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 32, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            conv3=nn.Conv2d(64, 64, kernel_size=5),
-            relu3=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(64, 1024),
-            relu4=nn.ReLU(),
-            out=nn.Linear(1024, 10),
-        )
-    )
+    return _convolutional((3, 32, 64, 64), (64, 1024, 10))
 
 
 def cifar10_dmpfl() -> nn.Module:
     """[N,3,32,32] -> [N,10]: the network that DM-PFL's costs on CIFAR-10 imply."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 64, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(64, 64, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1600, 384),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(384, 192),
-            relu4=nn.ReLU(),
-            out=nn.Linear(192, 10),
-        )
-    )
+    return _convolutional((3, 64, 64), (1600, 384, 192, 10))
 
 
 def cifar10_pfedgate() -> nn.Module:
     """[N,3,32,32] -> [N,10]: pFedGate's CIFAR-10 network, without the ReLU that its code puts on the class scores."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 32, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1600, 120),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(120, 84),
-            relu4=nn.ReLU(),
-            out=nn.Linear(84, 10),
-        )
-    )
+    return _convolutional((3, 32, 64), (1600, 120, 84, 10))
 
 
 def cifar100_pfedgate() -> nn.Module:
     """[N,3,32,32] -> [N,100]: pFedGate's CIFAR-100 network of two linear layers."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 32, kernel_size=5),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=5),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1600, 2048),
-            relu3=nn.ReLU(),
-            out=nn.Linear(2048, 100),
-        )
-    )
+    return _convolutional((3, 32, 64), (1600, 2048, 100))
 
 
 def uci_har_small() -> nn.Module:
@@ -259,26 +152,17 @@ def har_small(channels: int = 6, steps: int = 64, classes: int = 5) -> nn.Module
 
     Group norm, because people differ and batch norm's running statistics would mix them.
     """
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv1d(channels, 32, kernel_size=5, padding=2),
-            norm1=nn.GroupNorm(4, 32),
-            pool1=nn.MaxPool1d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv1d(32, 64, kernel_size=5, padding=2),
-            norm2=nn.GroupNorm(4, 64),
-            pool2=nn.MaxPool1d(2),
-            relu2=nn.ReLU(),
-            conv3=nn.Conv1d(64, 64, kernel_size=3, padding=1),
-            norm3=nn.GroupNorm(4, 64),
-            pool3=nn.MaxPool1d(2),
-            relu3=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(64 * (steps // 8), 64),
-            relu4=nn.ReLU(),
-            out=nn.Linear(64, classes),
-        )
-    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for stage, (before, after, kernel) in enumerate(((channels, 32, 5), (32, 64, 5), (64, 64, 3)), 1):
+        layers[f"conv{stage}"] = nn.Conv1d(before, after, kernel, padding=kernel // 2)
+        layers[f"norm{stage}"] = nn.GroupNorm(4, after)
+        layers[f"pool{stage}"] = nn.MaxPool1d(2)
+        layers[f"relu{stage}"] = nn.ReLU()
+    layers["flatten"] = nn.Flatten()
+    layers["fc1"] = nn.Linear(64 * (steps // 8), 64)
+    layers["relu4"] = nn.ReLU()
+    layers["out"] = nn.Linear(64, classes)
+    return nn.Sequential(layers)
 
 
 class ResidualBlock(nn.Module):

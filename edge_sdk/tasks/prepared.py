@@ -9,12 +9,10 @@ in its state folder: the model was trained on them, so later data must not move 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any
 
@@ -31,9 +29,9 @@ from sparrow.protocol.preparation import Preparation
 
 from ..errors import BadArgument
 from ..reading import Decoded
-from ..reading.errors import DataError
 from . import Batches, Prepared, Task, as_arrays
-from .decoding import cache_folder
+from .decoding import kept_array
+from .intake import Fitted
 from .loading import ArrayBatches, Arrays, Chosen, Samples
 from .preparing import Statistics, own_constants, statistics_of
 
@@ -73,32 +71,19 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class PreparedBatches:
-    """A user's own batches of raw samples, each prepared when it comes."""
+class _Preparing:
+    """Prepares each batch of a user's own loader when it comes."""
 
-    raw: Batches
     preparer: Preparer
 
-    def __len__(self) -> int:
-        return len(self.raw)
+    def pair(self, batch: Any, where: str) -> tuple[Array, Array]:
+        """Return the prepared inputs and the targets."""
+        raw, targets = as_arrays(batch)
+        return self.preparer(fitting(raw, self.preparer)), targets
 
-    def __iter__(self) -> Iterator[tuple[Array, Array]]:
-        return self._prepared(self.raw)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the raw batches' own attribute; ``shuffled``, if they have it, gives prepared ones."""
-        if name.startswith("_") or name in ("raw", "preparer"):
-            # As asked by copy and pickle, before there are fields.
-            raise AttributeError(name)
-        found = getattr(self.raw, name)
-        if name == "shuffled":
-            return lambda generator: self._prepared(found(generator))
-        return found
-
-    def _prepared(self, batches: Any) -> Iterator[tuple[Array, Array]]:
-        for batch in batches:
-            raw, targets = as_arrays(batch)
-            yield self.preparer(fitting(raw, self.preparer)), targets
+    def labels(self, targets: Array) -> Array:
+        """Return the targets."""
+        return targets
 
 
 class _Kept:
@@ -133,34 +118,13 @@ def prepare_decoded(samples: Decoded, preparer: Preparer, room: int) -> Array:
     """
     first = preparer([samples[0]])
     shape = (len(samples), *first.shape[1:])
-    size = first.nbytes * len(samples)
-    if size <= room:
+    if first.nbytes * len(samples) <= room:
         made = np.empty(shape, first.dtype)
         _fill(made, samples, preparer)
         return made
-    name = hashlib.sha256(f"{samples.digest} {preparer.digest}".encode()).hexdigest()
-    path = cache_folder() / f"prepared-{name}.npy"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        os.close(handle)
-        try:
-            mapped = np.lib.format.open_memmap(draft, mode="w+", dtype=first.dtype, shape=shape)
-            _fill(mapped, samples, preparer)
-            mapped.flush()
-            del mapped
-            os.replace(draft, path)
-        except OSError as error:
-            os.unlink(draft)
-            raise DataError(
-                f"{path.parent}: {size / 1e6:.0f} MB of prepared samples cannot be kept there ({error}); set "
-                "XDG_CACHE_HOME to a folder with room"
-            ) from None
-        except BaseException:
-            os.unlink(draft)
-            raise
-    # Copy on write, so that it is writable, as torch wants arrays.
-    return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
+    digest = hashlib.sha256(f"{samples.digest} {preparer.digest}".encode()).hexdigest()
+    fill = partial(_fill, samples=samples, preparer=preparer)
+    return kept_array(f"prepared-{digest}", first.dtype, shape, "prepared samples", fill)
 
 
 def _fill(made: Array, samples: Decoded, preparer: Preparer) -> None:
@@ -231,7 +195,7 @@ def prepared(task: Task, preparer: Preparer, *, memory_limit: int | None = None)
 
 def _prepared(batches: Batches, preparer: Preparer, room: int, name: str) -> Batches:
     if not isinstance(batches, ArrayBatches):
-        return PreparedBatches(batches, preparer)
+        return Fitted(batches, _Preparing(preparer))
     samples = batches.arrays
     if isinstance(samples, Arrays | Chosen) and isinstance(samples.inputs, Decoded):
         return replace(batches, arrays=replace(samples, inputs=_KEPT.get(samples.inputs, preparer, room)))

@@ -7,6 +7,7 @@ format of ``formats``. Nothing is downloaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,9 +17,9 @@ from sparrow.protocol.manifest import Array
 
 from . import Seeded, Task, UnknownTask
 from .corruption import PUBLISHED, Images, corrupt, read_published
-from .datasets import Dataset, read_dataset
+from .datasets import Dataset
 from .dealing import Dealing, deal, place, public_samples, read_dealing
-from .formats import SampleFormat
+from .formats import SampleFormat, read_dataset
 from .loading import Chosen, Scale, classification
 from .partition import Index
 
@@ -195,62 +196,23 @@ def full_name(task: str, model: str) -> str:
     return task if model == next(iter(MODELS[task])) else f"{task}:{model}"
 
 
-def load_mnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
-    """Handwritten digits, 28 x 28 grey levels. Raises DataError, and UnknownTask for a ``model`` that is not there."""
-    return _load(MNIST, model, data, device=device, seed=seed, batch_size=batch_size)
-
-
-def load_cifar10(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "fedspu") -> Task:
-    """Photographs of ten kinds of things, 32 x 32 in colour. Raises as ``load_mnist``."""
-    return _load(CIFAR10, model, data, device=device, seed=seed, batch_size=batch_size)
-
-
-def load_emnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "fedspu") -> Task:
-    """Handwritten digits and letters, 28 x 28 grey levels. Raises as ``load_mnist``."""
-    return _load(EMNIST, model, data, device=device, seed=seed, batch_size=batch_size)
-
-
-def load_femnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "leaf") -> Task:
-    """Handwritten digits and letters, dealt by writer by default. Raises as ``load_mnist``."""
-    return _load(FEMNIST, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
-
-
-def load_cifar100(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "pfedgate") -> Task:
-    """Photographs of a hundred kinds of things, 32 x 32 in colour. Raises as ``load_mnist``."""
-    return _load(CIFAR100, model, data, device=device, seed=seed, batch_size=batch_size)
-
-
-def load_pacs(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "resnet18") -> Task:
-    """Pictures of seven kinds of things, 64 x 64 in colour, dealt by domain by default. Raises as ``load_mnist``."""
-    return _load(PACS, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
-
-
-def load_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
-    """Load the task of a person's activity, from 1.28 s of acceleration and rotation; dealt by person by default."""
-    return _load(HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
-
-
-def load_uci_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
-    """Load the task of a person's activity, from 2.56 s of a phone's sensors; dealt by person by default."""
-    return _load(UCI_HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
-
-
-def load_shakespeare(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
-    """Load the task of the next character of a role, from the 80 before it; dealt by role by default."""
-    return _load(SHAKESPEARE, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
-
-
-def _load(
+def load(
     wanted: SampleFormat,
-    model: str,
     data: str | None,
     *,
     device: str,
     seed: int,
     batch_size: int,
+    model: str | None = None,
     partition: str = "dirichlet",
 ) -> Task:
+    """Return the task of one of these sets: a ``TaskLoader`` behind its first argument.
+
+    partition: how samples are dealt if ``data`` does not say it. Raises DataError, and UnknownTask for a ``model`` that
+    is not there.
+    """
     choices = MODELS[wanted.task]
+    model = next(iter(choices)) if model is None else model
     if model not in choices:
         raise UnknownTask(
             f"the task {wanted.task} has no model {model!r}; there are "
@@ -278,6 +240,17 @@ def _load(
         batch_size=batch_size,
         public=None if public is None else Chosen(dataset.inputs, dataset.targets, public, scale),
     )
+
+
+load_mnist = partial(load, MNIST)
+load_cifar10 = partial(load, CIFAR10)
+load_emnist = partial(load, EMNIST)
+load_femnist = partial(load, FEMNIST, partition="person")
+load_cifar100 = partial(load, CIFAR100)
+load_pacs = partial(load, PACS, partition="person")
+load_har = partial(load, HAR, partition="person")
+load_uci_har = partial(load, UCI_HAR, partition="person")
+load_shakespeare = partial(load, SHAKESPEARE, partition="person")
 
 
 def _corrupted(dataset: Dataset, dealing: Dealing, test: Index, *, device: str) -> Array:

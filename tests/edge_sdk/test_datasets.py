@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from edge_sdk.reading.errors import DataError
-from edge_sdk.tasks.datasets import read_dataset
+from edge_sdk.tasks.formats import read_dataset
 from edge_sdk.tasks.public import CIFAR10, HAR, MNIST, SHAKESPEARE
 
 RANDOM = np.random.default_rng(0)
@@ -303,7 +303,7 @@ def test_a_cache_that_cannot_be_written_is_explained(folder, tmp_path, monkeypat
     save_jpegs(folder / "cifar10.npz")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused(folder, CIFAR10, "set XDG_CACHE_HOME to a folder with 0 MB to spare")
+    refused(folder, CIFAR10, "0 MB of decoded images cannot be kept there .*; set XDG_CACHE_HOME to a folder with room")
 
 
 def save_images(root, images, labels):

@@ -103,23 +103,11 @@ class Labelled:
     def of(cls, path: str, parts: Sequence[Raw], known: Known, publishing: Publishing) -> Labelled:
         """Return how labels become targets. Raises DataError, naming the first label without an output."""
         first = parts[0]
-        kind = str(first.kind)
-        if any(each.kind != kind for each in parts):
-            raise DataError(f"{path}: labels are classes in one part and numbers in another; give all of one kind")
-        if kind == "numbers":
-            if publishing.classes or publishing.spare:
-                raise BadOption(
-                    f"{path}: {first.label or 'y'} holds numbers, which have no classes; leave --classes and "
-                    "--spare-classes out, or add target=class"
-                )
-            return cls(kind, _number_targets(path, first, parts, known), (), {})
+        if first.kind == "numbers":
+            return cls("numbers", _number_targets(path, parts, known, publishing), (), {})
         found = class_order(str(label) for each in parts for label in np.unique(labels_of(each)))
         if known.outputs is None:
-            names = publishing.classes or first.classes or found
-            if len(names) + publishing.spare < 2:
-                met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"
-                raise DataError(f"{path}: {met}; at least 2 classes are needed: name all in --classes")
-            targets = _described(path, column=first.label, names=names, spare=publishing.spare)
+            targets = _class_targets(path, first, found, publishing)
             advice = "add it to --classes, or publish with --spare-classes"
         else:
             targets = known.targets or Targets()
@@ -128,9 +116,9 @@ class Labelled:
                 "--spare-classes"
             )
         if not targets.names:
-            return cls(kind, targets, (), _positions(path, found, known))
+            return cls("classes", targets, (), _positions(path, found, known))
         if targets.numbered and set(found).isdisjoint(targets.names) and _are_positions(found, targets):
-            return cls(kind, targets, targets.names + ("",) * targets.spare, {name: int(name) for name in found})
+            return cls("classes", targets, targets.names + ("",) * targets.spare, {name: int(name) for name in found})
         try:
             names = targets.with_own(found)
         except ValueError as unknown:
@@ -138,7 +126,7 @@ class Labelled:
             raise DataError(
                 f"{path}: has the class {str(unknown)!r}{alike}; the federation's are {some(targets.names)}: {advice}"
             ) from None
-        return cls(kind, targets, names, {name: place for place, name in enumerate(names) if name})
+        return cls("classes", targets, names, {name: place for place, name in enumerate(names) if name})
 
     def targets_of(self, raw: Raw) -> Array:
         """Return int64 [N] of classes, or float32 [N, 1] of numbers."""
@@ -156,15 +144,30 @@ def labels_of(raw: Raw) -> Array:
     return raw.labels
 
 
-def _number_targets(path: str, first: Raw, parts: Sequence[Raw], known: Known) -> Targets:
+def _class_targets(path: str, first: Raw, found: tuple[str, ...], publishing: Publishing) -> Targets:
+    """Return the description of the classes to publish."""
+    names = publishing.classes or first.classes or found
+    if len(names) + publishing.spare < 2:
+        met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"
+        raise DataError(f"{path}: {met}; at least 2 classes are needed: name all in --classes")
+    return _described(path, column=first.label, names=names, spare=publishing.spare)
+
+
+def _number_targets(path: str, parts: Sequence[Raw], known: Known, publishing: Publishing) -> Targets:
+    column = parts[0].label
+    if publishing.classes or publishing.spare:
+        raise BadOption(
+            f"{path}: {column or 'y'} holds numbers, which have no classes; leave --classes and --spare-classes out, "
+            "or add target=class"
+        )
     if known.targets is not None:
         return known.targets
     if known.outputs is not None:
-        return Targets(kind="numbers", column=first.label)
+        return Targets(kind="numbers", column=column)
     values = np.concatenate([labels_of(each) for each in parts]).astype(np.float64)
     deviation = float(values.std())
     scale = deviation if deviation > 0 else 1.0
-    return _described(path, kind="numbers", column=first.label, mean=float(values.mean()), deviation=scale)
+    return _described(path, kind="numbers", column=column, mean=float(values.mean()), deviation=scale)
 
 
 def _described(path: str, **fields: Any) -> Targets:
