@@ -7,7 +7,7 @@ from measured values, estimated by a model, or unavailable with the reason. It o
 the device it runs on.
 """
 
-from .energy import Energy, EnergyMeter, EnergyTotal, Phase
+from .energy import Energy, EnergyMeter, Phase
 from .estimate import PowerModel
 from .readings import Files, Quality, Reading, Reason
 from .system import System
@@ -15,7 +15,6 @@ from .system import System
 __all__ = [
     "Energy",
     "EnergyMeter",
-    "EnergyTotal",
     "Files",
     "Phase",
     "PowerModel",

@@ -89,11 +89,6 @@ class Batteries(PowerSource):
         words = [self._files.text_or(f"{path}/status", "unknown").lower() for path in self._batteries]
         return ", ".join(dict.fromkeys(words))
 
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """Their folders."""
-        return tuple(self._batteries)
-
     def _capacity(self, path: str, now: float) -> Reading:
         reading = self._files.reading(f"{path}/capacity", "%", "battery", now)
         if reading.reason is Reason.ABSENT:  # some gauges leave the division to others

@@ -58,26 +58,6 @@ class BoardInfo:
     supply_milliamperes: int | None = None
 
     @property
-    def lse(self) -> bool:
-        """Arm's atomic instructions; some builds of torch crash without them."""
-        return "atomics" in self.features
-
-    @property
-    def dotprod(self) -> bool:
-        """Arm's dot products of 8-bit integers."""
-        return "asimddp" in self.features
-
-    @property
-    def i8mm(self) -> bool:
-        """Arm's matrix products of 8-bit integers."""
-        return "i8mm" in self.features
-
-    @property
-    def neon(self) -> bool:
-        """Arm's vector instructions."""
-        return bool(self.features & {"neon", "asimd"})
-
-    @property
     def has_wheels(self) -> bool:
         """True if torch and ONNX Runtime are published for it: there are none for 32-bit systems."""
         return self.bits == 64

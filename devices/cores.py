@@ -25,42 +25,33 @@ def online_cores(files: Files) -> list[int]:
 def busy_seconds(files: Files, now: float) -> Reading:
     """Core-seconds that all cores together have worked since the start of the system."""
     path = "proc/stat"
-    try:
+
+    def take() -> float:
         label, user, nice, system, _idle, _iowait, irq, softirq = files.text(path).split(maxsplit=8)[:8]
         jiffies = int(user) + int(nice) + int(system) + int(irq) + int(softirq)
-    except ReadError as failure:
-        return Reading.failed("s", "cpu", path, now, failure.reason)
-    except ValueError:
-        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
-    if label != "cpu" or jiffies < 0:
-        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
-    return Reading(jiffies / JIFFIES_PER_SECOND, "s", "cpu", Quality.MEASURED, path, now)
+        if label != "cpu" or jiffies < 0:
+            raise ReadError(path, Reason.PARSE)
+        return jiffies / JIFFIES_PER_SECOND
+
+    return Reading.taken("s", "cpu", path, now, take)
 
 
 def own_seconds(files: Files, now: float) -> Reading:
     """Core-seconds that this process has worked, in user and kernel mode together."""
     path = "proc/self/stat"
-    try:
+
+    def take() -> float:
         # The process's name stands in parentheses and may itself have spaces and parentheses.
         user, system = files.text(path).rpartition(")")[2].split()[11:13]
-        seconds = (int(user) + int(system)) / JIFFIES_PER_SECOND
-    except ReadError as failure:
-        return Reading.failed("s", "process", path, now, failure.reason)
-    except ValueError:
-        return Reading.failed("s", "process", path, now, Reason.PARSE)
-    return Reading(seconds, "s", "process", Quality.MEASURED, path, now)
+        return (int(user) + int(system)) / JIFFIES_PER_SECOND
+
+    return Reading.taken("s", "process", path, now, take)
 
 
 def load_average(files: Files, now: float) -> Reading:
     """Return the number of tasks that ran or waited, averaged over the last minute."""
     path = "proc/loadavg"
-    try:
-        value = float(files.text(path).split()[0])
-    except ReadError as failure:
-        return Reading.failed("tasks", "cpu", path, now, failure.reason)
-    except (ValueError, IndexError):
-        return Reading.failed("tasks", "cpu", path, now, Reason.PARSE)
-    return Reading(value, "tasks", "cpu", Quality.MEASURED, path, now)
+    return Reading.taken("tasks", "cpu", path, now, lambda: float(files.text(path).split()[0]))
 
 
 def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") -> Reading:
@@ -74,14 +65,14 @@ def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") 
 def arm_clock(system: System, now: float) -> Reading:
     """Return the clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
     source = "vcgencmd measure_clock arm"
-    try:
-        text = system.commands.text(source.split())
-    except ReadError as failure:
-        return Reading.failed("Hz", "cpu", source, now, failure.reason)
-    digits = text.partition("=")[2]
-    if not digits.isdecimal():
-        return Reading.failed("Hz", "cpu", source, now, Reason.PARSE)
-    return Reading(float(digits), "Hz", "cpu", Quality.MEASURED, source, now)
+
+    def take() -> float:
+        digits = system.commands.text(source.split()).partition("=")[2]
+        if not digits.isdecimal():
+            raise ReadError(source, Reason.PARSE)
+        return float(digits)
+
+    return Reading.taken("Hz", "cpu", source, now, take)
 
 
 class LoadOfOthers:

@@ -1,4 +1,4 @@
-"""Joules of a phase of work, and how they add.
+"""Joules of a phase of work.
 
     with EnergyMeter() as meter:
         with meter.phase("train") as phase:
@@ -33,7 +33,7 @@ class Energy:
     joules: of the covered time, not scaled up to the rest; None when unavailable, never 0 instead. scope: what they
     cover (board, device, package, package+dram; empty when unavailable). coverage: share of the time with good
     readings, 0 to 1. seconds: length of the phase. reason: a sentence that says why joules are missing, all or some,
-    and what to do. Adding two gives an EnergyTotal. Raises ValueError for a record that contradicts itself.
+    and what to do. Raises ValueError for a record that contradicts itself.
     """
 
     joules: float | None
@@ -53,59 +53,6 @@ class Energy:
             raise ValueError("unavailable energy needs a reason")
         if not 0 <= self.coverage <= 1:
             raise ValueError(f"coverage is a share from 0 to 1, not {self.coverage}")
-
-    def __add__(self, other: "Energy | EnergyTotal") -> "EnergyTotal":
-        return EnergyTotal.of(self) + other
-
-
-@dataclass(frozen=True)
-class EnergyTotal:
-    """Energies added up, what was measured (or derived) apart from what was estimated.
-
-    Addition is associative and commutative (but for rounding), EnergyTotal() is its zero; `sum(energies,
-    EnergyTotal())` folds a list. The three times add up to the length of all phases. scopes: what measured and
-    estimated joules cover; more than one entry means that figures of different reach were added.
-    """
-
-    measured_joules: float = 0.0
-    measured_seconds: float = 0.0
-    estimated_joules: float = 0.0
-    estimated_seconds: float = 0.0
-    unavailable_seconds: float = 0.0
-    scopes: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, energy: Energy) -> "EnergyTotal":
-        """Return a total of one."""
-        if energy.joules is None:
-            return cls(unavailable_seconds=energy.seconds)
-        covered = energy.coverage * energy.seconds
-        missed, scopes = energy.seconds - covered, frozenset({energy.scope})
-        if energy.quality is Quality.ESTIMATED:
-            return cls(0.0, 0.0, energy.joules, covered, missed, scopes)
-        return cls(energy.joules, covered, 0.0, 0.0, missed, scopes)
-
-    def __add__(self, other: "Energy | EnergyTotal") -> "EnergyTotal":
-        if isinstance(other, Energy):
-            other = EnergyTotal.of(other)
-        return EnergyTotal(
-            self.measured_joules + other.measured_joules,
-            self.measured_seconds + other.measured_seconds,
-            self.estimated_joules + other.estimated_joules,
-            self.estimated_seconds + other.estimated_seconds,
-            self.unavailable_seconds + other.unavailable_seconds,
-            self.scopes | other.scopes,
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Length of all phases together."""
-        return self.measured_seconds + self.estimated_seconds + self.unavailable_seconds
-
-    @property
-    def coverage(self) -> float:
-        """Share of that time with a figure of either kind; 0 when there was no time."""
-        return (self.measured_seconds + self.estimated_seconds) / self.seconds if self.seconds > 0 else 0.0
 
 
 class Phase:

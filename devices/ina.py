@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .rails import PowerSource, Total, believable, total_of, worst
+from .rails import PowerSource, believable, total_of, worst
 from .readings import Files, Quality, ReadError, Reading, Reason
 
 HWMON = "sys/class/hwmon"
@@ -70,13 +70,10 @@ class Ina(PowerSource):
         Reason.STALE: "its rails read zero, which no running board draws, or samples came too rarely",
     }
 
-    def __init__(
-        self, files: Files, rails: list[Rail], total: Total | None, chips: int, unnamed: Reason | None
-    ) -> None:
+    def __init__(self, files: Files, rails: list[Rail], unnamed: Reason | None) -> None:
         self._files = files
         self.rails = tuple(rails)
-        self.total = total
-        self.chips = chips
+        self.total = total = total_of([rail.label for rail in rails])
         self._unnamed = unnamed
         self._counted = [rail for label in (total.rails if total else ()) for rail in rails if rail.label == label]
         self.scope = total.scope if total else "rails"
@@ -88,10 +85,6 @@ class Ina(PowerSource):
         if not self._counted:
             return (Reading.failed("W", self.scope, self.name, now, self._unnamed or Reason.ABSENT),)
         return believable(tuple(rail.read(self._files, now) for rail in self._counted))
-
-    def each(self, now: float) -> dict[str, Reading]:
-        """Label -> watts of every connected rail, those inside others, too: never to be added up."""
-        return {rail.label: rail.read(self._files, now) for rail in self.rails}
 
 
 def find_ina(files: Files) -> Ina | None:
@@ -107,7 +100,7 @@ def find_ina(files: Files) -> Ina | None:
             rails += [rail for rail in found if rail.label not in {other.label for other in rails}]
             unnamed = unnamed or reason
         if rails or unnamed:
-            return Ina(files, rails, total_of([rail.label for rail in rails]), len(chips), unnamed)
+            return Ina(files, rails, unnamed)
     return None
 
 

@@ -97,15 +97,6 @@ def memory_limit(files: Files, now: float) -> Reading:
     return Reading.failed("B", "control group", "cgroup", now, Reason.ABSENT if counted else Reason.CONTROLLER_ABSENT)
 
 
-def limit_left(files: Files, now: float) -> Reading:
-    """Return the bytes that the control groups around this process still let it take."""
-    limit = memory_limit(files, now)
-    if limit.value is None:
-        return limit
-    left = min(group.left for group in _limited_groups(files))
-    return Reading(float(left), "B", "control group", Quality.DERIVED, "cgroup", now)
-
-
 def core_quota(files: Files, now: float) -> Reading:
     """Return the number of cores that the control groups around this process let it use; ABSENT without
     such a limit."""
@@ -175,14 +166,13 @@ def _upwards(base: str, group: str) -> list[str]:
 
 
 def _meminfo(files: Files, key: str, now: float) -> Reading:
-    source = f"proc/meminfo {key}"
-    try:
+    def take() -> float:
         found = re.search(rf"^{key}:\s+(\d+) kB", files.text("proc/meminfo"), re.MULTILINE)
-    except ReadError as failure:
-        return Reading.failed("B", "memory", source, now, failure.reason)
-    if found is None:
-        return Reading.failed("B", "memory", source, now, Reason.PARSE)
-    return Reading(float(int(found[1]) * 1024), "B", "memory", Quality.MEASURED, source, now)
+        if found is None:
+            raise ReadError("proc/meminfo", Reason.PARSE)
+        return float(int(found[1]) * 1024)
+
+    return Reading.taken("B", "memory", f"proc/meminfo {key}", now, take)
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

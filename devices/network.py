@@ -60,10 +60,11 @@ def metered(system: System, now: float) -> Reading:
 def clock_synchronised(system: System, now: float) -> Reading:
     """1.0 when the kernel holds its clock to be right, whoever keeps it so; 0.0 when not."""
     source = "timedatectl"
-    try:
+
+    def take() -> float:
         answer = system.commands.text([source, "show", "--property=NTPSynchronized", "--value"])
-    except ReadError as failure:
-        return Reading.failed("1", "clock", source, now, failure.reason)
-    if answer not in ("yes", "no"):
-        return Reading.failed("1", "clock", source, now, Reason.PARSE)
-    return Reading(float(answer == "yes"), "1", "clock", Quality.MEASURED, source, now)
+        if answer not in ("yes", "no"):
+            raise ReadError(source, Reason.PARSE)
+        return float(answer == "yes")
+
+    return Reading.taken("1", "clock", source, now, take)

@@ -42,23 +42,22 @@ class Pmic(PowerSource):
     def read(self, now: float) -> tuple[Reading, ...]:
         """Return the rails' sum in watts."""
         try:
-            rails, _ = self.rails()
+            total = sum(self.rails().values())
         except ReadError as failure:
             return (Reading.failed("W", self.scope, self.name, now, failure.reason),)
-        total = sum(rails.values())
         if total <= 0:
             return (Reading.failed("W", self.scope, self.name, now, Reason.STALE),)
         return (Reading(total, "W", self.scope, self.quality, self.name, now),)
 
-    def rails(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Watts of each rail; volts of all that have a voltage, with or without a current. Raises ReadError.
+    def rails(self) -> dict[str, float]:
+        """Watts of each rail. Raises ReadError.
 
         PARSE where a current has no voltage: a sum without that rail would be too small.
         """
         amperes, volts = parse(self._commands.text(COMMAND, _TIMEOUT_SECONDS))
         if not amperes or amperes.keys() - volts.keys():
             raise ReadError(" ".join(COMMAND), Reason.PARSE)
-        return {rail: amperes[rail] * volts[rail] for rail in amperes}, volts
+        return {rail: amperes[rail] * volts[rail] for rail in amperes}
 
     def input_watts(self, now: float) -> Reading:
         """Return the power of the board at its input, estimated from the rails."""

@@ -63,7 +63,6 @@ class Rapl:
 
     quality = Quality.MEASURED
     shortest_period_seconds = 0.0
-    how_to = HOW_TO_GRANT
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"energy counters are readable by root only; {HOW_TO_GRANT}",
         Reason.STALE: "the counter stands still, as some virtual machines' do, or was read too rarely",

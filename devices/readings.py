@@ -85,6 +85,17 @@ class Reading:
         """Return a reading that is not one."""
         return cls(None, unit, scope, Quality.UNAVAILABLE, source, t_monotonic, reason)
 
+    @classmethod
+    def taken(cls, unit: str, scope: str, source: str, t_monotonic: float, take: Callable[[], float]) -> "Reading":
+        """Return what ``take`` gives, or why it fails: its ReadError's reason, or PARSE for what is no number."""
+        try:
+            return cls(take(), unit, scope, Quality.MEASURED, source, t_monotonic)
+        except ReadError as failure:
+            reason = failure.reason
+        except (ValueError, IndexError):
+            reason = Reason.PARSE
+        return cls.failed(unit, scope, source, t_monotonic, reason)
+
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
@@ -170,11 +181,7 @@ class Files:
 
     def reading(self, path: str, unit: str, scope: str, now: float, scale: float = 1.0) -> Reading:
         """Return a file's number times `scale` as a reading in `unit`; never raises."""
-        try:
-            value = self.number(path) * scale
-        except ReadError as failure:
-            return Reading.failed(unit, scope, path, now, failure.reason)
-        return Reading(value, unit, scope, Quality.MEASURED, path, now)
+        return Reading.taken(unit, scope, path, now, lambda: self.number(path) * scale)
 
     def data(self, path: str) -> bytes:
         """Return the bytes of a file as they are."""

@@ -49,8 +49,3 @@ COMMAND = Command(
     "zsh: sparrow completion zsh > a folder of $fpath, as _sparrow; "
     "fish: sparrow completion fish > ~/.config/fish/completions/sparrow.fish.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

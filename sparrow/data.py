@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import numpy as np
 
 from edge_sdk import arguments as read
-from edge_sdk.device.connection import connect, token_of
 from edge_sdk.tasks import OWN, Task, collect_targets, count_examples, load_data_of, load_task
 from edge_sdk.tasks.preparing import Statistics
 
 from .command_line.command import Command, Parser
-from .command_line.options import add_json, add_server, add_skip_unreadable, add_wait, with_skipped
+from .command_line.options import add_skip_unreadable, with_skipped
 from .command_line.table import printable, table
-from .protocol import tls
+from .operating import add_coordinator, connected
 from .protocol.manifest import Manifest
 from .protocol.messages import FederationInfo
 from .protocol.preparation import Preparation
@@ -43,10 +41,7 @@ def _options(parser: Parser) -> None:
         metavar="NAME",
         help="read it as this federation's devices do (default: as publish does)",
     )
-    add_server(part)
-    add_wait(part)
-    add_json(part)
-    tls.add_options(part)
+    add_coordinator(part)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -70,11 +65,7 @@ def _run(options: argparse.Namespace) -> None:
 def _federation(options: argparse.Namespace) -> tuple[FederationInfo | None, Manifest | None]:
     if options.federation is None:
         return None, None
-    from edge_sdk.device.transport import Transport
-
-    with connect(options.server, tls.from_options(options)) as client:
-        transport = Transport(client, patience_seconds=options.wait)
-        transport.token = token_of("enrolment") or token_of("observer") or token_of("admin")
+    with connected(options, ("enrolment", "observer", "admin")) as transport:
         return transport.federation(options.federation), transport.manifest(options.federation)
 
 
@@ -137,8 +128,3 @@ def _as_json(
 
 
 COMMAND = Command("sparrow data", "Look at a file or folder of samples before it is used.", _options, _run)
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

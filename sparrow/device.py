@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from edge_sdk.arguments import add_federation
 from edge_sdk.device.transport import Transport
@@ -151,8 +150,3 @@ COMMAND = Command(
     _run,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -219,8 +218,3 @@ COMMAND = Command(
     _run,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

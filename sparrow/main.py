@@ -1,6 +1,6 @@
 """The command ``sparrow``: it imports the module of one command, and runs that.
 
-Each command is the ``COMMAND`` of its module, the same that ``python -m MODULE`` runs. Nothing of a part is imported
+Each command is the ``COMMAND`` of its module. Nothing of a part is imported
 before it is called, so a device that predicts needs no torch, and a server nothing of a device.
 """
 

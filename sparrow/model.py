@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from edge_sdk.arguments import add_federation
@@ -72,8 +71,3 @@ COMMAND = Command(
     _run,
     epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

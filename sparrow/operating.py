@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from edge_sdk.device.connection import connect, token_of
 from edge_sdk.device.transport import Transport
@@ -22,9 +23,13 @@ def add_coordinator(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def connected(options: argparse.Namespace) -> Iterator[Transport]:
-    """Call the coordinator of these options, as an admin where it asks for one."""
+def connected(
+    options: argparse.Namespace,
+    tokens: tuple[Literal["admin", "observer", "enrolment"], ...] = ("admin", "observer"),
+    on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
+) -> Iterator[Transport]:
+    """Call the coordinator of these options. tokens: kinds of tokens, of which the first one that there is is shown."""
     with connect(options.server, tls.from_options(options)) as client:
-        transport = Transport(client, patience_seconds=options.wait)
-        transport.token = token_of("admin") or token_of("observer")
+        transport = Transport(client, patience_seconds=options.wait, on_wait=on_wait)
+        transport.token = token_of(*tokens)
         yield transport

@@ -106,20 +106,15 @@ def as_text(status: Status) -> str:
 
 def _attention(overview: Overview) -> list[str]:
     """Return what needs attention with what to do, and when the federation ends."""
-    lines = [
+    found = [
         f"{notice.text}{f' (since {notice.since[:19]})' if notice.since else ''}. {notice.remedy or ''}".rstrip()
         for notice in overview.notices
         if notice.kind != "method"  # which is told of every federation
     ]
-    found = [printable("needs attention: " + line) for line in lines]
-    return [
-        *found,
-        *(
-            [f"ends by {overview.ends_at[:19]}, if the rest of the rounds take as long as the last ones did"]
-            if overview.ends_at
-            else []
-        ),
-    ]
+    lines = [printable("needs attention: " + text) for text in found]
+    if overview.ends_at:
+        lines.append(f"ends by {overview.ends_at[:19]}, if the rest of the rounds take as long as the last ones did")
+    return lines
 
 
 def _rounds(found: list[RoundRecord]) -> str:
@@ -270,8 +265,3 @@ COMMAND = Command(
     epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one, and "
     "SPARROW_ENROLMENT_TOKEN the token that --join-link puts into the link.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
 from edge_sdk.arguments import add_federation
-from edge_sdk.device.connection import connect, token_of
 from edge_sdk.device.transport import Transport
 
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.options import add_json, add_server, add_wait
+from .operating import connected
 from .protocol import tls
 from .protocol.messages import FederationStatus, RoundRecord
 from .trackers import MLflow, TensorBoard, Tracker
@@ -117,9 +117,7 @@ def _run(options: argparse.Namespace) -> None:
     if not options.every > 0:
         raise WrongUsage(f"--every {options.every}: give seconds above 0")
     with ExitStack() as stack:
-        client = stack.enter_context(connect(options.server, tls.from_options(options)))
-        transport = Transport(client, patience_seconds=options.wait, on_wait=_say_waiting)
-        transport.token = token_of("observer", "admin")
+        transport = stack.enter_context(connected(options, ("observer", "admin"), _say_waiting))
         info = transport.federation(options.federation)
         trackers: list[Tracker] = []
         if options.tensorboard:
@@ -155,8 +153,3 @@ COMMAND = Command(
     epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
     "coordinator asks for one.",
 )
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

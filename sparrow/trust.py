@@ -58,4 +58,3 @@ COMMAND = Command(
     _run,
     usage="FINGERPRINT [--server URL] [--federation NAME]",
 )
-main = COMMAND.main

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Array
 from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Column, Preparation
+
+if TYPE_CHECKING:
+    from sparrow.graphs.building import Building
 
 OPSET, IR_VERSION = 21, 10
 """Those of skeletons, so that both make one model."""
@@ -100,25 +103,25 @@ def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = Fa
     found: statistics of the publisher's rows, an entry for each column.
     """
     numbers = [place for place, column in enumerate(columns) if not column.categories]
-    graph = _Graph()
+    graph = _new_graph()
     parts = []
     if numbers:
         values = "input"
         if len(numbers) < len(columns):
-            values = graph.node("Gather", "input", graph.constant(np.array(numbers, np.int64)), axis=1)
+            values = graph.add("Gather", "input", graph.whole(*numbers), axis=1)
         parts.append(_standardised(graph, values, found, numbers, (len(numbers),), own=own))
     for place, column in enumerate(columns):
         if column.categories:
-            value = graph.node("Gather", "input", graph.constant(np.array([place], np.int64)), axis=1)
+            value = graph.add("Gather", "input", graph.whole(place), axis=1)
             named = graph.constant(np.arange(len(column.categories), dtype=np.float32))
-            parts.append(graph.node("Cast", graph.node("Equal", value, named), to=1))
+            parts.append(graph.add("Cast", graph.add("Equal", value, named), to=1))
     width = len(numbers) + sum(len(column.categories) for column in columns)
-    graph.node("Concat", *parts, axis=1, output="output")
+    graph.add("Concat", *parts, axis=1, output="output")
     steps = ["standardise"] * bool(numbers) + ["one-hot"] * (len(numbers) < len(columns))
     shape = (len(columns),)
     more: dict[str, Any] = {"own": own and bool(numbers), "columns": tuple(columns), "reader": "rows"}
     description = _describe("float32", shape, steps, found, **more)
-    return BuiltPreparation(graph.model("float32", shape, (width,)), description)
+    return BuiltPreparation(_model(graph, "float32", shape, (width,)), description)
 
 
 def prepare_array(
@@ -134,17 +137,17 @@ def prepare_array(
     axes: "" or F for rows, HW, CHW, HWC, CT or TC. found: statistics by channel (by column of rows) to standardise
     with; None divides by 255.
     """
-    graph = _Graph()
+    graph = _new_graph()
     order = sorted(range(len(axes)), key=lambda place: "CHWT".find(axes[place]) if axes not in ("", "F") else place)
     value, made, steps = "input", tuple(shape), list[str]()
     if dtype != "float32":
-        value = graph.node("Cast", value, to=1)
+        value = graph.add("Cast", value, to=1)
     if order != list(range(len(axes))):
-        value = graph.node("Transpose", value, perm=[0, *(place + 1 for place in order)])
+        value = graph.add("Transpose", value, perm=[0, *(place + 1 for place in order)])
         made = tuple(shape[place] for place in order)
         steps.append(f"axes {axes} to {''.join(axes[place] for place in order)}")
     if axes == "HW":
-        value = graph.node("Unsqueeze", value, graph.constant(np.array([1], np.int64)))
+        value = graph.add("Unsqueeze", value, graph.whole(1))
         made = (1, *made)
     channel = 0 if axes in ("", "F") else max(axes.find("C"), 0)
     if axes == "HW":
@@ -152,14 +155,14 @@ def prepare_array(
     else:
         entries = (made[0], *(1,) * (len(made) - 1))
     if found is None:
-        graph.node("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
+        graph.add("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
         steps.append("scale by 1/255")
     else:
         value = _standardised(graph, value, found, range(len(found.mean)), entries, own=own)
-        graph.node("Identity", value, output="output")
+        graph.add("Identity", value, output="output")
         steps.append("standardise")
     description = _describe(dtype, shape, steps, found, own=own, axes=axes, channel=channel)
-    return BuiltPreparation(graph.model(dtype, shape, made), description)
+    return BuiltPreparation(_model(graph, dtype, shape, made), description)
 
 
 @dataclass(frozen=True)
@@ -214,16 +217,14 @@ def prepare_sounds(
     found: statistics by mel band of what the graph makes without them; None leaves it unscaled. step: seconds between
     two windows of a recording, all of ``longest`` samples; None for whole sounds, whose lengths differ.
     """
-    graph = _Graph()
+    graph = _new_graph()
     clip, bins = hearing.clip, hearing.bins
-    padded = graph.node("Pad", "input", graph.constant(np.array([0, 0, 0, clip], np.int64)))
-    ends = (np.array([value], np.int64) for value in (0, clip, 1))
-    start, end, axis = (graph.constant(each) for each in ends)
-    cut = graph.node("Slice", padded, start, end, axis)
-    column = graph.node("Unsqueeze", cut, graph.constant(np.array([2], np.int64)))
+    padded = graph.add("Pad", "input", graph.whole(0, 0, 0, clip))
+    cut = graph.slice(padded, 1, 0, clip)
+    column = graph.add("Unsqueeze", cut, graph.whole(2))
     window = np.zeros(bins, np.float32)
     window[: hearing.frame] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(hearing.frame) / hearing.frame)
-    spectrum = graph.node(
+    spectrum = graph.add(
         "STFT",
         column,
         graph.constant(np.array(hearing.hop, np.int64)),
@@ -231,16 +232,16 @@ def prepare_sounds(
         graph.constant(np.array(bins, np.int64)),
         onesided=1,
     )
-    squares = graph.node("Mul", spectrum, spectrum)
-    power = graph.node("ReduceSum", squares, graph.constant(np.array([3], np.int64)), keepdims=0)
-    mels = graph.node("MatMul", power, graph.constant(mel_weights(hearing.rate, bins)))
-    logs = graph.node("Log", graph.node("Max", mels, graph.constant(np.array(QUIETEST, np.float32))))
+    squares = graph.add("Mul", spectrum, spectrum)
+    power = graph.add("ReduceSum", squares, graph.whole(3), keepdims=0)
+    mels = graph.add("MatMul", power, graph.constant(mel_weights(hearing.rate, bins)))
+    logs = graph.add("Log", graph.add("Max", mels, graph.constant(np.array(QUIETEST, np.float32))))
     steps = [f"{MELS} log-mel bands of {hearing.frame} samples every {hearing.hop}"]
     if found is not None:
         logs = _standardised(graph, logs, found, range(MELS), (MELS,), own=False)
         steps.append("standardise")
-    turned = graph.node("Transpose", logs, perm=[0, 2, 1])
-    graph.node("Unsqueeze", turned, graph.constant(np.array([1], np.int64)), output="output")
+    turned = graph.add("Transpose", logs, perm=[0, 2, 1])
+    graph.add("Unsqueeze", turned, graph.whole(1), output="output")
     windows = step is not None
     description = Preparation(
         reader="recordings" if windows else "audio",
@@ -253,7 +254,7 @@ def prepare_sounds(
         steps=tuple(steps),
     )
     taken: tuple[int | str, ...] = (longest,) if windows else ("samples",)
-    return BuiltPreparation(graph.model("float32", taken, (1, MELS, hearing.frames)), description)
+    return BuiltPreparation(_model(graph, "float32", taken, (1, MELS, hearing.frames)), description)
 
 
 def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[int, ...]) -> BuiltPreparation:
@@ -261,16 +262,16 @@ def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[
 
     shape, free: of the raw pictures, as ``Preparation`` has them.
     """
-    graph = _Graph()
+    graph = _new_graph()
     value = "input"
     steps = []
     if free or shape[:2] != size:
         # As bytes: a picture of 4096 x 4096 takes 50 MB so, and 250 MB as floats. Rounding is half a level at most.
-        sizes = graph.constant(np.array(size, np.int64))
-        value = graph.node("Resize", value, "", "", sizes, mode="linear", antialias=1, axes=[1, 2])
+        sizes = graph.whole(*size)
+        value = graph.add("Resize", value, "", "", sizes, mode="linear", antialias=1, axes=[1, 2])
         steps.append(f"resize to {size[0]} x {size[1]}")
-    value = graph.node("Transpose", graph.node("Cast", value, to=1), perm=[0, 3, 1, 2])
-    graph.node("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
+    value = graph.add("Transpose", graph.add("Cast", value, to=1), perm=[0, 3, 1, 2])
+    graph.add("Div", value, graph.constant(np.array(BYTE, np.float32)), output="output")
     description = Preparation(
         reader="images",
         dtype="uint8",
@@ -280,7 +281,7 @@ def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[
         steps=(*steps, "axes HWC to CHW", "scale by 1/255"),
     )
     names = tuple(f"axis_{axis}" if axis in free else length for axis, length in enumerate((*shape[:2], 3)))
-    return BuiltPreparation(graph.model("uint8", names, (3, *size)), description)
+    return BuiltPreparation(_model(graph, "uint8", names, (3, *size)), description)
 
 
 def _describe(
@@ -302,61 +303,48 @@ def _describe(
 
 
 def _standardised(
-    graph: _Graph, value: str, found: Statistics, kept: Iterable[int], shape: tuple[int, ...], *, own: bool
+    graph: Building, value: str, found: Statistics, kept: Iterable[int], shape: tuple[int, ...], *, own: bool
 ) -> str:
     """Add (x - mean) / deviation, missing values being 0 behind it."""
     places = list(kept)
     mean, deviation = (each[places].astype(np.float32).reshape(shape) for each in (found.mean, found.deviation))
     names = (
-        (graph.open(OWN_MEAN, shape), graph.open(OWN_DEVIATION, shape))
+        (_open(graph, OWN_MEAN, shape), _open(graph, OWN_DEVIATION, shape))
         if own
         else (graph.constant(mean), graph.constant(deviation))
     )
-    scaled = graph.node("Div", graph.node("Sub", value, names[0]), names[1])
-    missing = graph.node("IsNaN", scaled)
-    return graph.node("Where", missing, graph.constant(np.array(0, np.float32)), scaled)
+    scaled = graph.add("Div", graph.add("Sub", value, names[0]), names[1])
+    missing = graph.add("IsNaN", scaled)
+    return graph.add("Where", missing, graph.constant(np.array(0, np.float32)), scaled)
 
 
-class _Graph:
-    """Collects the nodes of a graph from ``input`` to ``output``."""
+def _new_graph() -> Building:
+    from sparrow.graphs.building import Building  # here, because onnx is imported with it
 
-    def __init__(self) -> None:
-        self._nodes: list[Any] = []
-        self._initializers: list[Any] = []
+    return Building("")
 
-    def node(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        import onnx.helper
 
-        name = output or f"{kind.lower()}_{len(self._nodes)}"
-        self._nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
-        return name
+def _open(graph: Building, name: str, shape: tuple[int, ...]) -> str:
+    """Add an initialiser that has type and shape, but no data."""
+    import onnx
 
-    def constant(self, array: Array) -> str:
-        import onnx.numpy_helper
+    graph.initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))
+    return name
 
-        name = f"constant_{len(self._initializers)}"
-        self._initializers.append(onnx.numpy_helper.from_array(array, name))
-        return name
 
-    def open(self, name: str, shape: tuple[int, ...]) -> str:
-        """Add an initialiser that has type and shape, but no data."""
-        import onnx
+def _model(graph: Building, dtype: str, shape: tuple[int | str, ...], made: tuple[int, ...]) -> bytes:
+    """Return the graph from ``input`` to ``output``, serialised."""
+    import onnx.helper
 
-        self._initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))
-        return name
-
-    def model(self, dtype: str, shape: tuple[int | str, ...], made: tuple[int, ...]) -> bytes:
-        import onnx.helper
-
-        kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        graph = onnx.helper.make_graph(
-            self._nodes,
-            "preparation",
-            [onnx.helper.make_tensor_value_info("input", kind, ["batch", *shape])],
-            [onnx.helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, ["batch", *made])],
-            self._initializers,
-        )
-        opset = onnx.helper.make_opsetid("", OPSET)
-        model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION)
-        serialised: bytes = model.SerializeToString(deterministic=True)
-        return serialised
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    whole = onnx.helper.make_graph(
+        graph.nodes,
+        "preparation",
+        [onnx.helper.make_tensor_value_info("input", kind, ["batch", *shape])],
+        [onnx.helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, ["batch", *made])],
+        graph.initializers,
+    )
+    opset = onnx.helper.make_opsetid("", OPSET)
+    model = onnx.helper.make_model(whole, opset_imports=[opset], ir_version=IR_VERSION)
+    serialised: bytes = model.SerializeToString(deterministic=True)
+    return serialised

@@ -1,6 +1,6 @@
 """One shape for all commands: options, work, and an end in one line with a documented code.
 
-A module that is a command has a ``COMMAND``; ``python -m`` of it and ``sparrow`` run the same one. An error that has an
+A module that is a command has a ``COMMAND``, which ``sparrow`` runs, and some modules too. An error that has an
 ``exit_code`` ends its command with that code and one line; so do errors of the operating system. Any other error is a
 bug, and shows its traceback.
 """

@@ -4,10 +4,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sparrow.devices import Energy, EnergyMeter, EnergyTotal, Files, PowerModel, Quality, System
+from sparrow.devices import Energy, EnergyMeter, Files, PowerModel, Quality, System
 
 POWERCAP = "sys/class/powercap"
 BATTERY = "sys/class/power_supply/BAT0"
@@ -293,41 +291,6 @@ def test_a_forked_child_measures_with_a_thread_of_its_own(tree):
             os._exit(0 if started and phase.energy.joules is not None else 1)
         meter.lock.release()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-# --- adding up
-
-energies = st.builds(
-    lambda joules, quality, coverage, seconds: (
-        Energy(None, quality, "", "", 0.0, seconds, "why")
-        if quality is Quality.UNAVAILABLE
-        else Energy(joules, quality, "s", "board", coverage, seconds)
-    ),
-    st.floats(0, 1e6),
-    st.sampled_from(Quality),
-    st.floats(0, 1),
-    st.floats(0, 1e5),
-)
-
-
-@given(st.lists(energies, max_size=6))
-def test_totals_keep_measured_and_estimated_apart(parts):
-    total = sum(parts, EnergyTotal())
-    estimated = [p.joules for p in parts if p.quality is Quality.ESTIMATED]
-    measured = [p.joules for p in parts if p.quality in (Quality.MEASURED, Quality.DERIVED)]
-    assert total.measured_joules == pytest.approx(sum(measured))
-    assert total.estimated_joules == pytest.approx(sum(estimated))
-    assert total.seconds == pytest.approx(sum(p.seconds for p in parts))
-    assert 0 <= total.coverage <= 1 + 1e-9
-
-
-@given(energies, energies, energies)
-def test_addition_does_not_care_for_order_or_grouping(a, b, c):
-    left, right = (a + b) + c, EnergyTotal.of(c) + (b + a)
-    assert left.measured_joules == pytest.approx(right.measured_joules)
-    assert left.unavailable_seconds == pytest.approx(right.unavailable_seconds)
-    assert left.scopes == right.scopes
-    assert EnergyTotal.of(a) + EnergyTotal() == EnergyTotal.of(a)
 
 
 @pytest.mark.parametrize(

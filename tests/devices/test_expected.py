@@ -40,10 +40,6 @@ FACTS = {
     "cpu_core": lambda b: b.cpu_core,
     "physical_cores": lambda b: b.physical_cores,
     "online_cpus": lambda b: b.cores,
-    "neon": lambda b: b.neon,
-    "lse": lambda b: b.lse,
-    "dotprod": lambda b: b.dotprod,
-    "i8mm": lambda b: b.i8mm,
     "torch_wheel": lambda b: b.has_wheels,
     "onnxruntime_wheel": lambda b: b.has_wheels,
     "supply_max_current_ma": lambda b: b.supply_milliamperes,
@@ -66,7 +62,7 @@ def test_its_control_groups_limit_what_they_limit(trees, expected, name):
     limit = memory.memory_limit(files, 0.0)
     assert (limit.value, limit.reason) == (want["memory_limit_bytes"], want.get("reason"))
     if limit.value is not None:
-        assert memory.limit_left(files, 0.0).value == memory.free_memory(files, 0.0).value == want["headroom_bytes"]
+        assert memory.free_memory(files, 0.0).value == want["headroom_bytes"]
         assert memory.core_quota(files, 0.0).value == want["cpu_quota_cores"]
     else:
         assert memory.core_quota(files, 0.0).reason is Reason.ABSENT
@@ -93,7 +89,7 @@ def test_a_jetsons_rails_mode_and_gpu(trees, expected, name):
     ina, power = find_ina(system.files), want["power"]
     factor = 1e3 if "rails_mw" in power else 1.0
     rails = power.get("rails_mw") or power["rails_w"]
-    assert {label: r.value * factor for label, r in ina.each(0.0).items()} == pytest.approx(rails)
+    assert {rail.label: rail.read(system.files, 0.0).value * factor for rail in ina.rails} == pytest.approx(rails)
     (total,) = ina.read(0.0)
     assert total.value * factor == pytest.approx(power.get("total_mw") or power["total_w"])
     assert (ina.scope, ina.total.rails, str(total.quality)) == (
@@ -101,7 +97,6 @@ def test_a_jetsons_rails_mode_and_gpu(trees, expected, name):
         (power["total_rail"],),
         power["quality"],
     )
-    assert ina.chips == want["devices_found"]
     assert find_sources(system, None, lambda: 0.0)[0].name == ina.name
     if "current_limit_ma" in power:
         assert ina.rails[0].current_limit(system.files, 0.0).value * 1e3 == pytest.approx(power["current_limit_ma"])
@@ -121,12 +116,11 @@ def test_a_pi_5_tells_its_rails_and_estimates_its_input(tree, expected, state, t
     pi, want = tree("raspberry-pi-5/root"), expected("raspberry-pi-5")[f"power_{state}"]
     pi.play("raspberry-pi-5", vcgencmd_pmic_read_adc=f"vcgencmd_pmic_read_adc{text}.txt")
     chip = find_pmic(pi.system)
-    rails, volts = chip.rails()
+    rails = chip.rails()
     (total,) = chip.read(0.0)
     assert (len(rails), chip.scope, total.quality) == (want["rails"], want["scope"], Quality.DERIVED)
     assert total.value == pytest.approx(want["sum_w"], abs=1e-5)
     assert rails["VDD_CORE"] == pytest.approx(want["vdd_core_w"], abs=1e-5)
-    assert volts["EXT5V"] == want["ext5v_v"]
     estimate = chip.input_watts(0.0)
     assert (estimate.value, estimate.quality) == (pytest.approx(want["input_estimate_w"], abs=1e-4), Quality.ESTIMATED)
 
@@ -181,7 +175,6 @@ def test_the_firmwares_clock_shows_what_the_kernels_hides(trees, expected):
 def test_a_laptops_battery(trees, expected, root):
     files, want = System.at(trees / "laptop-battery" / root).files, expected("laptop-battery")[root]
     own = battery.find_batteries(files)
-    assert [path.rpartition("/")[2] for path in own.folders] == [want["battery"]]
     assert (battery.on_mains(files, 0.0).value, own.status()) == (float(want["on_mains"]), want["status"])
     assert own.charge(0.0).value == want["percent"]
     (power,) = own.read(0.0)
