@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,3 +76,17 @@ def _join(parts: Sequence[Decoded]) -> Decoded:
         free=tuple(sorted(varying.union(*(part.free for part in parts)))),
         digest=hashlib.sha256("|".join(part.digest for part in parts).encode()).hexdigest(),
     )
+
+
+def fingerprint(what: str, paths: Iterable[Path], *more: object) -> str:
+    """Return SHA-256 over names, sizes and time stamps of files, and ``more``, in hexadecimal. Raises DataError if one
+    is gone."""
+    digest = hashlib.sha256(repr((what, more)).encode())
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        # of whole paths: files of several devices may share names, sizes and the time stamps of an archive
+        digest.update(f"|{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}".encode(errors="surrogateescape"))
+    return digest.hexdigest()

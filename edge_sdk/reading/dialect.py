@@ -8,12 +8,12 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +60,10 @@ _NAMES = {sign: name for name, sign in DELIMITERS.items()}
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that follow each other: their lines in the file, and their cells by column."""
+    """Rows that follow each other: their lines in the file, and their cells by column: texts, or numbers (float64)."""
 
     lines: NDArray[np.int64]
-    columns: list[tuple[str, ...]]
+    columns: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class TextTable:
     before: int = 0
     unit: str = field(default="line", init=False)
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield the rows below the header. Raises DataError for a row with more or fewer cells."""
+    def blocks(self, used: Set[int], texts: Set[int] = frozenset(), times: Set[int] = frozenset()) -> Iterator[Block]:
+        """Yield the rows below the header, of all columns as text. Raises DataError for a row of other length."""
         with _opened(self.path, self.source, self.encoding) as text:
             rows = _records(_lines(text, self.delimiter), self.delimiter, self.source)
             for _ in range(self.before + 1 + self.skip):

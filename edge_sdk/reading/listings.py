@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from .numbers import number
 from .options import ReadOptions, Wanted
 from .roles import find_label, find_person, folded
 from .samples import Raw, plural, some
-from .tables import Table, blocks_of, question_of
+from .tables import Table, question_of
 
 FILES = ("file", "path", "filename", "wav", "image")
 """Names of the column of files, in any case."""
@@ -39,7 +38,7 @@ def files_column(table: Table, options: ReadOptions, *, measured: bool) -> int |
 
 
 def _lists(table: Table, place: int) -> bool:
-    blocks = blocks_of(table, {place}, {place})
+    blocks = table.blocks({place}, {place})
     return all(medium_named(str(cell).strip()) is not None for block in blocks for cell in block.columns[place])
 
 
@@ -153,10 +152,9 @@ def _paths_of(table: Table, place: int, files: Sequence[str], lines: NDArray[np.
 def _cells(table: Table, used: Sequence[int]) -> tuple[dict[int, list[str]], NDArray[np.int64]]:
     cells: dict[int, list[str]] = {place: [] for place in used}
     lines = []
-    for block in blocks_of(table, set(used), set(used)):
-        columns: Sequence[Any] = block.columns
+    for block in table.blocks(set(used), set(used)):
         for place, found in cells.items():
-            found.extend(map(str, columns[place]))
+            found.extend(map(str, block.columns[place]))
         lines.append(block.lines)
     return cells, np.concatenate(lines)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,11 @@ from numpy.typing import NDArray
 
 from sparrow.protocol.errors import MissingPart
 
-from .dialect import BLOCK
+from .dialect import BLOCK, Block
 from .errors import DataError
 from .options import ReadOptions
 
 Column = NDArray[np.float64] | list[str]
-
-
-@dataclass(frozen=True)
-class ParquetBlock:
-    """Rows that follow each other: their numbers from 1, and by column numbers or texts."""
-
-    lines: NDArray[np.int64]
-    columns: list[Column]
 
 
 @dataclass(frozen=True)
@@ -40,10 +32,8 @@ class ParquetTable:
     delimiter: str = field(default="", init=False)
     unit: str = field(default="row", init=False)
 
-    def blocks(
-        self, used: frozenset[int], texts: frozenset[int], times: frozenset[int] = frozenset()
-    ) -> Iterator[ParquetBlock]:
-        """Yield the rows.
+    def blocks(self, used: Set[int], texts: Set[int] = frozenset(), times: Set[int] = frozenset()) -> Iterator[Block]:
+        """Yield the rows, whose lines are their numbers from 1.
 
         used: columns to read, the others are empty. texts: those wanted as text in any case. times: those that may
         hold dates and times, which become ISO 8601 text.
@@ -65,7 +55,7 @@ class ParquetTable:
                 if left_out:
                     lines, columns = lines[left_out:], [column[left_out:] for column in columns]
                 if len(lines):
-                    yield ParquetBlock(lines, columns)
+                    yield Block(lines, columns)
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             raise _unreadable(self.source, error) from None
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.preparation import Preparation
 
-from .decoded import Decoded
+from .decoded import Decoded, fingerprint
 from .errors import DataError
-from .fingerprints import fingerprint
 from .looking import look_at_each
 from .options import ReadOptions
 from .samples import plural

@@ -7,7 +7,7 @@ interpolated. A window lies within one recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from .media import other_reader
 from .options import ReadOptions, Wanted
 from .roles import find, folded
 from .samples import Raw, plural, some
-from .tables import Rows, Table, blocks_of, read_table
+from .tables import Rows, Table, read_table
 from .times import UNITS, read_times, said_of_unit, time_column, unit_found, unit_named
 from .windows import cut_of, rate_of, remark, starts
 
@@ -206,9 +206,8 @@ def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
 
 def _codes(table: Table, place: int) -> NDArray[np.int32]:
     names = Names()
-    for block in blocks_of(table, {place}, {place}):
-        columns: Sequence[Any] = block.columns
-        names.add(map(str, columns[place]), block.lines)
+    for block in table.blocks({place}, {place}):
+        names.add(map(str, block.columns[place]), block.lines)
     return names.codes()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,8 @@ from numpy.typing import NDArray
 from sparrow.protocol.errors import MissingPart
 from sparrow.protocol.preparation import Preparation
 
-from .decoded import Decoded
+from .decoded import Decoded, fingerprint
 from .errors import BadOption, DataError
-from .fingerprints import fingerprint
 from .looking import look_at_each
 from .options import ReadOptions
 from .samples import plural, some
@@ -67,7 +67,7 @@ class Hear:
 
     def __call__(self, place: Place) -> NDArray[np.float32]:
         """Return samples, [T]. Raises DataError, naming the file; MissingPart without soundfile or soxr."""
-        with _Opened(place.path) as file:
+        with _opened(place.path) as file:
             file.seek(place.start)
             samples = _mono(file.read(place.frames, dtype="float32", always_2d=True))
             own = float(file.samplerate)
@@ -207,35 +207,31 @@ def _windows(
 # --- one file
 
 
-class _Opened:
-    """Context manager: a soundfile.SoundFile, whose errors become a DataError."""
-
-    def __init__(self, path: str) -> None:
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """Yield a soundfile.SoundFile, whose errors become a DataError."""
+    try:
+        import soundfile
+    except (ImportError, OSError):  # OSError: without the library libsndfile
+        raise MissingPart(f"{path}: sounds need soundfile: pip install 'sparrow-fl[data]'") from None
+    try:
+        if Path(path).stat().st_size == 0:
+            raise DataError(f"{path}: is empty; copy the sound anew")
+        file = soundfile.SoundFile(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).removeprefix(f"Error opening {path!r}: ")
+        if "not recognised" in reason or isinstance(error, (TypeError, ValueError)):
+            raise DataError(f"{path}: is not a sound ({KINDS})") from None
+        raise DataError(f"{path}: cannot be read as a sound ({reason})") from None
+    with file:
         try:
-            import soundfile
-        except (ImportError, OSError):  # OSError: without the library libsndfile
-            raise MissingPart(f"{path}: sounds need soundfile: pip install 'sparrow-fl[data]'") from None
-        self._soundfile = soundfile
-        self._path = path
-
-    def __enter__(self) -> Any:
-        try:
-            if Path(self._path).stat().st_size == 0:
-                raise DataError(f"{self._path}: is empty; copy the sound anew")
-            self._file = self._soundfile.SoundFile(self._path)
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot be read ({error.strerror or error})") from None
-        except (RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).removeprefix(f"Error opening {self._path!r}: ")
-            if "not recognised" in reason or isinstance(error, (TypeError, ValueError)):
-                raise DataError(f"{self._path}: is not a sound ({KINDS})") from None
-            raise DataError(f"{self._path}: cannot be read as a sound ({reason})") from None
-        return self._file
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            raise DataError(f"{self._path}: cannot be read as a sound ({error}); copy it anew") from None
+            yield file
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            raise DataError(f"{path}: cannot be read as a sound ({error}); copy it anew") from None
 
 
 def _soxr(path: str) -> Any:
@@ -253,7 +249,7 @@ def _mono(frames: NDArray[np.float32]) -> NDArray[np.float32]:
 def _look(path: Path, *, whole: bool) -> _Sound:
     """Decode a file in blocks. whole: it is one sample. Raises DataError."""
     frames, loudest, silent = 0, 0.0, True
-    with _Opened(str(path)) as file:
+    with _opened(str(path)) as file:
         promised, rate, channels, extra = file.frames, float(file.samplerate), file.channels, file.extra_info
         if whole and promised / rate > LONGEST:
             _check_length(path, promised / rate, False)

@@ -7,8 +7,7 @@ looks these up, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from numpy.typing import NDArray
 from sparrow.protocol.preparation import Column, Preparation
 
 from .categories import Names
-from .dialect import Block, TextTable, explain
+from .dialect import TextTable, explain
 from .errors import DataError
 from .labels import Decided, Labels, Question, decide
 from .numbers import is_missing
 from .options import ReadOptions, Wanted
-from .parquet import ParquetBlock, ParquetTable
-from .roles import Roles, assign
+from .parquet import ParquetTable
+from .roles import assign
 from .samples import Raw, is_integer, plural, some
 from .tally import Tally
 
@@ -41,214 +40,7 @@ class Rows:
 
 def read_table(table: Table, options: ReadOptions, wanted: Wanted) -> Rows:
     """Return a table's samples, a row each. Raises DataError."""
-    source = table.source
-    preparation = wanted.preparation
-    roles = assign(source, table.names, options, wanted)
-    declared = _declared(source, roles, preparation)
-    names_only = roles.categories | {place for place, column in declared.items() if column.categories}
-    seen = _first_pass(table, roles, names_only, wanted.labelled)
-    roles, runs = _settled(table, roles, seen)
-    _check_units(table, roles, seen, options)
-    categories = {place for place in roles.features if place in names_only or _holds_names(seen.tallies[place])}
-    _check_numbers(table, [p for p in roles.features if p not in categories or p in declared], seen, options, declared)
-    lines = np.concatenate(seen.lines)
-    decided = None
-    if wanted.labelled:
-        assert roles.label is not None
-        decided = decide(seen.labels, question_of(table, roles.label, lines, options, wanted))
-    columns, said = _look_up(table, roles, seen, categories, options, declared)
-    kept, dropped = _kept(table, roles, seen, decided, lines, options, categories)
-
-    def rows(array: NDArray[Any] | None) -> NDArray[Any] | None:
-        return array if array is None or kept is None else array[kept]
-
-    inputs = rows(seen.inputs)
-    assert inputs is not None
-    raw = Raw(
-        source=source,
-        reader="rows",
-        inputs=np.ascontiguousarray(inputs),
-        labels=None if decided is None else rows(decided.labels),
-        kind=None if decided is None else decided.kind,
-        columns=preparation.columns if preparation else columns,
-        label=None if decided is None or roles.label is None else table.names[roles.label],
-        people=None if roles.person is None else rows(seen.people.texts()),
-        runs=rows(runs),
-        said=(*table.said, *roles.said, *said, *(decided.said if decided else ()), *dropped),
-    )
-    return Rows(raw, kept, lines)
-
-
-@dataclass
-class _Seen:
-    """What the first pass has met; inputs [rows, features], NaN for what is no number."""
-
-    inputs: NDArray[np.float32]
-    tallies: dict[int, Tally]
-    labels: Labels
-    people: Names = field(default_factory=Names)
-    runs: Names = field(default_factory=Names)
-    lines: list[NDArray[np.int64]] = field(default_factory=list)
-    counted: bool = True
-
-
-def _declared(source: str, roles: Roles, preparation: Preparation | None) -> dict[int, Column]:
-    """Return the federation's columns by their place in the file."""
-    if not roles.features:
-        raise DataError(f"{source}: has no column besides labels and people; add columns of measurements")
-    if preparation is None:
-        return {}
-    if preparation.columns:
-        return dict(zip(roles.features, preparation.columns, strict=True))
-    if preparation.shape != (len(roles.features),) or preparation.dtype != "float32":
-        raise DataError(
-            f"{source}: has {plural(len(roles.features), 'column')} of numbers, the federation wants samples of shape "
-            f"{preparation.shape} as {preparation.dtype}; give the data that the model was published for"
-        )
-    return {place: Column(name=str(place + 1)) for place in roles.features}
-
-
-# --- the first pass
-
-
-def blocks_of(
-    table: Table, used: Set[int], texts: Set[int], times: Set[int] = frozenset()
-) -> Iterator[Block | ParquetBlock]:
-    """Yield the rows of the columns ``used``, as ``ParquetTable.blocks`` does."""
-    if isinstance(table, ParquetTable):
-        return table.blocks(frozenset(used), frozenset(texts), frozenset(times))
-    return table.blocks()
-
-
-def _first_pass(table: Table, roles: Roles, names_only: frozenset[int] | set[int], labelled: bool) -> _Seen:
-    index = set() if roles.index is None else {roles.index}
-    tallied = (set(roles.features) | index) - names_only
-    texts = {place for place in (roles.person, roles.run, roles.label if labelled else None) if place is not None}
-    seen = _Seen(
-        np.empty((0, 0), np.float32), {place: Tally(table.decimal) for place in tallied}, Labels(table.decimal)
-    )
-    column_of = {place: number for number, place in enumerate(roles.features)}
-    matrices = []
-    count = 0
-    for block in blocks_of(table, tallied | texts | names_only, texts - tallied):
-        columns: Sequence[Any] = block.columns
-        matrix = np.full((len(block.lines), len(column_of)), np.nan, np.float32)
-        for place, tally in seen.tallies.items():
-            values = tally.add(columns[place], block.lines)
-            if place == roles.index:
-                seen.counted = seen.counted and _counts(values, count)
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):  # the tally keeps what does not fit
-                matrix[:, column_of[place]] = values
-        if labelled and roles.label is not None:
-            seen.labels.add(columns[roles.label])
-        if roles.person is not None:
-            seen.people.add(columns[roles.person], block.lines)
-        if roles.run is not None:
-            seen.runs.add(map(_digits, columns[roles.run]), block.lines)
-        count += len(block.lines)
-        seen.lines.append(block.lines)
-        matrices.append(matrix)
-    if not matrices:
-        raise DataError(f"{table.source}: has a header and no rows; give a row for each sample")
-    seen.inputs = np.concatenate(matrices)
-    return seen
-
-
-def _counts(values: NDArray[np.float64], start: int) -> bool:
-    """Return whether the values go on counting rows, from 0 or 1."""
-    wanted = np.arange(start, start + len(values))
-    return bool(np.array_equal(values, wanted) or np.array_equal(values, wanted + 1))
-
-
-def _digits(cell: str | float) -> str:
-    return cell if isinstance(cell, str) else f"{cell:.0f}" if float(cell).is_integer() else repr(cell)
-
-
-def _settled(table: Table, roles: Roles, seen: _Seen) -> tuple[Roles, NDArray[np.int64] | None]:
-    """Return the roles and runs, now that it is known whether these are whole numbers and an index counts rows."""
-    said = list(roles.said)
-    if roles.index is not None:
-        called = table.names[roles.index] or f"{roles.index + 1}, which has no name,"
-        if not seen.counted:
-            raise DataError(
-                f"{table.source}: column {called} does not count the rows, as pandas' index would; write the table "
-                "with to_csv(index=False), or name the column"
-            )
-        said.append(f"column {called} counts the rows and was left out")
-    if roles.run is None:
-        return replace(roles, said=tuple(said)), None
-    if not all(map(is_integer, seen.runs.found)):
-        if roles.run in roles.features:
-            return replace(roles, run=None, said=tuple(said)), None
-        return replace(roles, run=None, said=(*said, f"the column {table.names[roles.run]} was left out")), None
-    said.append(f"the column {table.names[roles.run]} says which recording a sample is of and is not a feature")
-    runs = seen.runs.texts().astype(np.int64)
-    if roles.run in roles.features:
-        seen.inputs = np.delete(seen.inputs, roles.features.index(roles.run), axis=1)
-    features = tuple(place for place in roles.features if place != roles.run)
-    if not features:
-        raise DataError(f"{table.source}: has no column besides labels, people and runs; add columns of measurements")
-    return replace(roles, features=features, said=tuple(said)), runs
-
-
-# --- numbers
-
-
-def _holds_names(tally: Tally) -> bool:
-    return not tally.numeric
-
-
-def _check_units(table: Table, roles: Roles, seen: _Seen, options: ReadOptions) -> None:
-    """Refuse a first row that has no number in most columns of numbers, such as one of units."""
-    numeric = [place for place in roles.features if place in seen.tallies and seen.tallies[place].numeric]
-    heads = [place for place in numeric if seen.tallies[place].head != "number"]
-    texts = [place for place in heads if seen.tallies[place].head == "text"]
-    if not texts or len(heads) * 2 <= len(numeric):
-        return
-    first = seen.tallies[texts[0]].first_text
-    assert first is not None
-    raise DataError(
-        f"{table.source}: {table.unit} {first.line}, column {table.names[texts[0]]}: {first.text!r} is not a number, "
-        f"and most cells of this {table.unit} are none, so it looks like units; skip={options.skip + 1} leaves it out"
-    )
-
-
-def _check_numbers(
-    table: Table, places: Sequence[int], seen: _Seen, options: ReadOptions, declared: dict[int, Column]
-) -> None:
-    """Refuse the first cell of a column of numbers that is not one of float32, or missing without an option."""
-    numeric = [place for place in places if place in seen.tallies]
-    lost = sum(seen.tallies[place].missing for place in numeric)
-    for place in numeric:
-        name = table.names[place]
-        tally = seen.tallies[place]
-        here = f"{table.source}: {table.unit} {{}}, column {name}: "
-        if tally.first_text is not None:
-            line, text = tally.first_text
-            if place in declared:
-                advice = "the federation takes numbers here; correct it, or remove the row"
-            else:
-                advice = f"correct it, or leave the column out: drop={name}; if it holds names: categories={name}"
-            advice = explain(text, table.decimal, table.delimiter) or advice
-            raise DataError(here.format(line) + f"{text!r} is not a number; {advice}")
-        if tally.beyond is not None:
-            line, text = tally.beyond
-            raise DataError(
-                here.format(line) + f"{text!r} is infinite or beyond float32; correct it, remove the row, or leave the "
-                f"column out: drop={name}"
-            )
-        if tally.empty and place not in declared:
-            raise DataError(f"{table.source}: the column {name} holds no value; leave it out: drop={name}")
-        if tally.first_missing is not None and options.missing is None:
-            line, text = tally.first_missing
-            raise DataError(
-                here.format(line) + f"the value is missing ({text!r}; {lost:,} in this file); "
-                "missing=drop leaves such rows out, missing=mean puts the column's mean there"
-            )
-
-
-# --- labels
+    return _Reading(table, options, wanted).read()
 
 
 def question_of(table: Table, label: int, lines: NDArray[np.int64], options: ReadOptions, wanted: Wanted) -> Question:
@@ -260,112 +52,282 @@ def question_of(table: Table, label: int, lines: NDArray[np.int64], options: Rea
     return Question(table.source, at, options.target, wanted.targets, drop=options.missing == "drop")
 
 
-# --- the second pass
+class _Reading:
+    """The reading of one table.
 
+    declared: the federation's columns by their place in the file. categories: columns of names, known after the first
+    pass. inputs: [rows, features], NaN for what is no number. said: remarks.
+    """
 
-def _look_up(
-    table: Table,
-    roles: Roles,
-    seen: _Seen,
-    categories: set[int],
-    options: ReadOptions,
-    declared: dict[int, Column],
-) -> tuple[tuple[Column, ...], list[str]]:
-    """Put the indices of categories into the inputs. Returns the columns, and remarks."""
-    said = []
-    found = _names(table, roles, seen, categories, declared) if categories else {}
-    columns = []
-    for number, place in enumerate(roles.features):
-        name = table.names[place]
-        known: tuple[str, ...] = ()
-        if place in categories:
-            known = declared[place].categories if place in declared else found[place].ordered()
-            seen.inputs[:, number], unknown = found[place].indices(known)
-            if lost := found[place].missing(known):
-                said.append(f"column {name}: no name in {plural(lost, 'row')}, taken as none of the categories")
-            if unknown:
-                said.append(f"column {name}: the federation does not know {unknown}")
-            if place not in declared:
-                said.append(f"the column {name} holds categories: {some(known)}")
-        columns.append(Column(name=name, categories=known))
-    return tuple(columns), said
+    def __init__(self, table: Table, options: ReadOptions, wanted: Wanted) -> None:
+        self._table, self._options, self._wanted = table, options, wanted
+        self._roles = assign(table.source, table.names, options, wanted)
+        self._declared = self._declare(wanted.preparation)
+        named = {place for place, column in self._declared.items() if column.categories}
+        self._categories = {*self._roles.categories, *named}
+        self._said: list[str] = [*table.said, *self._roles.said]
+        self._tallies: dict[int, Tally] = {}
+        self._labels = Labels(table.decimal)
+        self._people, self._runs = Names(), Names()
+        self._counted = True
 
+    def read(self) -> Rows:
+        """Return the rows. Raises DataError."""
+        table, roles = self._table, self._roles
+        self._inputs, self._lines = self._first_pass()
+        runs = self._settle()
+        self._check_units()
+        found = [place for place in self._roles.features if place not in self._categories]
+        self._categories |= {place for place in found if not self._tallies[place].numeric}
+        self._check_numbers()
+        decided: Decided | None = None
+        if self._wanted.labelled:
+            assert roles.label is not None
+            question = question_of(table, roles.label, self._lines, self._options, self._wanted)
+            decided = decide(self._labels, question)
+        columns = self._look_up()
+        kept, dropped = self._kept(decided)
 
-def _names(
-    table: Table, roles: Roles, seen: _Seen, categories: set[int], declared: dict[int, Column]
-) -> dict[int, Names]:
-    found = {place: Names() for place in roles.features if place in categories}
-    rows = len(seen.inputs)
-    for block in blocks_of(table, categories, categories):
-        columns: Sequence[Any] = block.columns
-        for place, names in found.items():
-            names.add(columns[place], block.lines)
-            # stop before many texts are in memory
-            if place not in declared and len(names.found) > 2_000:
-                _check_names(table, names, place, rows, place in roles.categories)
-    for place, names in found.items():
-        if place not in declared:
-            _check_names(table, names, place, rows, place in roles.categories)
-    return found
+        def rows(array: NDArray[Any] | None) -> NDArray[Any] | None:
+            return array if array is None or kept is None else array[kept]
 
-
-def _check_names(table: Table, names: Names, place: int, rows: int, asked: bool) -> None:
-    reason = names.too_many(rows, asked=asked)
-    name = table.names[place]
-    if reason is None:
-        if not names.values():
-            raise DataError(f"{table.source}: the column {name} holds no value; leave it out: drop={name}")
-        return
-    text, line = next(
-        (text, line) for text, line in zip(names.found, names.firsts, strict=True) if not is_missing(text)
-    )
-    advice = "" if asked else f"; for names of categories: categories={name}"
-    short = text if len(text) <= 60 else f"{text[:60]}..."
-    raise DataError(
-        f"{table.source}: {table.unit} {line}, column {name}: {short!r} is not a number, and the column holds "
-        f"{reason}; leave it out: drop={name}{advice}"
-    )
-
-
-# --- rows left out
-
-
-def _kept(
-    table: Table,
-    roles: Roles,
-    seen: _Seen,
-    decided: Decided | None,
-    lines: NDArray[np.int64],
-    options: ReadOptions,
-    categories: set[int],
-) -> tuple[NDArray[np.bool_] | None, list[str]]:
-    """Return the rows that are kept, None for all, and a remark on the others."""
-    out = np.zeros(len(lines), np.bool_)
-    if decided is not None and decided.missing is not None:
-        out |= decided.missing
-    if roles.person is not None:
-        out |= _without_person(table, roles.person, seen, options)
-    if options.missing == "drop":
-        for number, place in enumerate(roles.features):
-            if place not in categories and seen.tallies[place].missing:
-                out |= np.isnan(seen.inputs[:, number])
-    count = int(np.count_nonzero(out))
-    if not count:
-        return None, []
-    if count == len(out):
-        raise DataError(f"{table.source}: each row lacks a value, so missing=drop leaves none; drop columns instead")
-    return ~out, [f"{plural(count, 'row')} of {len(out):,} without a value left out"]
-
-
-def _without_person(table: Table, place: int, seen: _Seen, options: ReadOptions) -> NDArray[np.bool_]:
-    empty = seen.people.found.get("")
-    if empty is None:
-        return np.zeros(len(seen.inputs), np.bool_)
-    if options.missing != "drop":
-        name = table.names[place]
-        raise DataError(
-            f"{table.source}: {table.unit} {seen.people.firsts[empty]}, column {name}: it is not said who made the "
-            f"sample; add it, leave such rows out: missing=drop, or the column: drop={name}"
+        inputs = rows(self._inputs)
+        assert inputs is not None
+        preparation = self._wanted.preparation
+        raw = Raw(
+            source=table.source,
+            reader="rows",
+            inputs=np.ascontiguousarray(inputs),
+            labels=None if decided is None else rows(decided.labels),
+            kind=None if decided is None else decided.kind,
+            columns=preparation.columns if preparation else columns,
+            label=None if decided is None or roles.label is None else table.names[roles.label],
+            people=None if roles.person is None else rows(self._people.texts()),
+            runs=rows(runs),
+            said=(*self._said, *(decided.said if decided else ()), *dropped),
         )
-    found: NDArray[np.bool_] = seen.people.codes() == empty
-    return found
+        return Rows(raw, kept, self._lines)
+
+    def _error(self, text: str) -> DataError:
+        return DataError(f"{self._table.source}: {text}")
+
+    def _here(self, line: int, place: int) -> str:
+        return f"{self._table.unit} {line}, column {self._table.names[place]}: "
+
+    def _declare(self, preparation: Preparation | None) -> dict[int, Column]:
+        features = self._roles.features
+        if not features:
+            raise self._error("has no column besides labels and people; add columns of measurements")
+        if preparation is None:
+            return {}
+        if preparation.columns:
+            return dict(zip(features, preparation.columns, strict=True))
+        if preparation.shape != (len(features),) or preparation.dtype != "float32":
+            raise self._error(
+                f"has {plural(len(features), 'column')} of numbers, the federation wants samples of shape "
+                f"{preparation.shape} as {preparation.dtype}; give the data that the model was published for"
+            )
+        return {place: Column(name=str(place + 1)) for place in features}
+
+    # --- the first pass
+
+    def _first_pass(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the inputs and the lines of all rows."""
+        roles, labelled = self._roles, self._wanted.labelled
+        index = set() if roles.index is None else {roles.index}
+        tallied = (set(roles.features) | index) - self._categories
+        texts = {place for place in (roles.person, roles.run, roles.label if labelled else None) if place is not None}
+        self._tallies = {place: Tally(self._table.decimal) for place in tallied}
+        column_of = {place: number for number, place in enumerate(roles.features)}
+        matrices, lines = [], []
+        count = 0
+        for block in self._table.blocks(tallied | texts | self._categories, texts - tallied):
+            matrix = np.full((len(block.lines), len(column_of)), np.nan, np.float32)
+            for place, tally in self._tallies.items():
+                values = tally.add(block.columns[place], block.lines)
+                if place == roles.index:
+                    self._counted = self._counted and _counts(values, count)
+                    continue
+                with np.errstate(over="ignore", invalid="ignore"):  # the tally keeps what does not fit
+                    matrix[:, column_of[place]] = values
+            if labelled and roles.label is not None:
+                self._labels.add(block.columns[roles.label])
+            if roles.person is not None:
+                self._people.add(block.columns[roles.person], block.lines)
+            if roles.run is not None:
+                self._runs.add(map(_digits, block.columns[roles.run]), block.lines)
+            count += len(block.lines)
+            lines.append(block.lines)
+            matrices.append(matrix)
+        if not matrices:
+            raise self._error("has a header and no rows; give a row for each sample")
+        return np.concatenate(matrices), np.concatenate(lines)
+
+    def _settle(self) -> NDArray[np.int64] | None:
+        """Return the runs, now that it is known whether these are whole numbers, and whether an index counts rows."""
+        roles, names = self._roles, self._table.names
+        if roles.index is not None:
+            called = names[roles.index] or f"{roles.index + 1}, which has no name,"
+            if not self._counted:
+                raise self._error(
+                    f"column {called} does not count the rows, as pandas' index would; write the table with "
+                    "to_csv(index=False), or name the column"
+                )
+            self._said.append(f"column {called} counts the rows and was left out")
+        if roles.run is None:
+            return None
+        if not all(map(is_integer, self._runs.found)):
+            if roles.run not in roles.features:
+                self._said.append(f"the column {names[roles.run]} was left out")
+            return None
+        self._said.append(f"the column {names[roles.run]} says which recording a sample is of and is not a feature")
+        if roles.run in roles.features:
+            self._inputs = np.delete(self._inputs, roles.features.index(roles.run), axis=1)
+        features = tuple(place for place in roles.features if place != roles.run)
+        if not features:
+            raise self._error("has no column besides labels, people and runs; add columns of measurements")
+        self._roles = replace(roles, features=features)
+        return self._runs.texts().astype(np.int64)
+
+    # --- numbers
+
+    def _check_units(self) -> None:
+        """Refuse a first row that has no number in most columns of numbers, such as one of units."""
+        tallies = self._tallies
+        numeric = [place for place in self._roles.features if place in tallies and tallies[place].numeric]
+        heads = [place for place in numeric if tallies[place].head != "number"]
+        texts = [place for place in heads if tallies[place].head == "text"]
+        if not texts or len(heads) * 2 <= len(numeric):
+            return
+        first = tallies[texts[0]].first_text
+        assert first is not None
+        raise self._error(
+            f"{self._here(first.line, texts[0])}{first.text!r} is not a number, and most cells of this "
+            f"{self._table.unit} are none, so it looks like units; skip={self._options.skip + 1} leaves it out"
+        )
+
+    def _check_numbers(self) -> None:
+        """Refuse the first cell of a column of numbers that is not one of float32, or missing without an option."""
+        declared = self._declared
+        places = [place for place in self._roles.features if place not in self._categories or place in declared]
+        numeric = [place for place in places if place in self._tallies]
+        lost = sum(self._tallies[place].missing for place in numeric)
+        for place in numeric:
+            name, tally = self._table.names[place], self._tallies[place]
+            if tally.first_text is not None:
+                line, text = tally.first_text
+                if place in declared:
+                    advice = "the federation takes numbers here; correct it, or remove the row"
+                else:
+                    advice = f"correct it, or leave the column out: drop={name}; if it holds names: categories={name}"
+                advice = explain(text, self._table.decimal, self._table.delimiter) or advice
+                raise self._error(f"{self._here(line, place)}{text!r} is not a number; {advice}")
+            if tally.beyond is not None:
+                line, text = tally.beyond
+                raise self._error(
+                    f"{self._here(line, place)}{text!r} is infinite or beyond float32; correct it, remove the row, or "
+                    f"leave the column out: drop={name}"
+                )
+            if tally.empty and place not in declared:
+                raise self._error(f"the column {name} holds no value; leave it out: drop={name}")
+            if tally.first_missing is not None and self._options.missing is None:
+                line, text = tally.first_missing
+                raise self._error(
+                    f"{self._here(line, place)}the value is missing ({text!r}; {lost:,} in this file); missing=drop "
+                    "leaves such rows out, missing=mean puts the column's mean there"
+                )
+
+    # --- the second pass
+
+    def _look_up(self) -> tuple[Column, ...]:
+        """Put the indices of categories into the inputs, and return the columns."""
+        found = self._names() if self._categories else {}
+        columns = []
+        for number, place in enumerate(self._roles.features):
+            name, declared = self._table.names[place], self._declared.get(place)
+            known: tuple[str, ...] = ()
+            if place in found:
+                known = found[place].ordered() if declared is None else declared.categories
+                self._inputs[:, number], unknown = found[place].indices(known)
+                if lost := found[place].missing(known):
+                    text = f"column {name}: no name in {plural(lost, 'row')}, taken as none of the categories"
+                    self._said.append(text)
+                if unknown:
+                    self._said.append(f"column {name}: the federation does not know {unknown}")
+                if declared is None:
+                    self._said.append(f"the column {name} holds categories: {some(known)}")
+            columns.append(Column(name=name, categories=known))
+        return tuple(columns)
+
+    def _names(self) -> dict[int, Names]:
+        found = {place: Names() for place in self._roles.features if place in self._categories}
+        for block in self._table.blocks(self._categories, self._categories):
+            for place, names in found.items():
+                names.add(block.columns[place], block.lines)
+                # stop before many texts are in memory
+                if place not in self._declared and len(names.found) > 2_000:
+                    self._check_names(names, place)
+        for place, names in found.items():
+            if place not in self._declared:
+                self._check_names(names, place)
+        return found
+
+    def _check_names(self, names: Names, place: int) -> None:
+        asked = place in self._roles.categories
+        reason = names.too_many(len(self._inputs), asked=asked)
+        name = self._table.names[place]
+        if reason is None:
+            if not names.values():
+                raise self._error(f"the column {name} holds no value; leave it out: drop={name}")
+            return
+        text, line = next(
+            (text, line) for text, line in zip(names.found, names.firsts, strict=True) if not is_missing(text)
+        )
+        advice = "" if asked else f"; for names of categories: categories={name}"
+        short = text if len(text) <= 60 else f"{text[:60]}..."
+        raise self._error(
+            f"{self._here(line, place)}{short!r} is not a number, and the column holds {reason}; leave it out: "
+            f"drop={name}{advice}"
+        )
+
+    # --- rows left out
+
+    def _kept(self, decided: Decided | None) -> tuple[NDArray[np.bool_] | None, list[str]]:
+        """Return the rows that are kept, None for all, and a remark on the others."""
+        out = np.zeros(len(self._lines), np.bool_)
+        if decided is not None and decided.missing is not None:
+            out |= decided.missing
+        if self._roles.person is not None:
+            out |= self._without_person(self._roles.person)
+        if self._options.missing == "drop":
+            for number, place in enumerate(self._roles.features):
+                if place not in self._categories and self._tallies[place].missing:
+                    out |= np.isnan(self._inputs[:, number])
+        count = int(np.count_nonzero(out))
+        if not count:
+            return None, []
+        if count == len(out):
+            raise self._error("each row lacks a value, so missing=drop leaves none; drop columns instead")
+        return ~out, [f"{plural(count, 'row')} of {len(out):,} without a value left out"]
+
+    def _without_person(self, place: int) -> NDArray[np.bool_]:
+        empty = self._people.found.get("")
+        if empty is None:
+            return np.zeros(len(self._inputs), np.bool_)
+        if self._options.missing != "drop":
+            raise self._error(
+                f"{self._here(self._people.firsts[empty], place)}it is not said who made the sample; add it, leave "
+                f"such rows out: missing=drop, or the column: drop={self._table.names[place]}"
+            )
+        found: NDArray[np.bool_] = self._people.codes() == empty
+        return found
+
+
+def _counts(values: NDArray[np.float64], start: int) -> bool:
+    """Return whether the values go on counting rows, from 0 or 1."""
+    wanted = np.arange(start, start + len(values))
+    return bool(np.array_equal(values, wanted) or np.array_equal(values, wanted + 1))
+
+
+def _digits(cell: str | float) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.0f}" if float(cell).is_integer() else repr(cell)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from .errors import DataError
 from .numbers import is_missing, numbers
 from .options import ReadOptions
 from .roles import columns_of, find
-from .tables import Table, blocks_of
+from .tables import Table
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -92,9 +91,8 @@ def read_times(
     Raises DataError, naming the line, for one that cannot be read, or is missing without an option.
     """
     cells: list[Any] = []
-    for block in blocks_of(table, {place}, set(), {place}):
-        columns: Sequence[Any] = block.columns
-        cells.extend(columns[place])
+    for block in table.blocks({place}, times={place}):
+        cells.extend(block.columns[place])
     here = f"{table.source}: {table.unit} {{}}, column {table.names[place]}: "
     dates = False
     if cells and isinstance(cells[0], str):

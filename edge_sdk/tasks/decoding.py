@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from sparrow.protocol.manifest import Array
 
+from ..reading.decoded import fingerprint
 from ..reading.errors import DataError
-from ..reading.fingerprints import fingerprint
 
 IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""
