@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from sparrow.protocol.preparation import MOST_CLASSES, Targets
 
+from .categories import Names
 from .errors import BadOption, DataError
 from .numbers import LARGEST, is_missing, number, numbers
 from .samples import Kind, is_integer, some
@@ -35,15 +36,13 @@ Cell = tuple[int, str]
 class Labels:
     """Labels of all samples, as met.
 
-    names: distinct texts, stripped, and the first sample of each. blocks: of each sample the position of its name, and
-    values: its number, NaN for none; either stops to grow as soon as labels cannot be that kind. text: the first that
-    is neither a number nor a mark of a missing one. decimals: whether a number is written as a float.
+    named: as names, and values: as numbers, NaN for none; either stops to grow as soon as labels cannot be that kind.
+    text: the first that is neither a number nor a mark of a missing one. decimals: whether a number is written as a
+    float.
     """
 
     decimal: str = "."
-    names: dict[str, int] = field(default_factory=dict)
-    firsts: list[int] = field(default_factory=list)
-    blocks: list[NDArray[np.int32]] = field(default_factory=list)
+    named: Names = field(default_factory=Names)
     values: list[NDArray[np.float64]] = field(default_factory=list)
     text: Cell | None = None
     decimals: bool = False
@@ -59,8 +58,8 @@ class Labels:
             self.stripped = next(text for text, short in zip(cells, clean, strict=True) if text != short)
         if self.text is None:
             self._add_numbers(clean, start)
-        if len(self.names) <= MOST_CLASSES + 1:  # an empty one is no class
-            self._add_names(clean, start)
+        if len(self.named.found) <= MOST_CLASSES + 1:  # an empty one is no class
+            self.named.add(clean, np.arange(start, self.count))
 
     def _add_numbers(self, cells: list[str], start: int) -> None:
         values, odd = numbers(cells, self.decimal)
@@ -73,13 +72,6 @@ class Labels:
             numeric = cells if odd is None and np.isfinite(values).all() else _numeric(cells, self.decimal)
             joined = "\n".join(numeric)
             self.decimals = any(sign in joined for sign in signs)
-
-    def _add_names(self, cells: list[str], start: int) -> None:
-        for text in dict.fromkeys(cells):
-            if text not in self.names:
-                self.names[text] = len(self.names)
-                self.firsts.append(start + cells.index(text))
-        self.blocks.append(np.fromiter(map(self.names.__getitem__, cells), np.int32, len(cells)))
 
 
 def _numeric(cells: Sequence[str], decimal: str) -> list[str]:
@@ -172,20 +164,22 @@ def _as_classes(
     known = (question.targets.names if question.targets else ()) or question.declared
     asked = question.target is not None or question.targets is not None or bool(known)
     _check_number_of_classes(found, question, asked=asked)
-    codes = np.concatenate(found.blocks)
-    names = list(found.names)
+    codes, written = found.named.codes(), list(found.named.found)
+    names = written
     if found.text is None and found.decimals:
-        names = [_whole(text, place, known, found, question) for text, place in zip(names, found.firsts, strict=True)]
-        changed = next(((old, new) for old, new in zip(found.names, names, strict=True) if old != new), None)
+        names = [
+            _whole(text, place, known, found, question) for text, place in zip(names, found.named.firsts, strict=True)
+        ]
+        changed = next(((old, new) for old, new in zip(written, names, strict=True) if old != new), None)
         if changed:
             said.append(f"labels are classes: {changed[0]} was read as {changed[1]}")
-    for text, place in zip(names, found.firsts, strict=True):
+    for text, place in zip(names, found.named.firsts, strict=True):
         if len(text) > 200 or "\0" in text:
             raise DataError(
                 f"{question.source}: {question.at(place)}: the label {text[:40]!r}... is no name of a class, it has "
                 f"{len(text)} characters; at most 200 are allowed"
             )
-    empty = found.names.get("")
+    empty = found.named.found.get("")
     missing = None if empty is None else _missing(codes == empty, question)
     return np.array(names, np.str_)[codes], missing
 
@@ -193,7 +187,7 @@ def _as_classes(
 def _check_number_of_classes(found: Labels, question: Question, *, asked: bool) -> None:
     """Refuse labels that are too many, or that may be numbers. asked: they are said to be classes."""
     limit = MOST_CLASSES if asked else MOST_GUESSED
-    texts = [text for text in found.names if text]
+    texts = [text for text in found.named.found if text]
     if len(texts) > limit:
         advice = "for numbers, add target=number" if found.text is None else "name another column: label=NAME"
         raise DataError(f"{question.source}: has more than {limit:,} different labels ({some(texts, 3)}); {advice}")

@@ -19,7 +19,7 @@ from sparrow.protocol.preparation import Column, Preparation
 
 from .categories import Names
 from .errors import DataError
-from .media import other_reader
+from .media import other_reader, take
 from .options import ReadOptions, Wanted
 from .roles import find, folded
 from .samples import Raw, plural, some
@@ -98,10 +98,8 @@ def _windows(raw: Raw, clock: _Clock, window: int, shift: int, resampled: bool) 
     counted = remark(raw.source, counts, None if raw.labels is None else raw.labels[begins])
     channels = tuple(column.name for column in raw.columns)
     return replace(
-        raw,
+        take(raw, np.array(firsts)),
         inputs=np.concatenate(pieces),
-        labels=None if raw.labels is None else raw.labels[firsts],
-        people=None if raw.people is None else raw.people[firsts],
         runs=np.array(runs, np.int64),
         columns=(),
         channels=channels,
@@ -195,13 +193,7 @@ def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
     if not kept.any():
         raise DataError(f"{rows.raw.source}: each row lacks a value, so missing=drop leaves none; drop columns instead")
     chosen = kept if rows.kept is None else kept[rows.kept]
-    raw = rows.raw
-    return replace(
-        raw,
-        inputs=raw.inputs[chosen],  # type: ignore[index]
-        labels=None if raw.labels is None else raw.labels[chosen],
-        people=None if raw.people is None else raw.people[chosen],
-    )
+    return take(rows.raw, np.flatnonzero(chosen))
 
 
 def _codes(table: Table, place: int) -> NDArray[np.int32]:

@@ -10,7 +10,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +25,20 @@ IMAGES = (".png", ".jpg", ".jpeg")
 """Endings of the image files that are read."""
 
 
-def decode_jpegs(
-    path: Path, read: Callable[[], list[Array]], offsets: list[Array], shape: tuple[int, ...], *, name: str
-) -> Array:
-    """Images that lie end to end in arrays of bytes: [N, *shape] uint8, mapped.
-
-    ``read`` gives the arrays, asked only where the cache has not got the pixels; image i of an array is
-    ``bytes[offset[i]:offset[i+1]]``. ``path``, its size and time stamp name the source. Raises DataError.
-    """
-
-    def images() -> Iterator[tuple[str, bytes]]:
-        for content, offset in zip(read(), offsets, strict=True):
-            for number, (start, stop) in enumerate(pairwise(offset)):
-                yield f"{path}, image {number}", content[start:stop].tobytes()
-
-    return _decoded([path], images, sum(len(offset) - 1 for offset in offsets), shape, name)
-
-
-def decode_files(root: Path, files: Sequence[Path], shape: tuple[int, ...], *, name: str) -> Array:
-    """Image files in this order: [N, *shape] uint8, mapped. Raises DataError."""
-
-    def images() -> Iterator[tuple[str, bytes]]:
-        for path in files:
-            yield str(path), path.read_bytes()
-
-    return _decoded([root, *files], images, len(files), shape, name)
-
-
-def _decoded(
+def decode_images(
     sources: Sequence[Path],
     images: Callable[[], Iterator[tuple[str, bytes]]],
     count: int,
     shape: tuple[int, ...],
+    *,
     name: str,
 ) -> Array:
+    """Return so many images, [count, *shape] uint8, mapped.
+
+    images: yields what each is called and its bytes, asked only where the cache has not got the pixels. sources: what
+    they are read from, whose sizes and time stamps name them in the cache. Raises DataError.
+    """
+
     def fill(pixels: Array) -> None:
         shown = tqdm(images(), total=count, desc="decoding images, once", unit="image", disable=None)
         for row, (source, content) in enumerate(shown):

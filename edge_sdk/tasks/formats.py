@@ -23,9 +23,10 @@ import struct
 import zipfile
 import zlib
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ from ..reading import Decoded, ReadOptions, read_file
 from ..reading.errors import BadOption, DataError, NoData
 from ..reading.roles import PEOPLE
 from .datasets import Dataset
-from .decoding import IMAGES, decode_files, decode_jpegs
+from .decoding import IMAGES, decode_images
 from .loading import label_names
 from .text import windows
 
@@ -49,16 +50,19 @@ WATCH = "watch"
 class SampleFormat:
     """The shape and labels of a task's samples, in any file format.
 
-    shape: of one sample. pixels: kept as bytes, otherwise as float16. archives: names of npz files looked for in a
-    folder. described: the public set, for those who do not have it.
+    shape: of one sample. described: the public set, for those who do not have it. pixels: kept as bytes, otherwise as
+    float16. archives: names of npz files looked for in a folder, by default that of the task.
     """
 
     task: str
     shape: tuple[int, ...]
     classes: int
-    pixels: bool
-    archives: tuple[str, ...]
     described: str
+    pixels: bool = True
+    archives: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "archives", self.archives or (f"{self.task}.npz",))
 
     @property
     def advice(self) -> str:
@@ -188,8 +192,10 @@ def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Pa
     if person is None:
         raise KeyError(f"no entry says who speaks ({', '.join(PEOPLE)})")
     speeches = {name: _entry(archive, name) for name in ("text", "start")}
-    found = windows(**speeches, people=archive[person], place=archive.get("place"), length=wanted.shape[0])
-    return _Part(str(path), found.inputs, found.targets, found.people, run=found.runs, names=archive.get(f"{person}s"))
+    inputs, targets, people, runs = windows(
+        **speeches, people=archive[person], place=archive.get("place"), length=wanted.shape[0]
+    )
+    return _Part(str(path), inputs, targets, people, run=runs, names=archive.get(f"{person}s"))
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
@@ -207,10 +213,14 @@ def _entry(archive: Mapping[str, Array], name: str) -> Array:
 
 def _jpegs(path: Path, archive: Mapping[str, Array], uses: Sequence[str], wanted: SampleFormat) -> Dataset:
     offsets = [_entry(archive, f"offset{use}") for use in uses]
-    inputs = decode_jpegs(
-        path, lambda: [_entry(archive, f"jpeg{use}") for use in uses], offsets, wanted.shape, name=wanted.task
-    )
     ends = np.cumsum([len(offset) - 1 for offset in offsets])
+
+    def images() -> Iterator[tuple[str, bytes]]:
+        for content, offset in zip([_entry(archive, f"jpeg{use}") for use in uses], offsets, strict=True):
+            for number, (start, stop) in enumerate(pairwise(offset)):
+                yield f"{path}, image {number}", content[start:stop].tobytes()
+
+    inputs = decode_images([path], images, int(ends[-1]), wanted.shape, name=wanted.task)
     own = zip(uses, np.split(inputs, ends[:-1]), strict=True)
     return _join([_archived(path, archive, use, each) for use, each in own], wanted, inputs=inputs)
 
@@ -337,8 +347,13 @@ def _images(place: Path, wanted: SampleFormat) -> Dataset | None:
     if not found[0]:
         return None
     names = sorted({path.parent.name for files in found for path in files})
-    labels = np.array([path.parent.name for files in found for path in files])
-    inputs = decode_files(place, [path for files in found for path in files], wanted.shape, name=wanted.task)
+    paths = [path for files in found for path in files]
+    labels = np.array([path.parent.name for path in paths])
+
+    def images() -> Iterator[tuple[str, bytes]]:
+        return ((str(path), path.read_bytes()) for path in paths)
+
+    inputs = decode_images([place, *paths], images, len(paths), wanted.shape, name=wanted.task)
     if len(names) != wanted.classes and not all(name.isdecimal() for name in names):
         raise DataError(
             f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the others "

@@ -9,7 +9,7 @@ holds indices, and what it costs to make numbers of bytes is paid per batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -231,6 +231,14 @@ class ScaledError:
         return (((outputs - targets) / self.deviation) ** 2).mean()
 
 
+def batched(parts: Mapping[str, Samples | None], batch_size: int) -> dict[str, Any]:
+    """Return the batches of a task's parts by its fields: train, validation, test, and public; those that there are."""
+    sizes = {"validation": EVALUATION_BATCH, "test": EVALUATION_BATCH}
+    return {
+        use: ArrayBatches(samples, sizes.get(use, batch_size)) for use, samples in parts.items() if samples is not None
+    }
+
+
 def classification(
     name: str,
     model: nn.Module | Seeded | None,
@@ -242,12 +250,5 @@ def classification(
     public: Samples | None = None,
 ) -> Task:
     """Return a task of cross-entropy over class indices, on arrays in memory."""
-    return Task(
-        name=name,
-        model=model,
-        loss=cross_entropy,
-        train=ArrayBatches(train, batch_size),
-        validation=ArrayBatches(validation, EVALUATION_BATCH),
-        test=None if test is None else ArrayBatches(test, EVALUATION_BATCH),
-        public=None if public is None else ArrayBatches(public, batch_size),
-    )
+    parts = {"train": train, "validation": validation, "test": test, "public": public}
+    return Task(name=name, model=model, loss=cross_entropy, **batched(parts, batch_size))

@@ -46,7 +46,8 @@ def dirichlet(
     since the authors published only ready-made files). Every sample is dealt. Raises DataError when that cannot be had.
     """
     _check(labels, of, minimum)
-    _check_alpha(alpha)
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise BadOption(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
     random = _random(seed)
     by_class = [random.permutation(np.flatnonzero(labels == label)) for label in sorted(set(labels.tolist()))]
     for _ in range(REDRAWS):
@@ -283,11 +284,6 @@ def drawn(count: int, seed: int, share: float) -> Index:
     """Return a share of ``count`` samples, floor(share count) of them, in an order drawn from the seed."""
     size = math.floor(share * count + 1e-9)
     return _random(seed, 0, 0).permutation(count)[:size] if size else np.zeros(0, np.intp)
-
-
-def _check_alpha(alpha: float) -> None:
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise BadOption(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
 
 
 def _random(seed: int, *more: int) -> np.random.RandomState:

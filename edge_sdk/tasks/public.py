@@ -26,79 +26,42 @@ from .partition import Index
 if TYPE_CHECKING:
     from torch import nn
 
-MNIST = SampleFormat(
-    "mnist",
-    (1, 28, 28),
-    classes=10,
-    pixels=True,
-    archives=("mnist.npz",),
-    described="MNIST (LeCun, Cortes and Burges, yann.lecun.com/exdb/mnist)",
-)
-CIFAR10 = SampleFormat(
-    "cifar10",
-    (3, 32, 32),
-    classes=10,
-    pixels=True,
-    archives=("cifar10.npz",),
-    described="CIFAR-10 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)",
-)
+MNIST = SampleFormat("mnist", (1, 28, 28), 10, "MNIST (LeCun, Cortes and Burges, yann.lecun.com/exdb/mnist)")
+CIFAR10 = SampleFormat("cifar10", (3, 32, 32), 10, "CIFAR-10 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)")
 EMNIST = SampleFormat(
     "emnist",
     (1, 28, 28),
-    classes=62,
-    pixels=True,
-    archives=("emnist.npz",),
-    described="EMNIST ByClass (Cohen et al. 2017, www.nist.gov/itl/products-and-services/emnist-dataset)",
+    62,
+    "EMNIST ByClass (Cohen et al. 2017, www.nist.gov/itl/products-and-services/emnist-dataset)",
 )
-FEMNIST = SampleFormat(
-    "femnist",
-    (1, 28, 28),
-    classes=62,
-    pixels=True,
-    archives=("femnist.npz",),
-    described="FEMNIST of LEAF (Caldas et al. 2018, leaf.cmu.edu)",
-)
+FEMNIST = SampleFormat("femnist", (1, 28, 28), 62, "FEMNIST of LEAF (Caldas et al. 2018, leaf.cmu.edu)")
 CIFAR100 = SampleFormat(
-    "cifar100",
-    (3, 32, 32),
-    classes=100,
-    pixels=True,
-    archives=("cifar100.npz",),
-    described="CIFAR-100 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)",
+    "cifar100", (3, 32, 32), 100, "CIFAR-100 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)"
 )
 PACS = SampleFormat(
     "pacs",
     (3, 64, 64),
-    classes=7,
-    pixels=True,
-    archives=("pacs.npz",),
-    described="PACS (Li et al. 2017: photos, art paintings, cartoons, sketches), scaled to 64 x 64 pixels",
+    7,
+    "PACS (Li et al. 2017: photos, art paintings, cartoons, sketches), scaled to 64 x 64 pixels",
 )
 UCI_HAR = SampleFormat(
     "uci_har",
     (9, 128),
-    classes=6,
+    6,
+    "that of Anguita et al. (phones, UCI Machine Learning Repository 2012), in windows of 128 samples at 50 Hz, half "
+    "overlapping",
     pixels=False,
     archives=("har_uci.npz", "uci_har.npz"),
-    described="that of Anguita et al. (phones, UCI Machine Learning Repository 2012), in windows of 128 samples at 50 "
-    "Hz, half overlapping",
 )
-SHAKESPEARE = SampleFormat(
-    "shakespeare",
-    (80,),
-    classes=65,
-    pixels=True,
-    archives=("shakespeare.npz",),
-    described="Shakespeare's plays by speaking role, as text, start and role",
-)
+SHAKESPEARE = SampleFormat("shakespeare", (80,), 65, "Shakespeare's plays by speaking role, as text, start and role")
 HAR = SampleFormat(
     "har",
     (6, 64),
-    classes=5,
+    5,
+    "that of Matey-Sanz, Casteleyn and Granell (phones and watches, Data in Brief 2023), in windows of 64 samples at "
+    "50 Hz, half overlapping",
     pixels=False,
     archives=("har_watch_phone.npz", "har.npz"),
-    described="that of Matey-Sanz, Casteleyn and Granell (phones and watches, Data in Brief 2023), in windows of 64 "
-    "samples at 50 Hz, half overlapping",
 )
 
 

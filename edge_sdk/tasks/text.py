@@ -12,13 +12,13 @@ and a role's text is cut into pieces of 500 characters first, so that a split be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from sparrow.protocol.manifest import Array
 
 from ..reading.errors import DataError
+
+Samples = tuple[Array, Array, Array, Array]
 
 STEP = 10
 """Characters from one window to the next."""
@@ -30,18 +30,10 @@ LEAST = 2_000
 """Characters of a role; those that say less are left out. They are four pieces, for training, validation and test."""
 
 
-@dataclass(frozen=True)
-class Windows:
-    """inputs [N, length] and targets [N]: characters; people [N]: the role; runs [N]: the piece, within the role."""
-
-    inputs: Array
-    targets: Array
-    people: Array
-    runs: Array
-
-
-def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Windows:
-    """Return the windows of ``length`` characters of all roles that say enough. Raises DataError."""
+def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Samples:
+    """Return the windows of ``length`` characters of all roles that say enough: inputs [N, length] and targets [N] of
+    characters, the role of each [N], and its piece within the role [N]. Raises DataError.
+    """
     if text.dtype != np.uint8 or text.ndim != 1:
         raise DataError(f"text: is of {text.dtype} {text.shape}; give characters as uint8 [T]")
     count = len(people)
@@ -51,7 +43,7 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
         raise DataError(f"place: {len(place)} numbers for {count} speeches; give one each")
     order = np.arange(count) if place is None else np.argsort(place, kind="stable")
     first = np.arange(0, PIECE - length, STEP)
-    found: list[tuple[Array, Array, Array, Array]] = []
+    found: list[Samples] = []
     for role in np.unique(people):
         own = order[people[order] == role]
         said = np.concatenate([text[start[speech] : start[speech + 1]] for speech in own])
@@ -63,4 +55,5 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
         found.append((rows[:, :-1], rows[:, -1], whose, np.repeat(np.arange(len(pieces)), len(first))))
     if not found:
         raise DataError(f"text: nobody of {len(np.unique(people))} says {LEAST:,} characters; give longer texts")
-    return Windows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+    inputs, targets, roles, runs = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return inputs, targets, roles, runs

@@ -14,7 +14,7 @@ from sparrow.protocol.manifest import Array
 from ...reading import Decoded, Raw, class_order
 from ...reading.errors import BadOption
 from .. import OWN, Seeded, Task
-from ..loading import EVALUATION_BATCH, ArrayBatches, Samples, ScaledError, cross_entropy
+from ..loading import Samples, ScaledError, batched, cross_entropy
 from ..preparing import (
     BuiltPreparation,
     Hearing,
@@ -118,16 +118,11 @@ def make_task(
         outputs = (len(read.class_names) or 1,)
     numbers = read.kind == "numbers"
     scale = (read.targets.mean, read.targets.deviation)
-    test = parts.get("test")
-    public = parts.get("public")
     return Task(
         name=known.task or OWN,
         model=Seeded(partial(_build, shape, outputs[0], scale if numbers else None, _hears(preparation, known))),
         loss=ScaledError(read.targets.deviation) if numbers else cross_entropy,
-        train=ArrayBatches(parts["train"], batch_size),
-        validation=ArrayBatches(parts["validation"], EVALUATION_BATCH),
-        test=None if test is None else ArrayBatches(test, EVALUATION_BATCH),
-        public=None if public is None else ArrayBatches(public, batch_size),
+        **batched(parts, batch_size),
         classification=not numbers,
         metrics=METRICS_OF_NUMBERS if numbers else (),
         preparation=preparation,

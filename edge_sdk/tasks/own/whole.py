@@ -51,7 +51,7 @@ def load_part(
     check_keys(dealt, ("person", *(field.name for field in fields(ReadOptions))))
     whole = read_whole(path, options, known.preparation, known.targets, known.as_taken)
     check_as_taken(whole.raw, known)
-    dataset = whole.numbered(known, publishing)
+    dataset = _numbered(whole, known, publishing)
     person, dealt = _person_in(dealt)
     usual = "dirichlet" if whole.kind == "classes" else "iid"
     usual = usual if dataset.people is None else "person"
@@ -64,7 +64,7 @@ def load_part(
     if person is not None:
         dealing = _of_person(dataset, dealing, person, path)
     parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
-    read = whole.read(known, publishing)
+    read = Labelled.of(whole.path, [whole.raw], known, publishing)
     indices = {"train": parts.train, "validation": parts.validation, "test": parts.test, "public": public}
     chosen = {
         use: Chosen(dataset.inputs, dataset.targets, index) for use, index in indices.items() if index is not None
@@ -121,19 +121,11 @@ class Whole:
             return ()
         return self.raw.classes or class_order(map(str, np.unique(labels_of(self.raw))))
 
-    def read(self, known: Known, publishing: Publishing) -> Labelled:
-        """Return how labels become targets."""
-        return Labelled.of(self.path, [self.raw], known, publishing)
-
-    def numbered(self, known: Known, publishing: Publishing) -> Dataset:
-        """Return the set, its labels as targets; the same object for the same names."""
-        return _numbered(self, known, publishing)
-
 
 @lru_cache(maxsize=8)
 def _numbered(whole: Whole, known: Known, publishing: Publishing) -> Dataset:
-    """Kept, because what is computed of a data set is kept by its identity."""
-    read = whole.read(known, publishing)
+    """Return the set, its labels as targets. Kept, because what is computed of a data set is kept by its identity."""
+    read = Labelled.of(whole.path, [whole.raw], known, publishing)
     count = len(labels_of(whole.raw))
     return Dataset(
         whole.raw.inputs,
