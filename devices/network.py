@@ -14,14 +14,16 @@ _METERED = {"1": (1.0, Quality.MEASURED), "2": (0.0, Quality.MEASURED)}
 _GUESSED = {"3": (1.0, Quality.ESTIMATED), "4": (0.0, Quality.ESTIMATED)}
 
 
-def interface(files: Files) -> str | None:
-    """Return the interface of the default route with the lowest metric; None without a route. Raises ReadError."""
+def interface(files: Files) -> str:
+    """Return the interface of the default route with the lowest metric. Raises ReadError, ABSENT without a route."""
     routes = []
     for line in files.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000" and fields[6].isdecimal():
             routes.append((int(fields[6]), fields[0]))
-    return min(routes)[1] if routes else None
+    if not routes:
+        raise ReadError("proc/net/route", Reason.ABSENT)
+    return min(routes)[1]
 
 
 def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
@@ -30,9 +32,6 @@ def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
         name = interface(files)
     except ReadError as failure:
         absent = Reading.failed("B", "network", "proc/net/route", now, failure.reason)
-        return absent, absent
-    if name is None:
-        absent = Reading.failed("B", "network", "proc/net/route", now, Reason.ABSENT)
         return absent, absent
     folder = f"sys/class/net/{name}/statistics"
     received = files.reading(f"{folder}/rx_bytes", "B", name, now)
@@ -52,7 +51,7 @@ def metered(system: System, now: float) -> Reading:
         name = interface(system.files)
     except ReadError as failure:
         return Reading.failed("1", "network", "proc/net/route", now, failure.reason)
-    if name is not None and name.startswith(_MODEMS):
+    if name.startswith(_MODEMS):
         return Reading(1.0, "1", "network", Quality.DERIVED, f"{name} is a modem", now)
     return Reading.failed("1", "network", "NetworkManager", now, Reason.ABSENT)
 

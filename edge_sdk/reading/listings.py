@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
-from .labels import Decided, Labels, decide
+from .labels import Labels, decide
 from .media import Listing, Medium, medium_named, read_listing
 from .numbers import number
 from .options import ReadOptions, Wanted
@@ -57,7 +57,7 @@ def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) 
     files = [text.strip() for text in cells[place]]
     medium = _medium_of(source, files, parts=bool(span))
     paths = _paths_of(table, place, files, lines, parts=bool(span))
-    said = [*table.said, *_said_of_columns(table, [*used, *_dropped(table, options)], label, labelled=wanted.labelled)]
+    said = [*table.said, *_said_of_columns(table, used, None if wanted.labelled else label, options)]
     labels = kind = named = None
     kept: NDArray[np.intp] = np.arange(len(files))
     if wanted.labelled:
@@ -65,11 +65,13 @@ def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) 
         found = Labels(table.decimal)
         found.add(cells[label])
         decided = decide(found, question_of(table, label, lines, options, wanted))
-        kept, left_out = _with_labels(decided, len(files))
-        said += (*decided.said, *left_out)
+        said += decided.said
+        if decided.missing is not None:
+            kept = np.flatnonzero(~decided.missing)
+            said.append(f"{plural(len(files) - len(kept), 'row')} of {len(files):,} without a label left out")
         labels, kind, named = decided.labels[kept], decided.kind, names[label]
-    people = None if person is None else _people(table, person, cells[person], lines)[kept]
-    spans = [_span(table, span, cells, row, lines) for row in kept.tolist()] if span else None
+    if not len(kept):
+        raise DataError(f"{source}: no row has a label, so missing=drop leaves none; add labels")
     listing = Listing(
         source,
         medium,
@@ -77,34 +79,20 @@ def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) 
         labels,
         kind,
         named,
-        people,
-        None if spans is None else tuple(spans),
+        None if person is None else _people(table, person, cells[person], lines)[kept],
+        tuple(_span(table, span, cells, row, lines) for row in kept.tolist()) if span else None,
         tuple(said),
     )
-    if not listing.paths:
-        raise DataError(f"{source}: no row has a label, so missing=drop leaves none; add labels")
     return read_listing(listing, options, wanted.preparation)[0]
 
 
-def _dropped(table: Table, options: ReadOptions) -> list[int]:
-    return [place for place, name in enumerate(table.names) if name in options.drop]
-
-
-def _said_of_columns(table: Table, used: Sequence[int], label: int | None, *, labelled: bool) -> Iterator[str]:
-    """Yield which columns are left out. labelled: labels are wanted."""
-    further = [name for place, name in enumerate(table.names) if place not in used]
-    if label is not None and not labelled:
-        yield f"the column {table.names[label]} holds labels and was left out"
+def _said_of_columns(table: Table, used: Sequence[int], unused: int | None, options: ReadOptions) -> Iterator[str]:
+    """Yield which columns are left out. unused: that of labels which are not wanted."""
+    if unused is not None:
+        yield f"the column {table.names[unused]} holds labels and was left out"
+    further = [name for place, name in enumerate(table.names) if place not in used and name not in options.drop]
     if further:
         yield f"{plural(len(further), 'column')} left out: {some(further)}"
-
-
-def _with_labels(decided: Decided, count: int) -> tuple[NDArray[np.intp], list[str]]:
-    """Return which of ``count`` rows have a label, and what is said of the others."""
-    if decided.missing is None:
-        return np.arange(count), []
-    kept = np.flatnonzero(~decided.missing)
-    return kept, [f"{plural(count - len(kept), 'row')} of {count:,} without a label left out"]
 
 
 def _span_columns(table: Table, free: Sequence[int]) -> list[int]:

@@ -23,65 +23,20 @@ class InProcess(httpx.BaseTransport):
     """Hands each request to ``app`` on ``loop``, which runs in another thread."""
 
     def __init__(self, app: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._app = app
+        self._calls = httpx.ASGITransport(app, client=("127.0.0.1", 0))
         self._loop = loop
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request and wait for its whole answer."""
-        call = _Call(request.read())
-        asyncio.run_coroutine_threadsafe(call.run(self._app, _scope(request)), self._loop).result()
-        return httpx.Response(call.status, headers=call.headers, stream=httpx.ByteStream(b"".join(call.parts)))
+        request.read()
+        request.headers.pop("Transfer-Encoding", None)  # the body is whole: announced by its length, never as chunks
+        return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).result()
 
-
-def _scope(request: httpx.Request) -> dict[str, Any]:
-    """Return a request's head as ASGI has it. Its body is whole: announced by its length, never as chunks."""
-    path, _, query = request.url.raw_path.partition(b"?")
-    headers = [(key.lower(), value) for key, value in request.headers.raw]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": request.method,
-        "scheme": request.url.scheme,
-        "path": request.url.path,
-        "raw_path": path,
-        "query_string": query,
-        "root_path": "",
-        "headers": [each for each in headers if each[0] != b"transfer-encoding"],
-        "client": ("127.0.0.1", 0),
-        "server": (request.url.host, request.url.port),
-    }
-
-
-class _Call:
-    """One call: the request's body for the application, and its answer's ``status``, ``headers`` and ``parts``."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._answered = asyncio.Event()
-        self.status = 500
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.parts: list[bytes] = []
-
-    async def run(self, app: Any, scope: dict[str, Any]) -> None:
-        """Let the application answer. Raises what it raises."""
-        await app(scope, self._receive, self._send)
-        self._answered.set()
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._body is None:  # who asks again learns that the caller has gone once it has its answer
-            await self._answered.wait()
-            return {"type": "http.disconnect"}
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def _send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], list(message.get("headers", ()))
-            return
-        self.parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            self._answered.set()
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        answer = await self._calls.handle_async_request(request)
+        assert isinstance(answer.stream, httpx.AsyncByteStream), "of an asynchronous transport"
+        body = b"".join([part async for part in answer.stream])
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(body))
 
 
 @contextmanager
