@@ -22,12 +22,8 @@ from typing import TYPE_CHECKING, get_args
 
 from .device.bar import Bar
 from .device.demands import Demands, SecureOnly, read_known
-from .device.trainable import exit_unless_trainable
 
 __all__ = ["JoinOptions", "Result", "join"]
-
-if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.join", None)  # before what follows imports what needs 64 bits
 
 import httpx
 

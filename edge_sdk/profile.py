@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,11 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from statistics import fmean
 from typing import Any, get_args
-
-from .device.trainable import exit_unless_trainable
-
-if __name__ == "__main__":
-    exit_unless_trainable("sparrow profile")  # before what follows imports torch
 
 import numpy as np
 import torch
@@ -400,10 +394,3 @@ COMMAND = Command(
     _command,
 )
 main = COMMAND.main
-
-
-if __name__ == "__main__":
-    # As a module it would be __main__ here and edge_sdk.profile in the processes that measure.
-    from . import profile as module
-
-    sys.exit(module.main())

@@ -20,12 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from .device.trainable import CannotTrain, exit_unless_trainable
+from .device.trainable import CannotTrain
 
 __all__ = ["PublishOptions", "publish"]
-
-if __name__ == "__main__":
-    exit_unless_trainable("sparrow publish")  # before what follows imports torch
 
 import httpx
 import numpy as np
@@ -608,7 +605,3 @@ COMMAND = Command(
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
 main = COMMAND.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

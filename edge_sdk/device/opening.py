@@ -13,15 +13,7 @@ import numpy as np
 
 from sparrow.graphs import Graphs
 from sparrow.protocol.errors import GraphError, ManifestError
-from sparrow.protocol.manifest import (
-    Array,
-    Constant,
-    GraphName,
-    Manifest,
-    Tensors,
-    TensorSpec,
-    own_initial_values,
-)
+from sparrow.protocol.manifest import Array, Constant, GraphName, Manifest, Tensors, TensorSpec, own_initial_values
 from sparrow.protocol.messages import FederationInfo
 
 from ..budget.prediction import rehearse_torch
@@ -104,10 +96,7 @@ def open_torch(
     values: the federation's, of what nobody trains, and of how what stays on devices begins. Model and data are tried
     first. Raises BadArgument, ManifestError, DoesNotFit.
     """
-    from ..training.checking import (  # here, because the other engine needs no PyTorch
-        check_task,
-        suited_to_model,
-    )
+    from ..training.checking import check_task, suited_to_model  # here, because the other engine needs no PyTorch
     from ..training.engine import TorchEngine
 
     task = load_method(info.method).task_of(task, manifest, info.settings.seed)

@@ -142,7 +142,7 @@ class Best(BaseModel):
     """The personal model that is the best so far: the round it is of, that model on validation data, the lowest loss
     there of all models so far, the share of the global model that was mixed into it, which candidate it is if the fleet
     helped to choose (``protocol.evidence``), the digest of the manifest whose graphs judged it, and that of the
-    validation data (``device.validation``)."""
+    validation data (``device.session.learning``)."""
 
     model_config = ConfigDict(frozen=True)
 

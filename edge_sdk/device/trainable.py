@@ -1,4 +1,4 @@
-"""A check that this device can train, made before anything that needs torch is imported.
+"""A check that this device can train.
 
 Training takes a 64-bit Python, with ONNX Runtime or PyTorch. A device without can still run an exported model, and that
 is what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import struct
-import sys
 import sysconfig
 
 from sparrow.command_line.exits import Exit
@@ -63,12 +62,3 @@ def check(
         return
     package = "ONNX Runtime" if module == "onnxruntime" else "PyTorch"
     raise CannotTrain(f"this device cannot train, because {package} {why} (Python of {platform}); {how}{ADVICE}")
-
-
-def exit_unless_trainable(program: str, module: str | None = "torch") -> None:
-    """End ``program`` with one line on stderr and ``Exit.CANNOT`` where this device cannot train."""
-    try:
-        check(module=module)
-    except CannotTrain as reason:
-        sys.stderr.write(f"{program}: {reason}\n")
-        sys.exit(Exit.CANNOT)

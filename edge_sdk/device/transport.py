@@ -45,16 +45,7 @@ from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import MAX_STATEMENT, Published
 
-from ..errors import (
-    BadContent,
-    Damaged,
-    NoCoordinator,
-    NotFound,
-    NotInstalled,
-    Refused,
-    Unreachable,
-    WrongSettings,
-)
+from ..errors import BadContent, Damaged, NoCoordinator, NotFound, NotInstalled, Refused, Unreachable, WrongSettings
 from .connection import LARGEST_LIST, Connection, Message, detail_of, is_problem, message_of, passes, pause_of
 
 RESUMED = 1024 * 1024

@@ -20,12 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from edge_sdk.device.trainable import exit_unless_trainable
-
 __all__ = ["SimulationOptions", "simulate"]
-
-if __name__ == "__main__":
-    exit_unless_trainable("sparrow fleet", None)  # before what follows imports what needs 64 bits
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import read_setting

@@ -13,11 +13,10 @@ from sparrow.command_line.exits import Exit
 SDK = Path(edge_sdk.__file__).parent
 
 WITHOUT_TORCH = """
-import runpy, sys
+import sys
 sys.modules["torch"] = None  # what import makes of a package that is not there
-command = sys.argv.pop(1)
-module = "sparrow.simulation.simulate" if command == "fleet" else f"edge_sdk.{command}"
-runpy.run_module(module, run_name="__main__", alter_sys=True)
+from sparrow.main import main
+sys.exit(main(sys.argv[1:]))
 """
 
 

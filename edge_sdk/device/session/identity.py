@@ -9,14 +9,9 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 
-from sparrow.protocol.messages import (
-    ChangeDevice,
-)
+from sparrow.protocol.messages import ChangeDevice
 
-from ...errors import (
-    NotAuthenticated,
-    TokenExpired,
-)
+from ...errors import NotAuthenticated, TokenExpired
 from ..state import Identity
 from ..trainable import CannotTrain
 from .options import Device, SessionOptions

@@ -11,10 +11,7 @@ import numpy as np
 from sparrow.protocol.evidence import Pool, choice
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import merge_in_place
-from sparrow.protocol.messages import (
-    Evaluation,
-    Moved,
-)
+from sparrow.protocol.messages import Evaluation, Moved
 
 from ...engines import evaluate_held_out
 from ...engines.training import TrainingDiverged, UnsoundModel

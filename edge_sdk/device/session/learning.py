@@ -17,42 +17,30 @@ from sparrow.graphs import Graphs
 from sparrow.protocol import personal
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.manifest import Array, GraphName, Manifest, Tensors
-from sparrow.protocol.messages import (
-    FederationInfo,
-)
+from sparrow.protocol.messages import FederationInfo
 
 from ...budget.prediction import held
 from ...budget.preparation import Prepared
 from ...budget.search import Choice
 from ...engines import Engine
-from ...errors import (
-    BadArgument,
-    ModelReplaced,
-    SdkError,
-)
+from ...errors import BadArgument, ModelReplaced, SdkError
 from ...methods import Job, load_method
 from ...methods.merging import is_whole, whole_model
-from ...tasks import Task
+from ...tasks import Batches, Task, as_arrays
 from ...tasks.compute import PROCESSOR
-from ...tasks.intake import take_in
+from ...tasks.intake import random_state_kept, take_in
 from ...tasks.metrics import METRICS
 from ..label_prior import LabelPrior
-from ..opening import (
-    Prepare,
-    as_taken,
-    check_digest,
-    choose_engine,
-    fetch_graphs,
-    open_onnx,
-    open_torch,
-)
+from ..opening import Prepare, as_taken, check_digest, choose_engine, fetch_graphs, open_onnx, open_torch
 from ..trust import Trust
-from ..validation import digest_of
 from ..values import load_values
 from .identity import Identified
 from .options import Device, SessionOptions
 
 log = logging.getLogger(__name__)
+
+MOST_BYTES = 2**28
+"""Of validation data, as many are compared."""
 
 
 class Learning(Identified):
@@ -277,3 +265,17 @@ class Learning(Identified):
 def _only_prepares_otherwise(before: Manifest, manifest: Manifest) -> bool:
     """Return whether a manifest is of the same tensors, behind another preparation."""
     return before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != manifest.preparation_sha256
+
+
+def digest_of(batches: Batches) -> str:
+    """Return the SHA-256 of the samples in their order, whatever the sizes of batches; random numbers stay."""
+    inputs, targets, left = hashlib.sha256(), hashlib.sha256(), MOST_BYTES
+    with random_state_kept(batches):
+        for samples, wanted in map(as_arrays, batches):
+            inputs.update(f"{samples.dtype} {samples.shape[1:]}".encode() if left == MOST_BYTES else b"")
+            for digest, array in ((inputs, samples), (targets, wanted)):
+                digest.update(array.reshape(-1).view(np.uint8).data)
+            left -= samples.nbytes + wanted.nbytes
+            if left <= 0:
+                break
+    return hashlib.sha256(inputs.digest() + targets.digest()).hexdigest()

@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 
 from sparrow.devices import EnergyMeter
 from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.messages import (
-    Assignment,
-    DeviceProfile,
-    FederationInfo,
-)
+from sparrow.protocol.messages import Assignment, DeviceProfile, FederationInfo
 
 from ...engines import Engine, EngineChoice
 from ...tasks import Task
@@ -20,11 +16,7 @@ from ...tasks.intake import take_in
 from ..connection import Traffic
 from ..demands import Demands
 from ..local_noise import LocalNoise
-from ..opening import (
-    Prepare,
-    as_taken,
-    check_digest,
-)
+from ..opening import Prepare, as_taken, check_digest
 from ..state import StateFolder
 from ..telemetry import Telemetry as Meter
 from ..transport import Transport

@@ -23,13 +23,7 @@ from sparrow.protocol.messages import (
 )
 from sparrow.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 
-from ...errors import (
-    NotAllowed,
-    NotAuthenticated,
-    NotFound,
-    Refused,
-    RoundOver,
-)
+from ...errors import NotAllowed, NotAuthenticated, NotFound, Refused, RoundOver
 from ...methods import DeviceState
 from ..local_noise import WITHHELD
 from ..state import Pending, StateFolder, Totals

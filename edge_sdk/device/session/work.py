@@ -18,25 +18,14 @@ from sparrow.protocol.fields import MOST_COUNT, MOST_FLOPS, bounded
 from sparrow.protocol.flops import forward_flops, nonzero_flops
 from sparrow.protocol.manifest import Array, Tensors
 from sparrow.protocol.masks import Mask, NeuronMask, pack
-from sparrow.protocol.messages import (
-    Assignment,
-    ChangeDevice,
-    Kind,
-    Payload,
-    Phase,
-    Receipt,
-    Telemetry,
-    UpdateReport,
-)
+from sparrow.protocol.messages import Assignment, ChangeDevice, Kind, Payload, Phase, Receipt, Telemetry, UpdateReport
 from sparrow.protocol.parts import expected
 from sparrow.protocol.quantization import Quantised
 from sparrow.protocol.secure.messages import Statement
 from sparrow.protocol.skew import LabelSketch
 
 from ...engines.training import VALUES, TrainingDiverged, count_steps
-from ...errors import (
-    Damaged,
-)
+from ...errors import Damaged
 from ...methods import DeviceState, Job, Trained, Update
 from ...methods.merging import is_whole, whole_model
 from ...tasks import count_examples
