@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.options import add_json, add_skip_unreadable, with_skipped
 from sparrow.protocol.errors import MissingPart, SdkError
+
+if TYPE_CHECKING:
+    from sparrow.devices import EnergyMeter
 
 __all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_classes"]
 
@@ -68,15 +71,6 @@ class NoSuchFile(PredictError):
     """There is no such model or input."""
 
     exit_code = Exit.NOT_FOUND
-
-
-class Meter(Protocol):
-    """The interface of ``devices.EnergyMeter``: ``phase(name)`` gives a context manager, whose ``energy`` has the
-    joules.
-    """
-
-    def phase(self, name: str) -> Any:
-        """Return a phase to measure with a ``with`` block."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +172,11 @@ class Predictor:
         """Median seconds (p50) of one sample alone; see ``measure``."""
         return self.measure(sample, repeats).p50
 
-    def measure(self, sample: Array | None = None, repeats: int = 100, meter: Meter | None = None) -> Timing:
+    def measure(self, sample: Array | None = None, repeats: int = 100, meter: EnergyMeter | None = None) -> Timing:
         """Measure the cost of one sample alone over ``repeats`` runs, after a tenth as many to warm up.
 
         sample: [1, *input_shape]; zeros where none is given, since a dense model takes the same time for any input.
-        meter: a ``devices.EnergyMeter``, to count joules with, which takes another ``ENERGY_SECONDS``. Raises
+        meter: to count joules with, which takes another ``ENERGY_SECONDS``. Raises
         PredictError for a sample that does not fit.
         """
         sample = self._zeros() if sample is None else sample

@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 
-from edge_sdk.device.heartbeat import BEATS, Heartbeat
+from edge_sdk.device.heartbeat import BEATS, heartbeat
 from edge_sdk.device.transport import Transport
 
 PROBLEM = {"Content-Type": "application/problem+json"}
@@ -48,7 +48,7 @@ def ended():
 
 def test_it_beats_while_the_work_goes_on_and_not_after_it():
     network = Network(httpx.Response(204))
-    with Heartbeat(network.transport, "abc", BEATS * 0.01):
+    with heartbeat(network.transport, "abc", BEATS * 0.01):
         network.beats(3)
         assert all(thread.daemon for thread in beating()), "or it would keep the process"
     assert ended()
@@ -70,14 +70,14 @@ def test_it_beats_while_the_work_goes_on_and_not_after_it():
 )
 def test_a_coordinator_that_does_not_answer_is_told_again(trouble):
     network = Network(trouble, trouble, httpx.Response(204))
-    with Heartbeat(network.transport, "abc", BEATS * 0.01):
+    with heartbeat(network.transport, "abc", BEATS * 0.01):
         network.beats(4)
     assert ended()
 
 
 def test_work_goes_on_in_peace_where_nobody_waits_for_it():
     network = Network(httpx.Response(409, json={"title": "RoundClosed", "detail": "over"}, headers=PROBLEM))
-    with Heartbeat(network.transport, "abc", BEATS * 0.01):
+    with heartbeat(network.transport, "abc", BEATS * 0.01):
         network.beats(1)
         assert ended()
     assert len(network.seen) == 1

@@ -7,9 +7,9 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from edge_sdk.device.session.learning import digest_of
 from torch import nn
 
+from edge_sdk.device.session.learning import digest_of
 from edge_sdk.join import JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task

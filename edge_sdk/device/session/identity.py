@@ -6,7 +6,6 @@ used, because a coordinator that resumes from a backup knows only that.
 
 from __future__ import annotations
 
-import logging
 from importlib.util import find_spec
 
 from sparrow.protocol.messages import ChangeDevice
@@ -15,8 +14,6 @@ from ...errors import NotAuthenticated, TokenExpired
 from ..state import Identity
 from ..trainable import CannotTrain
 from .options import Device, SessionOptions
-
-log = logging.getLogger(__name__)
 
 
 class Identified:
@@ -48,8 +45,6 @@ class Identified:
         return self.identity.name
 
     def _renew_token(self) -> None:
-        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time; and the old
-        one until it was used: a coordinator that goes on from a backup knows only that."""
         before = self.identity
         if before.device_id is not None:
             token = self.transport.new_token(before.device_id, before.enrolment_key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,8 +21,6 @@ from ..telemetry import Telemetry as Meter
 from ..transport import Transport
 from ..trust import Trust
 from ..watchdog import Watchdog
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 
 from sparrow.protocol import bundle
 from sparrow.protocol.elements import ElementMask
@@ -68,12 +69,9 @@ class Sending(Judging):
     def _hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
         if self._options.local_noise is not None and not isinstance(reason, PauseReason):
             reason = WITHHELD
-        try:
+        # It is over, or was withdrawn, as a preparation that took too long.
+        with suppress(RoundOver, NotFound):
             self.transport.hand_back(assignment_id, reason)
-        except RoundOver:
-            pass  # then nobody waits for it any more
-        except NotFound:
-            pass  # it was withdrawn: a preparation that took too long
 
     def _keep_and_send(
         self,

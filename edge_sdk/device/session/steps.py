@@ -54,7 +54,7 @@ from ...errors import (
 )
 from ...tasks import Task, count_examples
 from ..diagnosis import diagnose
-from ..heartbeat import Heartbeat
+from ..heartbeat import heartbeat
 from ..local_noise import WITHHELD
 from ..state import StateFolder
 from ..transport import Transport
@@ -275,7 +275,7 @@ class Session(Working):
         return (
             nullcontext()
             if self._options.hosted
-            else Heartbeat(self.transport, assignment_id, settings.silence_seconds)
+            else heartbeat(self.transport, assignment_id, settings.silence_seconds)
         )
 
     def _stay_away(self, reason: PauseReason) -> None:

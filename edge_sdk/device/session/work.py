@@ -162,7 +162,11 @@ class Working(Sending):
             trained = replace(trained, counts={**trained.counts, "clipped_values": hidden.clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
         report = _report(
-            *(trained, job, download, train.cost, statement),
+            trained,
+            job,
+            download,
+            train.cost,
+            statement,
             tells=self._tells(job.assignment),
             labels=None if job.assignment.settings.secure else self._labels(job),
         )
@@ -357,35 +361,24 @@ class Working(Sending):
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
-        self._keep_and_send(
-            job.assignment,
-            receipt.model_dump_json(exclude_defaults=True).encode(),
-            job.state,
-            validation_global=shared or self.progress.validation_global,
-            evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
-        )
+        evaluation = self.progress.evaluation.plus(download).plus(measured.cost)
+        shared = shared or self.progress.validation_global
+        self._send_receipt(job, receipt, job.state, validation_global=shared, evaluation=evaluation)
 
     def _compare(self, job: Job, download: Phase) -> None:
         """Tell what this device may gain by another model than the finished one."""
         with self._telemetry.phase("evaluate") as measured:
             candidates = Candidates.of(self._method, job)
             evidence = candidates.evidence(self.engine, self.task.validation)
-            measured.flops = candidates.flops + self._judging(len(candidates.models))
+            judging = len(candidates.models) * forward_flops(self.manifest) * count_examples(self.task.validation)
+            measured.flops = candidates.flops + judging
         receipt = Receipt(
             evidence=evidence if self._tells(job.assignment) else None,
             finetune_flops=min(candidates.flops, MOST_FLOPS),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
-        self._keep_and_send(
-            job.assignment,
-            receipt.model_dump_json(exclude_defaults=True).encode(),
-            job.state,
-            evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
-        )
-
-    def _judging(self, models: int) -> int:
-        """Return the FLOPs of judging so many models on validation data."""
-        return models * forward_flops(self.manifest) * count_examples(self.task.validation)
+        evaluation = self.progress.evaluation.plus(download).plus(measured.cost)
+        self._send_receipt(job, receipt, job.state, evaluation=evaluation)
 
     def _adapt(self, job: Job, download: Phase) -> None:
         first = self._judge_first(job)
@@ -400,15 +393,12 @@ class Working(Sending):
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
-        self._keep_and_send(
-            job.assignment,
-            receipt.model_dump_json(exclude_defaults=True).encode(),
-            state,
-            adapted=True,
-            best=best,
-            **first,
-            training=self.progress.training.plus(download).plus(measured.cost),
-        )
+        training = self.progress.training.plus(download).plus(measured.cost)
+        self._send_receipt(job, receipt, state, adapted=True, best=best, **first, training=training)
+
+    def _send_receipt(self, job: Job, receipt: Receipt, state: DeviceState, **changed: object) -> None:
+        body = receipt.model_dump_json(exclude_defaults=True).encode()
+        self._keep_and_send(job.assignment, body, state, None, **changed)
 
     def _reassess(self, assignment: Assignment) -> None:
         """Choose the budget again for the next rounds."""
