@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
 
 from ..protocol.errors import MissingPart
-from ..protocol.tls import Tls
-from .fleet import run_fleet
+from .fleet import USUAL, Access, run_fleet
 from .host import Plan
 from .result import Result
 
@@ -70,10 +70,9 @@ class _Slice:
                 _check_layout(self._root, self._of)
             return run_fleet(
                 self._server,
-                self._plan,
+                replace(self._plan, indices=range(self._number, self._plan.total, self._of)),
                 processes=1,
                 state_dir=own,
-                indices=range(self._number, self._plan.total, self._of),
                 quiet=True,
                 interrupted=self._stopped.is_set,
                 **self._options,
@@ -96,10 +95,7 @@ def run_on_ray(
     engine: EngineChoice = "auto",
     state_dir: Path | None = None,
     in_memory: bool = False,
-    enrolment_token: str | None = None,
-    observer_token: str | None = None,
-    patience_seconds: float | None = None,
-    trust: Tls | None = None,
+    access: Access = USUAL,
     quiet: bool = False,
 ) -> Result:
     """Run the devices of ``plan`` on a Ray cluster until their federation has ended, and return what was done.
@@ -114,19 +110,16 @@ def run_on_ray(
     """
     if workers is not None and workers < 1:
         raise BadArgument(f"{workers} workers; give at least 1")
-    with connect(server, trust) as client:
-        transport = Transport(client, patience_seconds=patience_seconds)
-        enrolment_token = enrolment_token or token_of("enrolment")  # here: the nodes have other environments
-        observer_token = observer_token or token_of("observer")
+    with connect(server, access.trust) as client:
+        transport = Transport(client, patience_seconds=access.patience_seconds)
+        enrolment_token = access.enrolment_token or token_of("enrolment")  # here: the nodes have other environments
+        observer_token = access.observer_token or token_of("observer")
         transport.token = observer_token or enrolment_token
         transport.federation(plan.federation)  # its errors, before a cluster is started
         options = {
             "engine": engine,
             "in_memory": in_memory,
-            "enrolment_token": enrolment_token,
-            "observer_token": observer_token,
-            "patience_seconds": patience_seconds,
-            "trust": trust,
+            "access": replace(access, enrolment_token=enrolment_token, observer_token=observer_token),
         }
         root = state_dir and state_dir.absolute()
         ray = _connect(address, workers)

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -54,6 +54,24 @@ OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
 
 
+@dataclass(frozen=True)
+class Access:
+    """The way a coordinator is called.
+
+    enrolment_token, observer_token: where the coordinator asks for them, the latter to see who is being waited for;
+    without, those of SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. patience_seconds: how long to wait for a
+    coordinator that does not answer; None: for ever. trust: certificates for https.
+    """
+
+    enrolment_token: str | None = None
+    observer_token: str | None = None
+    patience_seconds: float | None = None
+    trust: tls.Tls | None = None
+
+
+USUAL = Access()
+
+
 @translated()
 def run_fleet(
     server: str | None,
@@ -65,11 +83,7 @@ def run_fleet(
     state_dir: Path | None = None,
     in_memory: bool = False,
     adapt: bool = True,
-    indices: Iterable[int] | None = None,
-    enrolment_token: str | None = None,
-    observer_token: str | None = None,
-    patience_seconds: float | None = None,
-    trust: tls.Tls | None = None,
+    access: Access = USUAL,
     quiet: bool = False,
     on_step: Callable[[Stepped], None] = lambda stepped: None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -82,10 +96,7 @@ def run_fleet(
     of this process with ONNX Runtime, in processes with PyTorch, and one at a time on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
     forget it. adapt: let devices that end without a model of their own fetch the finished one, and tune it where the
-    federation says so; without, the records lack what the last upload of each device cost. indices: the devices of
-    this fleet, where others simulate the rest. enrolment_token, observer_token: where the coordinator asks for them,
-    the latter to see who is being waited for; without, those of SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN.
-    trust: certificates for https.
+    federation says so; without, the records lack what the last upload of each device cost.
     on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
     Ctrl-C, which reaches only a process's main thread. Raises SdkError; KeyboardInterrupt once every device has
     finished the step it was in.
@@ -96,11 +107,11 @@ def run_fleet(
     if accelerated and processes not in (None, 1):
         raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(connect_to(server, app, trust))
+        client = stack.enter_context(connect_to(server, app, access.trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or in_process.ADDRESS, plan.federation))
-        transport = Transport(client, patience_seconds=patience_seconds)
-        enrolment_token = enrolment_token or token_of("enrolment")
-        transport.token = observer_token or token_of("observer") or enrolment_token
+        transport = Transport(client, patience_seconds=access.patience_seconds)
+        enrolment_token = access.enrolment_token or token_of("enrolment")
+        transport.token = access.observer_token or token_of("observer") or enrolment_token
         known = Known.of(transport, plan.federation)
         task_of = cache(lambda index: plan.task(index, known))
         chosen = _chosen(engine, plan, known, task_of(0))
@@ -116,19 +127,19 @@ def run_fleet(
         def make_host() -> Host:
             return Host(
                 plan,
-                client if number == 1 or in_threads else connect(str(server), trust),
+                client if number == 1 or in_threads else connect(str(server), access.trust),
                 root,
                 known,
                 task_of,
                 make_trainer(),
                 reference=reference,
                 enrolment_token=enrolment_token,
-                patience_seconds=patience_seconds,
+                patience_seconds=access.patience_seconds,
             )
 
         make_executor = _threads if in_threads else _pool
         executor = stack.enter_context(_InProcess(make_host) if number == 1 else make_executor(number, make_host))
-        mine = frozenset(range(plan.total) if indices is None else indices)
+        mine = frozenset(range(plan.total) if plan.indices is None else plan.indices)
         run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted, chosen, adapt)
         return run.until_over()
 

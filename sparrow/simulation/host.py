@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,8 @@ class Plan:
     shares of each layer's neurons to train; the first devices have the first budget, and so on, in equal parts; empty:
     what each one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices
     report, as estimates; where there are none they report this machine's. compute: how all of them train.
-    local_noise: added to all of their updates.
-    make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
+    local_noise: added to all of their updates. make_task: (index, what is known of the federation) -> Task, instead of
+    ``data``, for a task of one's own. indices: the devices of this fleet, if others simulate the rest.
     """
 
     federation: str
@@ -67,6 +67,7 @@ class Plan:
     compute: Compute = USUAL
     local_noise: LocalNoise | None = None
     make_task: Callable[[int, FederationInfo], Task] | None = None
+    indices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.new < 0:
@@ -291,10 +292,10 @@ class Host:
                     announce=announce,
                     hosted=True,
                     engine=self._trainer.engine(task),
+                    # A simulated device has no owner who could mind.
                     demands=Demands(plain_metrics=True),
                     local_noise=self._plan.local_noise,
                 ),
-                # A simulated device has no owner who could mind.
             )
         except BaseException:
             folder.close()

@@ -42,7 +42,7 @@ from ..protocol import tls
 from ..protocol.settings import FederationSettings
 from . import in_process
 from .cluster import run_on_ray
-from .fleet import connect_to, run_fleet
+from .fleet import Access, connect_to, run_fleet
 from .host import Plan
 from .result import Result, installed
 
@@ -144,8 +144,7 @@ def simulate(
             "engine": engine,
             "state_dir": None if state_dir is None else Path(state_dir),
             "in_memory": in_memory,
-            "patience_seconds": options.patience_seconds,
-            "trust": options.trust,
+            "access": Access(patience_seconds=options.patience_seconds, trust=options.trust),
             "quiet": quiet,
         }
         if options.ray is None:

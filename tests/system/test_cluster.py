@@ -20,7 +20,7 @@ import pytest
 from edge_sdk.errors import SdkError
 from sparrow.command_line.exits import Exit
 from sparrow.simulation import cluster, simulate
-from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.fleet import Access, run_fleet
 from sparrow.simulation.host import Plan
 
 from .conftest import Coordinator, Machine, environment, wait_until
@@ -108,7 +108,7 @@ def test_a_slice_that_fails_ends_the_others(coordinator: Coordinator, start: Sta
 
 def test_devices_dealt_to_another_number_of_slices_are_not_enrolled_again(tmp_path):
     (tmp_path / "slice-0-of-2").mkdir()
-    options = {"in_memory": False, "enrolment_token": None, "patience_seconds": 0.0}
+    options = {"in_memory": False, "access": Access(patience_seconds=0.0)}
     part = cluster._Slice("http://127.0.0.1:9", Plan("digits", DEVICES), 0, 3, tmp_path, options)
     with pytest.raises(SdkError, match="give --workers 2 to go on"):
         part.run()

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sparrow.devices.simulation import BOARDS
 from sparrow.protocol.messages import FederationStatus, Kind
 from sparrow.simulation import fleet
 from sparrow.simulation import in_process as inprocess
-from sparrow.simulation.fleet import run_fleet
+from sparrow.simulation.fleet import Access, run_fleet
 from sparrow.simulation.host import Plan
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
@@ -233,15 +234,14 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
     """Machines that simulate a part each: ``indices`` says which."""
     coordinator.create(NAME, **SETTINGS)
     script = (
-        "import sys; from sparrow.simulation.fleet import run_fleet; from sparrow.simulation.host import Plan; "
-        f"run_fleet(sys.argv[1], Plan({NAME!r}, {DEVICES}, budgets={BUDGETS}), processes=1, in_memory=True, "
-        f"indices=range(3), quiet=True, patience_seconds=30)"
+        "import sys; from sparrow.simulation.fleet import Access, run_fleet; from sparrow.simulation.host import Plan; "
+        f"plan = Plan({NAME!r}, {DEVICES}, budgets={BUDGETS}, indices=range(3)); "
+        "run_fleet(sys.argv[1], plan, processes=1, in_memory=True, quiet=True, access=Access(patience_seconds=30))"
     )
     other = subprocess.Popen([sys.executable, "-P", "-c", script, coordinator.url], env=environment())
     try:
-        run_fleet(
-            coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", indices=range(3, DEVICES), quiet=True
-        )
+        rest = replace(PLAN, indices=range(3, DEVICES))
+        run_fleet(coordinator.url, rest, processes=1, state_dir=tmp_path / "fleet", quiet=True)
         assert other.wait(60) == 0
     finally:
         other.kill()
@@ -538,15 +538,21 @@ def test_where_the_coordinator_asks_for_tokens(tmp_path):
     try:
         publish(guarded.url, NAME, "digits", options=PublishOptions(admin_token="the-chief-s-secret"), **SETTINGS)
         with pytest.raises(Refused, match="observer token is needed"):
-            run_fleet(guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="the-enrolment-token")
+            run_fleet(
+                guarded.url,
+                PLAN,
+                processes=1,
+                in_memory=True,
+                quiet=True,
+                access=Access(enrolment_token="the-enrolment-token"),
+            )
         result = run_fleet(
             guarded.url,
             PLAN,
             processes=1,
             in_memory=True,
             quiet=True,
-            enrolment_token="the-enrolment-token",
-            observer_token="an-observer-s-secret",
+            access=Access("the-enrolment-token", "an-observer-s-secret"),
         )
     finally:
         guarded.close()
