@@ -15,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from .device.bar import Bar
 from .device.demands import Demands, SecureOnly, read_known
@@ -56,7 +56,7 @@ from .budget.search import read_learned
 from .device.connection import connect, token_of
 from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
 from .device.local_noise import LocalNoise
-from .device.opening import choose_compute
+from .device.opening import add_compute, choose_compute
 from .device.policy import Policy, policy_here, read_policy
 from .device.result import Result, as_json, failed, report, result_before, result_of
 from .device.session import FAILURES, Outcome, Session, SessionOptions
@@ -67,7 +67,6 @@ from .device.watchdog import Watchdog, read_spent
 from .engines import EngineChoice
 from .errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
 from .tasks import Task, is_module, load_data_of
-from .tasks.compute import ACCELERATORS
 
 if TYPE_CHECKING:
     from .device.exporting import Export
@@ -489,28 +488,9 @@ def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     allocator.give_back()
-    chosen = JoinOptions(
-        budget=options.budget,
-        policy=_policy(options.policy, dict(options.limit)),
-        watts=options.watts,
-        engine=options.engine,
-        accelerator=options.accelerator,
-        threads=options.threads,
-        bfloat16=options.bfloat16,
-        deterministic=options.deterministic,
-        memory_limit=options.memory_limit,
-        require_secure=options.require_secure,
-        known_devices=options.known_devices,
-        publisher=options.publisher,
-        pin_model=options.pin_model,
-        require=options.require,
-        plain_metrics=options.plain_metrics,
-        own_frozen=options.own_frozen,
-        local_noise=options.local_noise,
-        local_clip=options.local_clip,
-        patience_seconds=options.wait,
-        trust=tls.from_options(options),
-    )
+    given = {each.name: getattr(options, each.name) for each in fields(JoinOptions) if hasattr(options, each.name)}
+    given["policy"] = _policy(options.policy, dict(options.limit))
+    chosen = JoinOptions(**given, patience_seconds=options.wait, trust=tls.from_options(options))
     try:
         result = join(
             options.server,
@@ -565,18 +545,8 @@ def _options(parser: Parser) -> None:
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
     )
     add_wait(parser, None)
-    parser.add_argument(
-        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=get_args(EngineChoice),
-        default="auto",
-        metavar="NAME",
-        help="onnx, which needs no PyTorch; torch; auto: onnx where it can and there is no GPU (default: auto)",
-    )
+    add_compute(parser)
     parser.add_argument("--threads", type=read.count, help="CPU threads (default: what is fastest)")
-    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument(
         "--deterministic", action="store_true", help="on the CPU, nothing chosen by speed: same bits again"
     )

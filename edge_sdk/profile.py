@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from . import arguments as read
 from .arguments import MIB, read_setting
 from .budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
 from .budget.search import Choice, Limits, choose
-from .device.opening import choose_compute, choose_engine
+from .device.opening import add_compute, choose_compute, choose_engine
 from .engines import EngineChoice
 from .engines.onnx import Sessions
 from .engines.rehearsal import OnnxRehearsal, Rehearse
@@ -47,7 +47,7 @@ from .methods.describing import describe_for
 from .publish import add_method_set, read_settings
 from .publishing.preparation import prepare_to_publish
 from .tasks import Seeded, Task, is_module, load_task
-from .tasks.compute import ACCELERATORS, USUAL, Compute
+from .tasks.compute import USUAL, Compute
 from .tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, cross_entropy
 from .tasks.public import BY_DEVICES, MODELS
 from .training.local import as_tensor
@@ -369,11 +369,7 @@ def _options(parser: Parser) -> None:
         "--memory-limit", type=read.mebibytes, metavar="MIB", help="what may be held (default: what there is)"
     )
     parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1)")
-    parser.add_argument(
-        "--engine", choices=get_args(EngineChoice), default="auto", help="what trains, as for join (default: auto)"
-    )
-    parser.add_argument("--accelerator", choices=ACCELERATORS, default="auto", help="default: %(default)s")
-    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    add_compute(parser)
     parser.add_argument(
         "--set",
         type=read_setting,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ..engines import Engine, EngineChoice, EngineName
 from ..errors import BadArgument
 from ..methods import load_method
 from ..tasks import Task, as_arrays
-from ..tasks.compute import PROCESSOR, Compute, choose_device
+from ..tasks.compute import ACCELERATORS, PROCESSOR, Compute, choose_device
 from ..tasks.intake import Taken, long_axes, random_state_kept, suited, take_in
 from ..tasks.loading import ArrayBatches, Reshaped
 from .trainable import CannotTrain
@@ -37,6 +38,21 @@ if TYPE_CHECKING:
     from ..engines.rehearsal import Rehearse
 
 Prepare = Callable[[Task, Manifest, FederationInfo, "Rehearse"], Prepared]
+
+
+def add_compute(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what trains, and where."""
+    parser.add_argument(
+        "--engine",
+        choices=get_args(EngineChoice),
+        default="auto",
+        metavar="NAME",
+        help="onnx, which needs no PyTorch; torch; auto: onnx where it can and there is no GPU (default: auto)",
+    )
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
 
 
 def choose_compute(

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 __all__ = ["SimulationOptions", "simulate"]
 
@@ -26,14 +26,13 @@ from edge_sdk import arguments as read
 from edge_sdk.arguments import read_setting
 from edge_sdk.device.connection import token_of
 from edge_sdk.device.local_noise import LocalNoise
-from edge_sdk.device.opening import choose_compute
+from edge_sdk.device.opening import add_compute, choose_compute
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, add_method_set, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.compute import ACCELERATORS
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 from ..command_line.command import Command, Parser, WrongUsage
@@ -338,16 +337,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
     )
-    parser.add_argument(
-        "--engine",
-        choices=get_args(EngineChoice),
-        default="auto",
-        help="what trains: ONNX Runtime (default where it can), or PyTorch",
-    )
-    parser.add_argument(
-        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
-    )
-    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    add_compute(parser)
     parser.add_argument(
         "--processes",
         type=int,
