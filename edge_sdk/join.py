@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .device.bar import Bar
 from .device.demands import Demands, SecureOnly, read_known
@@ -341,37 +341,27 @@ def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, expor
     return False
 
 
-def _task_maker(task: object, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
-    """Return the function that makes the task. Raises BadArgument for any other object."""
-    if task is None or isinstance(task, str):
-        return _named_task_maker(task, data, device)
-    if data is not None:
+def _task_maker(task: Any, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
+    """Return the function that makes the task, or loads its data if it is known by name. Raises BadArgument."""
+    named = task is None or isinstance(task, str)
+    if data is not None and not named:
         raise BadArgument("data belongs to a task known by name; leave it out where the task has its data")
-    if isinstance(task, Task):
-        return lambda info, manifest: task
-    if is_module(task) or not callable(task):
+    if not named and not isinstance(task, Task) and (is_module(task) or not callable(task)):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
             f"that makes one from the federation's settings, or the name of the federation's task"
         )
 
     def make(info: FederationInfo, manifest: Manifest) -> Task:
-        made = task(info)
+        if named and task not in (None, info.task):
+            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give that, or no task")
+        if named:
+            settings = info.settings
+            return load_data_of(manifest, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
+        made = task if isinstance(task, Task) else task(info)
         if not isinstance(made, Task):
             raise BadArgument(f"the function given as task returns a {type(made).__name__}; have it return a Task")
         return made
-
-    return make
-
-
-def _named_task_maker(task: str | None, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
-    """Return the function that makes the federation's task over ``data``. task: its name, where it is given."""
-
-    def make(info: FederationInfo, manifest: Manifest) -> Task:
-        if task not in (None, info.task):
-            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give that, or no task")
-        settings = info.settings
-        return load_data_of(manifest, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
 
     return make
 
