@@ -609,7 +609,7 @@ def _policy(text: str, limits: Mapping[str, str]) -> Policy:
     elif text == "auto":
         chosen = policy_here(System.here())
     else:
-        chosen = Policy().changed(read_policy(Path(text)))
+        chosen = read_policy(Path(text))
     return chosen.changed(limits)
 
 

@@ -99,10 +99,6 @@ class Preparation:
     keep: Callable[[Learned], None] = lambda learned: None
     clock: Callable[[], float] = time.perf_counter
 
-    def __post_init__(self) -> None:
-        if self.budget is not None:
-            check_budget(self.budget)
-
     def __call__(
         self, task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse = rehearse_torch
     ) -> Prepared:

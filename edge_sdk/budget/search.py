@@ -302,7 +302,8 @@ class BudgetController:
         if hot and place > 0:
             found = self._choose(limits, duty, place - 1)
             if found.limited_by is None:
-                found = _because_of_heat(found)
+                reasons = (*found.reasons, "one step smaller, because the device grew too hot")
+                found = replace(found, limited_by=BudgetLimit.heat, reasons=reasons)
         else:
             found = self._choose(limits, duty, len(budgets) - 1)
             most = budgets.index(found.budget)
@@ -317,11 +318,6 @@ class BudgetController:
     def _choose(self, limits: Limits, duty: float, most: int) -> Choice:
         among = self.predictor.budgets[: most + 1]
         return choose(self.predictor, limits, self._settings, among=among, learned=self.learned, duty=duty)
-
-
-def _because_of_heat(choice: Choice) -> Choice:
-    reasons = (*choice.reasons, "one step smaller, because the device grew too hot")
-    return replace(choice, limited_by=BudgetLimit.heat, reasons=reasons)
 
 
 def board_budget(board: Board, task: Task, manifest: Manifest, settings: FederationSettings) -> Choice:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.bundle import Bundle
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.masks import Mask, unpack
 from sparrow.protocol.settings import FederationSettings
@@ -89,7 +88,10 @@ class LabelPrior:
 
     def received(self, job: Job) -> Job:
         """Return the work with the prior in its payload, where this round adjusts outputs."""
-        return job if job.received is None or not adjusts(job) else replace(job, received=self._added(job.received))
+        if job.received is None or not adjusts(job):
+            return job
+        values = self._moved(job.received.values, job.received.mask, 1)
+        return replace(job, received=replace(job.received, values=values))
 
     def sent(self, job: Job, update: Update) -> Update:
         """Return the update of a job without the prior."""
@@ -101,9 +103,6 @@ class LabelPrior:
             else {**update.base, self.bias: np.subtract(update.base[self.bias], self.offset)}
         )
         return replace(update, values=self._moved(update.values, update.mask, -1), base=base)
-
-    def _added(self, received: Bundle) -> Bundle:
-        return replace(received, values=self._moved(received.values, received.mask, 1))
 
     def _moved(self, values: Array, mask: Mask | None, sign: int) -> NDArray[np.float32]:
         moved = np.array(values, np.float32)

@@ -203,8 +203,8 @@ def policy_here(system: System) -> Policy:
     )
 
 
-def read_policy(path: Path) -> dict[str, object]:
-    """Return the limits in a TOML file: ``KEY = VALUE`` lines, none of them required. Raises BadArgument."""
+def read_policy(path: Path) -> Policy:
+    """Return the policy in a TOML file: ``KEY = VALUE`` lines, none of them required. Raises BadArgument."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
@@ -213,8 +213,7 @@ def read_policy(path: Path) -> dict[str, object]:
         raise BadArgument(
             f"{path}: {error}; write a policy as KEY = VALUE lines; sparrow join --help-settings lists them"
         ) from None
-    _checked(found)
-    return found
+    return _checked(found)
 
 
 def _checked(values: Mapping[str, object]) -> Policy:

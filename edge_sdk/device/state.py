@@ -288,8 +288,8 @@ class StateFolder:
 
     def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
         """Return the identity of this device; in a new folder, make one with a fresh enrolment key."""
-        path = self.path / "identity.json"
-        if not path.exists():
+        identity = self.known_identity()
+        if identity is None:
             identity = Identity(
                 federation=federation,
                 federation_uid=federation_uid,
@@ -299,7 +299,6 @@ class StateFolder:
             )
             self.save_identity(identity)
             return identity
-        identity = _read_identity(path)
         if (identity.federation, identity.name) != (federation, name):
             raise StateError(
                 f"{self.path} belongs to {identity.name} in {identity.federation}, not to {name} in {federation}; use "
@@ -378,7 +377,11 @@ class StateFolder:
             progress = Progress.model_validate(saved.progress)
             tensors = saved.stored
             if saved.reference is not None:
-                self._check_reference(saved.reference)
+                if saved.reference != self._reference_digest:
+                    raise StateError(
+                        f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote "
+                        f"it can open it, beside its reference.safetensors"
+                    )
                 tensors = difference.add(tensors, self._reference or {})
         except (ProtocolError, ValidationError, ValueError) as error:
             raise _damaged(path, error, "start this device anew") from None
@@ -391,13 +394,6 @@ class StateFolder:
             )
         if tensors is not None:
             manifest.check_tensors(tensors, what=f"the tensors in {self.path}")
-
-    def _check_reference(self, digest: str) -> None:
-        if digest != self._reference_digest:
-            raise StateError(
-                f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote it can "
-                f"open it, beside its reference.safetensors"
-            )
 
     def keep_as_best(self) -> None:
         """Keep the model as it is now under its other name: a second link to the file, or a copy on a file system

@@ -70,11 +70,6 @@ class Admitted:
     built_in: bool
 
     @property
-    def secure(self) -> bool:
-        """True if all of its rounds must be secure."""
-        return self.accepted.secure
-
-    @property
     def ranges(self) -> Ranges:
         """The signed ranges; none if nothing is signed."""
         return {} if self.terms is None else self.terms.settings
@@ -205,7 +200,7 @@ class Trust:
             self._checked = settings
 
     def _check(self, settings: FederationSettings, admitted: Admitted) -> None:
-        if admitted.secure and not settings.secure:
+        if admitted.accepted.secure and not settings.secure:
             raise BadPublication(
                 "the coordinator asks for an update without masks (secure=false), and this federation is secure; "
                 "nothing is sent"

@@ -77,8 +77,7 @@ def judge(
     working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
     """
     found = [
-        *_judge_power(policy, conditions),
-        *_judge_heat(policy, conditions, working),
+        *_judge_board(policy, conditions, working),
         *_judge_battery(policy, conditions, working),
         *_judge_others(policy, conditions),
         *_judge_space(policy, conditions, working),
@@ -90,12 +89,10 @@ def judge(
     return found + [objection for objection in others if objection is not None]
 
 
-def _judge_power(policy: Policy, conditions: Conditions) -> Iterator[Objection]:
+def _judge_board(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
+    """Yield objections to the supply's voltage, to heat, and to throttling."""
     if policy.not_under_voltage and conditions.under_voltage.value:
         yield Objection(PauseReason.power, "the supply's voltage is too low: use another supply or cable")
-
-
-def _judge_heat(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
     for reading, pause, resume, what in (
         (conditions.temperature, policy.pause_celsius, policy.resume_celsius, "the chip"),
         (conditions.battery_temperature, policy.battery_pause_celsius, policy.battery_resume_celsius, "the battery"),
@@ -110,13 +107,14 @@ def _judge_heat(policy: Policy, conditions: Conditions, working: bool) -> Iterat
 
 
 def _judge_battery(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
-    if policy.on_mains and not conditions.on_mains.value and not _charged_enough(policy, conditions):
+    level = conditions.battery.value
+    charged = policy.battery_instead is not None and level is not None and level >= policy.battery_instead
+    if policy.on_mains and not conditions.on_mains.value and not charged:
         known = "it runs on its battery" if conditions.on_mains.value is not None else _unknown(conditions.on_mains)
         yield Objection(PauseReason.charging, f"external power is asked for: {known}")
     lowest = policy.battery_stop if working else (policy.battery_start or policy.battery_stop)
-    if lowest is None or _has_no(conditions.battery):
+    if lowest is None or conditions.battery.reason is Reason.ABSENT:
         return
-    level = conditions.battery.value
     if level is None:
         yield Objection(PauseReason.battery, f"the battery's level: {_unknown(conditions.battery)}")
     elif level < lowest:
@@ -168,15 +166,6 @@ def _judge_spending(policy: Policy, spent: Spent | None, now: datetime) -> list[
     if policy.hours_per_day is not None and spent.seconds >= 3600 * policy.hours_per_day:
         return [Objection(PauseReason.hours, f"today's {policy.hours_per_day:g} h of work are over")]
     return []
-
-
-def _charged_enough(policy: Policy, conditions: Conditions) -> bool:
-    level = conditions.battery.value
-    return policy.battery_instead is not None and level is not None and level >= policy.battery_instead
-
-
-def _has_no(reading: Reading) -> bool:
-    return reading.reason is Reason.ABSENT
 
 
 def _unknown(reading: Reading) -> str:
@@ -236,11 +225,6 @@ class Watchdog:
             self._looked = now
             self._decide(now)
         return self._paused.reason if self._paused else None
-
-    @property
-    def text(self) -> str:
-        """Why, in words, for the device's own user."""
-        return self._paused.text if self._paused else ""
 
     def earliest(self) -> float:
         """Return the seconds of the clock before which paused work cannot resume, whatever comes."""

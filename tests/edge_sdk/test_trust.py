@@ -382,7 +382,7 @@ def test_a_federation_that_was_secure_stays_so(coordinator, join):
     join.lying.answers["/v1/federations/f"] = with_settings(secure=False, secure_metrics=None)
     with pytest.raises(BadPublication, match="this federation is secure; nothing is sent"):
         join()
-    assert session.trust.admitted.secure
+    assert session.trust.admitted.accepted.secure
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ class Learning(Identified):
             manifest = self.transport.manifest(self._federation)
         self.trust.admit(info, manifest, lambda: self.transport.publication(self._federation))
         if manifest is not before:
-            if before is not None and _only_prepares_otherwise(before, manifest):
+            prepared_by = manifest.preparation_sha256
+            if before and before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != prepared_by:
                 log.warning("the federation prepares its samples in another way; this device's model starts again")
                 self.folder.forget_model()
             self.folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
@@ -260,11 +261,6 @@ class Learning(Identified):
     @cached_property
     def _data(self) -> str:
         return digest_of(self.task.validation)
-
-
-def _only_prepares_otherwise(before: Manifest, manifest: Manifest) -> bool:
-    """Return whether a manifest is of the same tensors, behind another preparation."""
-    return before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != manifest.preparation_sha256
 
 
 def digest_of(batches: Batches) -> str:

@@ -133,7 +133,7 @@ class Sending(Judging):
         return upload.cost
 
     def _owe_as_before(self, pending: Pending) -> None:
-        """Take back what rounding took from an update that does not count: what is owed is of those that do."""
+        """Restore the rounding residual of an update that was not accepted."""
         owed = self.folder.owed_before(pending)
         if owed is not None:
             self.folder.save(self.manifest, self.personal, self.progress, feedback=owed)
@@ -141,5 +141,5 @@ class Sending(Judging):
     def _say_what_stays(self, pending: Pending) -> None:
         """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
         holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
-        # Whoever comes too late may have been thought away.
+        # The coordinator may have marked a late device absent.
         self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))

@@ -206,7 +206,9 @@ class Session(Working):
 
     def _step(self, wait_seconds: float) -> Step:
         if (reason := self._options.watchdog.look() if self._options.watchdog else None) is not None:
-            self._stay_away(reason)
+            if reason is not self._away:  # it is reported once
+                self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+                self._away = reason
             self._next = None  # which was taken back with that
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
         self._away = None  # asking for work says that it is back
@@ -255,7 +257,7 @@ class Session(Working):
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
-            self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
+            self._tell(ChangeDevice(conditions=Conditions()))  # the coordinator may have marked it absent
         self.working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         if assignment.kind not in JUDGING:
             self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
@@ -278,12 +280,6 @@ class Session(Working):
             else heartbeat(self.transport, assignment_id, settings.silence_seconds)
         )
 
-    def _stay_away(self, reason: PauseReason) -> None:
-        """Say once that the policy keeps this device from work, and why, in a word."""
-        if reason is not self._away:
-            self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
-            self._away = reason
-
     def _give_up(self, assignment: Assignment, reason: PauseReason | Failure) -> None:
         if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
             self.engine.load(self._as_new)
@@ -298,7 +294,7 @@ class Session(Working):
                 self._hand_back(self.working_on.assignment_id, reason)
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
         except SdkError as error:
-            log.warning("could not say goodbye: %s", error)
+            log.warning("the coordinator could not be told that this device leaves: %s", error)
 
 
 def own_profile(energy: str) -> DeviceProfile:
