@@ -13,34 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from sparrow.command_line.nearest import nearest
-from sparrow.protocol import checkpoint, values
+from sparrow.protocol import checkpoint, messages, values
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manifest, Tensors, Values
-from sparrow.protocol.messages import (
-    ASSIGNMENT_TYPE,
-    Assignment,
-    ChangeDevice,
-    ChangeFederation,
-    CompareFederation,
-    DeviceHistory,
-    DeviceInfo,
-    DeviceReport,
-    Enrol,
-    Enrolled,
-    FederationInfo,
-    HandBack,
-    JoinLink,
-    MakeJoinLink,
-    ModelInfo,
-    NewToken,
-    OpenWork,
-    PauseReason,
-    Payload,
-    RenewToken,
-    RoundRecord,
-    UpdateAccepted,
-    UploadCost,
-)
 from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import MAX_STATEMENT, Published
@@ -73,10 +48,10 @@ class Transport(Connection):
     """Whether the coordinator asks this device to take a new token."""
     _brought: _Brought | None = None
 
-    def federation(self, name: str) -> FederationInfo:
+    def federation(self, name: str) -> messages.FederationInfo:
         """Return the state of a federation. Raises NotFound, naming those that this caller may see."""
         try:
-            return self.ask(FederationInfo, "GET", f"/v1/federations/{name}")
+            return self.ask(messages.FederationInfo, "GET", f"/v1/federations/{name}")
         except NotFound as refusal:
             try:
                 there = sorted(info.name for info in self.federations())
@@ -85,33 +60,33 @@ class Transport(Connection):
         said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet; publish one"
         raise NotFound(404, f"there is no federation {name!r}; {said}")
 
-    def federations(self) -> list[FederationInfo]:
+    def federations(self) -> list[messages.FederationInfo]:
         """Return every federation of the coordinator."""
-        return self.ask_all(FederationInfo, "/v1/federations")
+        return self.ask_all(messages.FederationInfo, "/v1/federations")
 
     def overview(self, name: str) -> Overview:
         """Return how a federation stands: what its page shows."""
         return self.ask(Overview, "GET", f"/v1/federations/{name}/overview")
 
-    def rounds(self, name: str) -> list[RoundRecord]:
+    def rounds(self, name: str) -> list[messages.RoundRecord]:
         """Return a record per round, the open one last."""
-        return self.ask_all(RoundRecord, f"/v1/federations/{name}/rounds")
+        return self.ask_all(messages.RoundRecord, f"/v1/federations/{name}/rounds")
 
-    def reports(self, name: str, number: int) -> list[DeviceReport]:
+    def reports(self, name: str, number: int) -> list[messages.DeviceReport]:
         """Return what each device reported in a round and in the evaluation after it."""
-        return self.ask_all(DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
+        return self.ask_all(messages.DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
 
-    def devices(self, name: str) -> list[DeviceInfo]:
+    def devices(self, name: str) -> list[messages.DeviceInfo]:
         """Return the devices of a federation."""
-        return self.ask_all(DeviceInfo, f"/v1/federations/{name}/devices")
+        return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices")
 
-    def device(self, device_id: str) -> DeviceHistory:
+    def device(self, device_id: str) -> messages.DeviceHistory:
         """Return a device and what it did. Raises NotFound."""
-        return self.ask(DeviceHistory, "GET", f"/v1/devices/{device_id}")
+        return self.ask(messages.DeviceHistory, "GET", f"/v1/devices/{device_id}")
 
-    def models(self, name: str) -> list[ModelInfo]:
+    def models(self, name: str) -> list[messages.ModelInfo]:
         """Return the global models of a federation that the coordinator keeps."""
-        return self.ask_all(ModelInfo, f"/v1/federations/{name}/models")
+        return self.ask_all(messages.ModelInfo, f"/v1/federations/{name}/models")
 
     def model_file(self, name: str, path: Literal["model", "model.onnx"]) -> bytes:
         """Return the newest global model as a file. Raises NoGlobalModel."""
@@ -155,67 +130,69 @@ class Transport(Connection):
         finally:
             self.traffic.frozen += (self.traffic.down - begin) * (which == "frozen")
 
-    def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
+    def create_federation(self, body: bytes, media_type: str) -> messages.FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
         path = "/v1/federations/from-model" if media_type == checkpoint.MEDIA_TYPE else "/v1/federations"
         try:
-            return self.ask(FederationInfo, "POST", path, content=body, headers={"Content-Type": media_type})
+            return self.ask(messages.FederationInfo, "POST", path, content=body, headers={"Content-Type": media_type})
         except NotInstalled:
             raise
         except BadContent as refused:
             raise WrongSettings(refused.detail) from refused
 
-    def replace_model(self, name: str, body: bytes) -> FederationInfo:
+    def replace_model(self, name: str, body: bytes) -> messages.FederationInfo:
         """Give a federation's model new graphs. Raises DifferentFederation where its values are others."""
         headers = {"Content-Type": checkpoint.MEDIA_TYPE}
-        return self.ask(FederationInfo, "PATCH", f"/v1/federations/{name}/model", content=body, headers=headers)
+        return self.ask(
+            messages.FederationInfo, "PATCH", f"/v1/federations/{name}/model", content=body, headers=headers
+        )
 
-    def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
+    def compare_federation(self, name: str, wanted: messages.CompareFederation) -> messages.FederationInfo | None:
         """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
         which names the differences."""
         try:
             # Without what nobody has given, as in ``CreateFederation.as_given``.
             body = _json(wanted, exclude_unset=True)
-            return self.ask(FederationInfo, "POST", f"/v1/federations/{name}/comparison", **body)
+            return self.ask(messages.FederationInfo, "POST", f"/v1/federations/{name}/comparison", **body)
         except NotFound:
             return None
 
-    def change_federation(self, name: str, change: ChangeFederation) -> FederationInfo:
+    def change_federation(self, name: str, change: messages.ChangeFederation) -> messages.FederationInfo:
         """Change or steer a federation."""
-        return self.ask(FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
+        return self.ask(messages.FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
 
     def delete_federation(self, name: str) -> None:
         """Delete a federation for good."""
         self.call("DELETE", f"/v1/federations/{name}")
 
-    def join_link(self, name: str, wanted: MakeJoinLink) -> JoinLink:
+    def join_link(self, name: str, wanted: messages.MakeJoinLink) -> messages.JoinLink:
         """Return the link with which a browser becomes a device of a federation. Raises NotFound where none can,
         NotAllowed for the link's token."""
-        return self.ask(JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
+        return self.ask(messages.JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
 
-    def enrol(self, federation: str, request: Enrol) -> Enrolled:
+    def enrol(self, federation: str, request: messages.Enrol) -> messages.Enrolled:
         """Enrol this device."""
-        return self.ask(Enrolled, "POST", f"/v1/federations/{federation}/devices", **_json(request))
+        return self.ask(messages.Enrolled, "POST", f"/v1/federations/{federation}/devices", **_json(request))
 
     def assignment(
         self,
         federation: str,
         wait_seconds: float,
-        cost: UploadCost | None,
+        cost: messages.UploadCost | None,
         mask: str | None = None,
         model: str | None = None,
-    ) -> tuple[Assignment | None, float]:
+    ) -> tuple[messages.Assignment | None, float]:
         """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
 
         cost: what the last upload cost. mask: the digest of the mask that this device holds; model: that of the global
         model that it can rebuild. Raises FederationOver when nothing is left to do.
         """
 
-        def read(answer: httpx.Response) -> tuple[Assignment | None, float]:
+        def read(answer: httpx.Response) -> tuple[messages.Assignment | None, float]:
             self.renewal_due = "Sparrow-Renew-Token" in answer.headers
             if answer.status_code == 204:
                 return None, pause_of(answer, 1.0)
-            found, payload = self._read_with_payload(Assignment, answer)
+            found, payload = self._read_with_payload(messages.Assignment, answer)
             self._keep_brought(found, payload)
             return found, 0.0
 
@@ -224,19 +201,19 @@ class Transport(Connection):
             f"/v1/federations/{federation}/assignment",
             read=read,
             params={"wait": wait_seconds, **_holding(mask, model)},
-            headers={"Accept": ASSIGNMENT_TYPE, **_costing(cost)},
+            headers={"Accept": messages.ASSIGNMENT_TYPE, **_costing(cost)},
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
 
-    def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[OpenWork | None, str]:
+    def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[messages.OpenWork | None, str]:
         """Return the open assignments, and the answer's ETag; None where that stays as at ``etag`` for
         ``wait_seconds``.
         """
 
-        def read(answer: httpx.Response) -> tuple[OpenWork | None, str]:
+        def read(answer: httpx.Response) -> tuple[messages.OpenWork | None, str]:
             if answer.status_code == 304:
                 return None, etag
-            return message_of(OpenWork, answer), answer.headers.get("ETag", "")
+            return message_of(messages.OpenWork, answer), answer.headers.get("ETag", "")
 
         return self.call(
             "GET",
@@ -254,9 +231,9 @@ class Transport(Connection):
         tensors, _ = checkpoint.load(self.call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
 
-    def hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
+    def hand_back(self, assignment_id: str, reason: messages.PauseReason | Failure) -> None:
         """Hand an assignment back."""
-        self.call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=_listed(reason))))
+        self.call("DELETE", f"/v1/assignments/{assignment_id}", **_json(messages.HandBack(reason=_listed(reason))))
 
     def heartbeat(self, assignment_id: str) -> bool:
         """Say once, without waiting for who does not answer, that this device works on an assignment. False where that
@@ -267,7 +244,7 @@ class Transport(Connection):
             return True
         return passes(answer) or answer.is_success or not is_problem(answer)
 
-    def change_device(self, device_id: str, change: ChangeDevice) -> None:
+    def change_device(self, device_id: str, change: messages.ChangeDevice) -> None:
         """Report a new budget or changed conditions."""
         if change.conditions is not None and change.conditions.reason:
             _listed(change.conditions.reason)
@@ -275,20 +252,20 @@ class Transport(Connection):
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
         """Return a new token for this device. The old one is good until this one is used: keep it before that."""
-        request = RenewToken(enrolment_key=enrolment_key)
-        return self.ask(NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
+        request = messages.RenewToken(enrolment_key=enrolment_key)
+        return self.ask(messages.NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 
     def update(
         self,
         assignment_id: str,
         body: bytes,
         media_type: str,
-        cost: UploadCost | None = None,
+        cost: messages.UploadCost | None = None,
         mask: str | None = None,
         model: str | None = None,
         *,
         goes_on: bool = False,
-    ) -> Assignment | None:
+    ) -> messages.Assignment | None:
         """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late.
 
         goes_on: return the next assignment, if there is one already, for a device that holds ``mask`` and ``model``, as
@@ -296,23 +273,23 @@ class Transport(Connection):
         """
         headers = {"Content-Type": media_type, **_costing(cost)}
 
-        def read(answer: httpx.Response) -> Assignment | None:
+        def read(answer: httpx.Response) -> messages.Assignment | None:
             if not goes_on:
                 return None
             self.renewal_due = "Sparrow-Renew-Token" in answer.headers
-            accepted, payload = self._read_with_payload(UpdateAccepted, answer)
+            accepted, payload = self._read_with_payload(messages.UpdateAccepted, answer)
             self._keep_brought(accepted.next, payload)
             return accepted.next
 
         path, params = f"/v1/assignments/{assignment_id}/update", {}
         if goes_on:
-            headers["Accept"] = ASSIGNMENT_TYPE
+            headers["Accept"] = messages.ASSIGNMENT_TYPE
             params = _holding(mask, model)
         if len(body) < RESUMED:
             return self.call("PUT", path, read=read, content=body, headers=headers, params=params)
         return self.upload(path, body, headers, params, read)
 
-    def payload(self, assignment_id: str, payload: Payload) -> bytes:
+    def payload(self, assignment_id: str, payload: messages.Payload) -> bytes:
         """Return an assignment's bundle: what came with the assignment, or else a download, which goes on where a
         connection broke. Raises Damaged."""
         brought = self._take_brought()
@@ -332,7 +309,7 @@ class Transport(Connection):
 
     def _read_with_payload(self, kind: type[Message], answer: httpx.Response) -> tuple[Message, bytes | None]:
         """Return the message of an answer, and the payload that it brings along."""
-        if answer.headers.get("Content-Type") != ASSIGNMENT_TYPE:
+        if answer.headers.get("Content-Type") != messages.ASSIGNMENT_TYPE:
             return message_of(kind, answer), None
         line, _, payload = answer.content.partition(b"\n")
         try:
@@ -340,7 +317,7 @@ class Transport(Connection):
         except ValidationError:
             raise NoCoordinator(answer.status_code, "its assignment cannot be read") from None
 
-    def _keep_brought(self, assignment: Assignment | None, payload: bytes | None) -> None:
+    def _keep_brought(self, assignment: messages.Assignment | None, payload: bytes | None) -> None:
         """Keep a payload for who takes it; its bytes count then."""
         self._take_brought()
         if assignment is not None and payload is not None:
@@ -356,7 +333,7 @@ class Transport(Connection):
         return brought
 
 
-def _is(payload: Payload, body: bytes) -> bool:
+def _is(payload: messages.Payload, body: bytes) -> bool:
     """Return whether this body is the payload that was announced."""
     return len(body) == payload.bytes and hashlib.sha256(body).hexdigest() == payload.sha256
 
@@ -366,14 +343,14 @@ def _holding(mask: str | None, model: str | None) -> dict[str, str]:
     return {**({"mask": mask} if mask else {}), **({"model": model} if model else {})}
 
 
-def _costing(cost: UploadCost | None) -> dict[str, str]:
+def _costing(cost: messages.UploadCost | None) -> dict[str, str]:
     """Return the header that says what the last upload cost."""
     return {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
 
 
-def _listed(reason: PauseReason | str) -> PauseReason | Failure:
+def _listed(reason: messages.PauseReason | str) -> messages.PauseReason | Failure:
     """Return a reason that may be sent. Raises ValueError for other text, which may hold names of files or data."""
-    return reason if isinstance(reason, PauseReason) else Failure(reason)
+    return reason if isinstance(reason, messages.PauseReason) else Failure(reason)
 
 
 def _json(message: BaseModel, *, exclude_unset: bool = False) -> dict[str, Any]:

@@ -37,21 +37,8 @@ from sparrow.protocol.messages import (
 )
 from sparrow.protocol.settings import FederationSettings
 
+from ... import errors
 from ...engines.training import TrainingDiverged, UnsoundModel
-from ...errors import (
-    Damaged,
-    FederationDeleted,
-    FederationOver,
-    ModelReplaced,
-    NameTaken,
-    NotAllowed,
-    NotAuthenticated,
-    Refused,
-    RoundOver,
-    SdkError,
-    TokenExpired,
-    failure_of,
-)
 from ...tasks import Task, count_examples
 from ..diagnosis import diagnose
 from ..heartbeat import heartbeat
@@ -71,7 +58,7 @@ TRAINING = (Kind.train, Kind.personalise, Kind.prepare)
 """The kinds of work that train in a round."""
 FIRST_REST, LONGEST_REST = 5.0, 900.0
 """Seconds of rest after a fault of the coordinator; each in a row doubles it."""
-FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDeleted)
+FINAL = (errors.NotAuthenticated, errors.NotAllowed, errors.NameTaken, errors.FederationOver, errors.FederationDeleted)
 """Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
 
 Answer = TypeVar("Answer")
@@ -166,7 +153,7 @@ class Session(Working):
         """
         try:
             return call()
-        except TokenExpired:
+        except errors.TokenExpired:
             self.transport.token = self._enrolment_token
             self._enrol()
             return call()
@@ -181,18 +168,18 @@ class Session(Working):
             step = self._step(wait_seconds)
         except FINAL:
             raise
-        except (Refused, Damaged, BundleError) as fault:
+        except (errors.Refused, errors.Damaged, BundleError) as fault:
             return self._rest(fault)
         if step.outcome is Outcome.worked and step.failed is None:
             self._faults = 0
         return step
 
-    def _rest(self, fault: SdkError) -> Step:
+    def _rest(self, fault: errors.SdkError) -> Step:
         """Hand back what is open, and rest for longer after each fault in a row."""
         seconds = min(FIRST_REST * 2.0 ** min(self._faults, 30), LONGEST_REST)
         self._faults += 1
         self.last_failure = str(fault)
-        self.reported_failure = failure_of(fault)
+        self.reported_failure = errors.failure_of(fault)
         log.warning("%s; this device tries again in %.0f s", fault, seconds)
         assignment, self.working_on = self.working_on, None
         if assignment is not None:
@@ -200,7 +187,7 @@ class Session(Working):
                 self._give_up(assignment, self.reported_failure)
             except FINAL:
                 raise
-            except Refused as refusal:
+            except errors.Refused as refusal:
                 log.info("the work could not be handed back: %s", refusal.detail)
         return Step(Outcome.idle, assignment, pause_seconds=seconds, failed=str(fault))
 
@@ -219,7 +206,7 @@ class Session(Working):
         if assignment is None:
             try:
                 assignment, pause = self._or_enrol_again(lambda: self._ask(wait_seconds))
-            except FederationOver:
+            except errors.FederationOver:
                 self._judge_best_again()
                 return Step(Outcome.over)
         if self.transport.renewal_due:
@@ -237,15 +224,15 @@ class Session(Working):
                 self._work(assignment, self._watched_work(assignment))
         except BundleError:  # of the payload
             raise
-        except ModelReplaced as error:
-            self._give_up(assignment, failure_of(error))
+        except errors.ModelReplaced as error:
+            self._give_up(assignment, errors.failure_of(error))
             raise
         except (TrainingDiverged, ProtocolError) as error:
             failed, to_blame = str(error), not isinstance(error, UnsoundModel)
             if isinstance(error, TrainingDiverged):
                 failed = diagnose(error, assignment.settings, self.task.train)
             log.warning("round %s: %s", assignment.round, failed)
-            self.reported_failure = failure_of(error)
+            self.reported_failure = errors.failure_of(error)
             self._give_up(assignment, self.reported_failure)
             if assignment.kind in TRAINING:
                 self._save_progress(failures=self.progress.failures + 1, failure=failed)
@@ -254,7 +241,7 @@ class Session(Working):
             self._give_up(assignment, pause_.reason)
             self._away = pause_.reason
             self._reassess(assignment)
-        except RoundOver as error:
+        except errors.RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # the coordinator may have marked it absent
@@ -293,7 +280,7 @@ class Session(Working):
             if self.working_on is not None:
                 self._hand_back(self.working_on.assignment_id, reason)
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
-        except SdkError as error:
+        except errors.SdkError as error:
             log.warning("the coordinator could not be told that this device leaves: %s", error)
 
 
