@@ -92,11 +92,11 @@ def create(client, name, model=None, *, classes=3, precision="auto", **settings)
     )
 
 
-def take_part(client, name, folder, *, model=None, classes=3, engine="torch", budget=1.0, **more):
+def take_part(client, name, folder, *, model=None, classes=3, engine="torch", budget=1.0, export=None, **more):
     task = task_of(model or Tuned(classes), classes)
     return join(
-        in_process.ADDRESS, task, client=client, federation=name, name="one", state_dir=folder / name, quiet=True,
-        options=JoinOptions(engine=engine, budget=budget, patience_seconds=20, **more),
+        in_process.ADDRESS, task, client=client, federation=name, name="one", state_dir=folder / name, export=export,
+        options=JoinOptions(engine=engine, budget=budget, patience_seconds=20, **more), quiet=True,
     )  # fmt: skip
 
 
