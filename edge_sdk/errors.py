@@ -1,75 +1,18 @@
-"""The tree of errors that leave ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
+"""The errors that leave ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
 
-Each class has an ``exit_code``, with which a command ends that meets it (docs/cli.md). A class that is not defined here
-stands in the module that is named beside it; a test compares this drawing with the classes.
+All are ``SdkError``, and their text says what to do. ``exit_code`` is that of a command that meets them (docs/cli.md).
+A caller can tell apart:
 
-SdkError
-├── Unreachable                  the coordinator does not answer: try again later
-│   ├── CoordinatorFull          it answers that its disk is full: have its operator make room
-│   └── TooManyRequests          it answers that this caller calls too often: wait longer between calls
-├── Refused                      it answers no: the text says what to do
-│   ├── NotAuthenticated         the token is missing or unknown: set the right one
-│   │   └── TokenExpired         the device's token is too old: enrol again
-│   ├── NotAllowed               the token is valid, but not for this: use another kind of token
-│   ├── NotFound                 there is no such federation, device or assignment: correct the name
-│   │   └── NoGlobalModel        the method has no global model that can be used alone: use a personal one
-│   ├── NameTaken                a federation or device of this name exists: choose another name
-│   ├── DifferentFederation      the federation of this name has other settings: take them, or another name
-│   ├── WrongState               the federation's status forbids this now: change its status first
-│   ├── RoundOver                the assignment takes no update any more: ask for the next one
-│   │   └── DifferentUpdate      another update was accepted for it before
-│   ├── FederationOver           the federation is finished and has nothing left for this device
-│   ├── FederationDeleted        the device's federation was deleted by its operator
-│   ├── BadContent               what was sent breaks the contract: correct it
-│   │   └── NotInstalled         the method or task is not installed at the coordinator
-│   └── NoCoordinator            what answers there is not a coordinator: check the address
-├── BadArgument                  an argument cannot work: found before anything was done
-│   ├── WrongSettings            a federation cannot be created with these settings: correct them
-│   └── DoesNotFit               the budget needs more memory than there is (``budget.preparation``)
-├── BadCertificate               a certificate or key cannot be used (``protocol.tls``)
-├── DataError                    the device's data cannot be used (``reading.errors``)
-│   ├── BadOption                what was said of the data cannot work, whatever the data are
-│   └── NoData                   there is no such file or folder
-├── UnknownTask                  the task is not installed on this device (``tasks``)
-├── UnknownMethod                the method is not installed on this device (``methods``)
-├── UnsupportedLayer             the method cannot train a layer of the model (``publishing.graph``)
-├── ProtocolError                data on the wire breaks the contract (``protocol.errors``, as MissingPart)
-│   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
-│   │   ├── CannotCompile        a training step cannot be written as a graph (``publishing.translations``)
-│   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``protocol.neurons``)
-│   │   ├── NoCurvature          the loss cannot be differentiated twice (``engines.training``)
-│   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
-│   ├── GraphError               a graph that is not the manifest's, or that a device must not run
-│   │   ├── TooCostly            it takes more time or memory than this device gives it (``engines.affordable``)
-│   │   └── ImplausibleStep      its gradients are not those of its loss (``engines.plausibility``)
-│   ├── BadPublication           a federation is not as the author of its model has signed it (``protocol.signatures``)
-│   ├── BundleError              bytes that are not a bundle of this manifest
-│   ├── BadSecret                a secure round would give an update away, or its keys are not who they say
-│   ├── CannotOpen               the sum of a cell does not come out (``protocol.secure.opening``)
-│   ├── UnknownWork              the method has no work of this kind (``methods``)
-│   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
-├── TrainingDiverged             a loss or weight is not finite (``engines.training``): the round is handed back
-│   └── UnsoundModel             the model received gives no finite loss, before any training (``engines.training``)
-├── ModelReplaced                the model has a new version, and the device's code is the old: start it with the new
-├── NothingTrained               a device comes to its end without a model of its own; its text says why
-├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
-├── Damaged                      a download never matches its digest: a device hands its work back, and goes on
-├── StateError                   the state folder is in use, belongs to another device, or cannot be read
-├── SystemFailed                 the operating system refuses a file, folder or connection; the text names it
-│   └── NoSuchPath               a file or folder does not exist
-├── PredictError                 a model file or sample cannot be used (``predict``)
-│   └── NoSuchFile               there is no such file
-├── ExportError                  a model cannot be exported as asked (``sparrow.export.errors``)
-│   ├── NotThere                 a file of the model does not exist
-│   ├── SkeletonError            the forward pass published with the federation cannot be used
-│   └── NotTheSame               the exported file predicts something else than the model; it was not written
-├── BadFigures              a board's description or a meter's file cannot be used (``sparrow.devices.readings``)
-├── CannotTrain                  this device cannot train (``device.trainable``)
-└── MissingPart                  a package or program is not installed
+    Unreachable         no coordinator answers: try again later
+    Refused             it answers no; NotAuthenticated and NotAllowed ask for another token, NotFound and NameTaken for
+                        another name, WrongState for another status of the federation
+    BadArgument         an argument cannot work; found before anything was done
+    StateError          the state folder is in use, or belongs to another device
+    NothingTrained      a device comes to its end without a model of its own
 
-Three more never leave the functions above, because their callers go on without: ``ReadError``
-(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``engines.rehearsal``). Nor
-does ``Stopped`` (``device.embedding``), which ends a device as Ctrl-C does, and is no ``Exception``.
+Other modules define errors of their own beside what raises them: of data (``reading.errors``), of the wire
+(``sparrow.protocol.errors``), of training (``engines.training``), of exports (``sparrow.export.errors``), of
+predictions (``predict``).
 """
 
 from __future__ import annotations
@@ -117,19 +60,21 @@ __all__ = [
 
 
 class Unreachable(SdkError):
-    """The coordinator does not answer."""
+    """The coordinator does not answer: try again later."""
 
     exit_code = Exit.UNREACHABLE
 
 
 class CoordinatorFull(Unreachable):
-    """The coordinator has answered for longer than the caller's patience that it has no room left."""
+    """The coordinator has answered for longer than the caller's patience that it has no room left:
+    have its operator make some."""
 
     exit_code = Exit.FULL
 
 
 class TooManyRequests(Unreachable):
-    """The coordinator has answered for longer than the caller's patience that this caller calls too often."""
+    """The coordinator has answered for longer than the caller's patience that this caller calls too often:
+    wait longer between calls."""
 
 
 class Refused(SdkError):
@@ -153,27 +98,27 @@ class Refused(SdkError):
 
 
 class NotAuthenticated(Refused):
-    """The token is missing or unknown."""
+    """The token is missing or unknown: set the right one."""
 
 
 class TokenExpired(NotAuthenticated):
-    """The device's token is too old."""
+    """The device's token is too old: enrol again."""
 
 
 class NotAllowed(Refused):
-    """The token is valid, but not for this call."""
+    """The token is valid, but not for this call: use one of another kind."""
 
 
 class NotFound(Refused):
-    """There is no such federation, device or assignment."""
+    """There is no such federation, device or assignment: correct the name."""
 
 
 class NoGlobalModel(NotFound):
-    """The method has no global model that can be used alone."""
+    """The method has no global model that can be used alone: use a personal one."""
 
 
 class NameTaken(Refused):
-    """A federation or device of this name exists."""
+    """A federation or device of this name exists: choose another name."""
 
 
 class DifferentFederation(Refused):
@@ -181,11 +126,11 @@ class DifferentFederation(Refused):
 
 
 class WrongState(Refused):
-    """The federation's status forbids this now."""
+    """The federation's status forbids this now: change its status first."""
 
 
 class RoundOver(Refused):
-    """The assignment takes no update any more."""
+    """The assignment takes no update any more: ask for the next one."""
 
 
 class DifferentUpdate(RoundOver):
@@ -211,7 +156,7 @@ class NotInstalled(BadContent):
 
 
 class NoCoordinator(Refused):
-    """The server at the address speaks HTTP, but is not a coordinator."""
+    """The server at the address speaks HTTP, but is not a coordinator: check the address."""
 
     exit_code = Exit.UNREACHABLE
 

@@ -3,7 +3,7 @@
     from sparrow import Client, DeviceProgress, Seeded, Task, SdkError, join, publish, simulate
 
 A name is imported when it is asked for: importing this package loads neither torch nor httpx. Everything that leaves
-these functions, and that a caller can do something about, is an ``SdkError`` (``edge_sdk/errors.py`` draws the tree).
+these functions, and that a caller can do something about, is an ``SdkError`` (``edge_sdk/errors.py``).
 """
 
 import importlib

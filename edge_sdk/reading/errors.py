@@ -1,4 +1,4 @@
-"""The errors of data that a user named. ``edge_sdk/errors.py`` draws the whole tree."""
+"""The errors of data that a user named."""
 
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.errors import SdkError

@@ -1,7 +1,4 @@
-"""The base of all errors of Sparrow's SDK, and the errors of data that crosses the wire.
-
-``edge_sdk/errors.py`` draws the whole tree.
-"""
+"""The base of all errors of Sparrow's SDK, and the errors of data that crosses the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tree of errors, drawn as it is; each class has an exit code, and each problem of a coordinator a class."""
+"""One tree of errors; each class has an exit code, and each problem of a coordinator a class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from sparrow.coordinator.api import problems
 from sparrow.protocol.failures import Failure
 
 API = Path(problems.__file__).parent
-INTERNAL = {"ReadError", "Paused", "Unpredictable"}
 
 
 def modules():
@@ -45,28 +44,12 @@ def defined():
     }
 
 
-def drawn():
-    """Name of a class -> name of its parent, as ``edge_sdk/errors.py`` draws them."""
-    path, found = ["SdkError"], {}
-    for line in errors.__doc__.splitlines():
-        if match := re.match(r"((?:│   |    )*)[├└]── (\w+) ", line):
-            depth = len(match[1]) // 4 + 1
-            path[depth:] = [match[2]]
-            found[match[2]] = path[depth - 1]
-    return found
-
-
 def test_every_class_is_in_the_tree_with_an_exit_code(defined):
     outside = {kind.__name__ for kind in defined if not issubclass(kind, SdkError)}
     assert outside == set()
     for kind in defined:
         assert isinstance(kind.exit_code, Exit | property), kind
         assert isinstance(kind.failure, Failure), kind
-
-
-def test_the_tree_is_drawn_as_it_is(defined):
-    ours = {kind.__name__: kind.__bases__[0].__name__ for kind in defined if kind is not SdkError}
-    assert {name: base for name, base in ours.items() if name not in INTERNAL} == drawn()
 
 
 def test_each_problem_of_the_coordinator_has_its_class():
