@@ -42,11 +42,11 @@ def run(folder, *command):
 
 SCRIPT = """
 import os
-from sparrow import SdkError, Task, join
+from sparrow import JoinOptions, SdkError, Task, join
 from edge_sdk.predict import PredictError, Predictor
 
 try:
-    join("http://127.0.0.1:9", lambda info: None, patience_seconds=0, state_dir="state")
+    join("http://127.0.0.1:9", lambda info: None, options=JoinOptions(patience_seconds=0), state_dir="state")
 except SdkError as error:
     assert "does not answer" in str(error), error
 try:
