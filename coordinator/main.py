@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from sparrow.command_line import allocator
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import (
-    asked_settings,
     connections,
+    device_calls,
     devices,
     document,
     federations,
@@ -30,7 +30,6 @@ from sparrow.coordinator.api import (
     sign_in,
     status,
 )
-from sparrow.coordinator.api.device_calls import DeviceCalls
 from sparrow.coordinator.api.headers import below_root
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
@@ -86,9 +85,6 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         app.state.coordinator = coordinator
         try:
             await run_in_threadpool(coordinator.open)
-            former = starting.forgotten(settings)
-            if former is not None:
-                log.warning("%s", former)
             if listening is not None and not is_loopback(listening.host):
                 keep = partial(starting.keep_tokens, settings.data_dir)
                 secrets = await run_in_threadpool(coordinator.tokens.make_first, keep)
@@ -118,22 +114,16 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         generate_unique_id_function=lambda route: route.name,
     )
     # From the inside out: the last one added is the first to see a call.
-    app.add_middleware(DeviceCalls)
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(MissingTokenWarning, settings=settings)
     inside_out = (CallsAtOnce, UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText)
     for middleware in (*inside_out, RequestIds):
         app.add_middleware(middleware)
-    for module in (
-        devices,
-        federations,
-        asked_settings,
-        status,
-        pages,
-        sign_in,
-    ):  # looked through in this order: devices call most often
+    # Looked through in this order: devices call most often.
+    for module in (device_calls, devices, federations, status, pages, sign_in):
         app.include_router(module.router)
+    app.include_router(federations.settings_router)
     problems.install(app)
     return app
 

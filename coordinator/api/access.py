@@ -7,6 +7,7 @@ Not so those of devices that are about to join, whose users may call this machin
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -69,49 +70,43 @@ def may_look(identity: Identity) -> bool:
     return True
 
 
-async def admin(identity: TheIdentity) -> None:
-    """Raise NotAuthenticated unless the caller is an administrator."""
-    check_admin(identity)
-
-
-async def enroller(identity: TheIdentity, request: Request) -> None:
-    """Raise NotAuthenticated unless the caller may enrol a device in this federation."""
-    _need(identity, _named(request), "enrolment", "admin")
-
-
-async def observer(identity: TheIdentity, request: Request) -> None:
-    """Raise NotAuthenticated unless the caller is an observer of this federation, or an administrator."""
-    _need(identity, _named(request), "observer", "admin")
-
-
 def own_federation(identity: Identity) -> str | None:
     """Return the only federation that an operator's token is for; None for all."""
     return identity.caller.federation if isinstance(identity.caller, Holder) else None
 
 
+def _one_of(kind: Kind, *others: Kind) -> Callable[[Identity, Request], Awaitable[None]]:
+    """Return what raises NotAuthenticated unless the caller has a token of these kinds, for the federation in the
+    call's path."""
+
+    async def check(identity: TheIdentity, request: Request) -> None:
+        _need(identity, request.path_params.get("name"), kind, *others)
+
+    return check
+
+
+admin, enroller, observer = _one_of("admin"), _one_of("enrolment", "admin"), _one_of("observer", "admin")
+
+
 async def member(identity: TheIdentity, request: Request) -> None:
     """Raise NotAuthenticated unless the caller is an observer or a device of this federation."""
     if not _is_device_of(identity, request):
-        _need(identity, _named(request), "observer", "admin")
+        await observer(identity, request)
 
 
 async def prospective_member(identity: TheIdentity, request: Request) -> None:
     """Raise NotAuthenticated unless the caller is a member, or may enrol a device: it reads what it is to join."""
-    if not _is_device_of(identity, request):
-        kinds: tuple[Kind, Kind] = (
-            ("observer", "enrolment") if "enrolment" in identity.guarded else ("enrolment", "observer")
-        )
-        _need(identity, _named(request), *kinds, "admin")
+    if _is_device_of(identity, request):
+        return
+    name = request.path_params["name"]
+    if "enrolment" in identity.guarded:
+        _need(identity, name, "observer", "enrolment", "admin")
+    else:
+        _need(identity, name, "enrolment", "observer", "admin")
 
 
 def _is_device_of(identity: Identity, request: Request) -> bool:
     return isinstance(identity.caller, Caller) and identity.caller.federation == request.path_params["name"]
-
-
-def _named(request: Request) -> str | None:
-    """Return the federation in a call's path."""
-    name: str | None = request.path_params.get("name")
-    return name
 
 
 def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> None:
@@ -126,15 +121,14 @@ def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> No
             )
         return
     holder = identity.caller
-    if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):
-        return
-    if isinstance(holder, Holder) and holder.kind in (kind, *others):
+    if not isinstance(holder, Holder) or holder.kind not in (kind, *others):
+        raise NotAuthenticated(
+            f"an {kind} token is needed here: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
+        )
+    if not holder.reaches(name):
         raise NotAuthenticated(
             f"this token is for the federation {holder.federation} alone; use one for this, or for all"
         )
-    raise NotAuthenticated(
-        f"an {kind} token is needed here: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
-    )
 
 
 AdminOnly = Depends(admin)

@@ -24,8 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import uvicorn
@@ -45,8 +43,6 @@ HEAD_SECONDS = 20.0
 """From the connection, or a request's first byte, to the end of its headers."""
 ACCEPTED = 64
 """Connections that are accepted in one turn of the event loop."""
-LAST_LOOK_SECONDS = 0.001
-"""Between the end of an idle connection's time and its close: one turn of the event loop, in which it reads."""
 HEAD_BYTES = 32 * 1024
 """All headers of a request, with its trailers."""
 HEADERS = 100
@@ -56,8 +52,6 @@ PIPELINED = 1
 
 PIECE_BYTES = 16 * 1024
 """What the parser is given of a head at a time: what it gathers between two looks at the limits."""
-POUR_SECONDS = 0.1
-"""How long the pieces of a large body come, at most, before its handler looks at them."""
 
 DEVICE_CONNECTIONS = 8
 """Connections that count for a device; its further ones count for their address."""
@@ -74,9 +68,6 @@ SPARE_OF_ONE = 4
 SPARE_SECONDS = 2.0
 SPARE_PER_SECOND = SPARE_OF_ONE / SPARE_SECONDS
 """Of one address, however quickly they end: refusing one in words costs as much as ten that are closed."""
-
-KEYS = 4096
-"""Addresses whose keys are kept: to read one takes longer than to close its connection."""
 
 STATE = "connection"
 """The key in a request's state under which the application finds its connection."""
@@ -110,47 +101,78 @@ class Limits:
         self.open = 0
         self.spare: Counter[str] = Counter()
         self.by_caller: Counter[str] = Counter()
-        # Accepted, and not made yet: under TLS until the handshake has ended.
-        self.arriving: Counter[str] = Counter()
-        self.new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
+        self._new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
         self._spare_rate = RateLimit(SPARE_PER_SECOND, time.monotonic)
         self._limit_loopback = settings.limit_loopback
         self._proxies = _Networks(proxies)
-        self.key = lru_cache(maxsize=KEYS)(self._key)
 
-    def _key(self, host: str | None) -> str | None:
+    def key(self, host: str | None) -> str | None:
         """Return what an address is counted under; None for this machine, unless it is limited, and for proxies."""
         address = address_key(host)
         if address is None:
             return "loopback" if self._limit_loopback else None
         return None if host in self._proxies else address
 
-    def admit(self, peer: object) -> Admission | None:
-        """Return how a connection is let in, and count it as one made; None: it is to be closed.
+    def admit(self, peer: object) -> Place | None:
+        """Return the place of a new connection; None: it is to be closed.
 
         peer: the address and port of its other end, or what a unix socket has in their place.
         """
         address = self.key(peer[0] if isinstance(peer, tuple) else None)
-        full = self.open + self.arriving.total() >= self.most
-        if not full and not self.has_enough(address):
-            return Admission(address, None)
-        if not self.may_spare(address):
-            return None
-        self.spare[address or ""] += 1
-        return Admission(address, _refusal(full))
+        full = self.open >= self.most
+        if not full and not self._has_enough(address):
+            return Place(self, address, None)
+        return Place(self, address, _refusal(full)) if self._may_spare(address or "") else None
 
-    def has_enough(self, address: str | None) -> bool:
+    def _has_enough(self, address: str | None) -> bool:
         """Return whether an address has as many connections as it may, or makes too many; counts one more made."""
         if address is None:
             return False
-        often = self.new is not None and self.new.take(address) > 0
-        return often or self.by_caller[address] + self.arriving[address] >= self.of_address
+        often = self._new is not None and self._new.take(address) > 0
+        return often or self.by_caller[address] >= self.of_address
 
-    def may_spare(self, address: str | None) -> bool:
+    def _may_spare(self, address: str) -> bool:
         """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
-        key = address or ""
-        enough = self.spare.total() >= SPARE or self.spare[key] >= SPARE_OF_ONE
-        return not enough and (address is None or self._spare_rate.take(key) == 0)
+        enough = self.spare.total() >= SPARE or self.spare[address] >= SPARE_OF_ONE
+        return not enough and (not address or self._spare_rate.take(address) == 0)
+
+
+class Place:
+    """What a connection counts for, from the moment it is accepted until it is left.
+
+    address: None if it has no limit. refusal: the answer to all calls except ``/healthz`` on a connection beyond a
+    limit, which is kept for a moment.
+    """
+
+    def __init__(self, limits: Limits, address: str | None, refusal: Response | None) -> None:
+        self._limits, self._address, self.refusal = limits, address, refusal
+        self._counts_for: str | None = None
+        limits.open += 1
+        if refusal is None:
+            self._count(address)
+        else:
+            limits.spare[address or ""] += 1
+
+    def belongs_to(self, device_id: str) -> None:
+        """Count the connection for a device, whose token came with a call: many may share an address."""
+        if self._counts_for is not None and self._counts_for == self._address:
+            key = f"device {device_id}"
+            if self._limits.by_caller[key] < DEVICE_CONNECTIONS:
+                self._count(key)
+
+    def leave(self) -> None:
+        """Count the connection no more."""
+        self._limits.open -= 1
+        if self.refusal is not None:
+            _less(self._limits.spare, self._address or "")
+        self._count(None)
+
+    def _count(self, key: str | None) -> None:
+        if self._counts_for is not None:
+            _less(self._limits.by_caller, self._counts_for)
+        self._counts_for = key
+        if key is not None:
+            self._limits.by_caller[key] += 1
 
 
 class _Networks:
@@ -172,47 +194,6 @@ class _Networks:
         except ValueError:
             return False
         return any(address in network for network in self._networks)
-
-
-@dataclass(frozen=True)
-class Admission:
-    """How a connection is let in.
-
-    address: what it is counted under. refusal: the answer to all but ``/healthz`` where it is beyond a limit, and is
-    kept for a moment.
-    """
-
-    address: str | None
-    refusal: Response | None
-
-
-class NewConnection(asyncio.Protocol):
-    """A connection before it is let in: then it gets a protocol for HTTP, else it is closed, with nothing made for it.
-
-    kind: a ``LimitedConnection`` with limits. named: what uvicorn makes its protocols with. admission: where it is
-    decided already.
-    """
-
-    def __init__(self, kind: type[LimitedConnection], **named: Any) -> None:
-        self._kind, self._named = kind, named
-        self.admission: Admission | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Let the connection in, keep it for one call, or close it."""
-        admission = self.arrive() or self._kind.limits.admit(transport.get_extra_info("peername"))
-        if admission is None:
-            transport.abort()
-            return
-        connection = self._kind(**self._named)
-        transport.set_protocol(connection)
-        connection.let_in(transport, admission)
-
-    def arrive(self) -> Admission | None:
-        """Return what was decided, once: the connection is made, or has failed, and no longer counts as arriving."""
-        admission, self.admission = self.admission, None
-        if admission is not None:
-            _less(self._kind.limits.arriving, admission.address or "")
-        return admission
 
 
 class Acceptor:
@@ -252,20 +233,19 @@ class Acceptor:
                     self._loop.remove_reader(bound.fileno())
                     self._loop.call_later(1.0, self._go_on, bound)
                     return
-                admission = self._limits.admit(peer)
-                if admission is None:
+                place = self._limits.admit(peer)
+                if place is None:
                     connection.close()
                     continue
-                self._limits.arriving[admission.address or ""] += 1
-                task = self._loop.create_task(self._connect(connection, admission))
+                task = self._loop.create_task(self._connect(connection, place))
                 self._let_in.add(task)
                 task.add_done_callback(self._let_in.discard)
 
-    async def _connect(self, connection: socket.socket, admission: Admission) -> None:
+    async def _connect(self, connection: socket.socket, place: Place) -> None:
         new = self._make()
-        assert isinstance(new, NewConnection), "install has made it uvicorn's protocol"
-        new.admission = admission
-        soon: dict[str, Any] = {"ssl_handshake_timeout": SPARE_SECONDS} if self._secured and admission.refusal else {}
+        assert isinstance(new, LimitedConnection), "install has made it uvicorn's protocol"
+        new.place = place
+        soon: dict[str, Any] = {"ssl_handshake_timeout": SPARE_SECONDS} if self._secured and place.refusal else {}
         try:
             await self._loop.connect_accepted_socket(lambda: new, connection, **self._secured, **soon)
         except OSError as error:
@@ -273,9 +253,8 @@ class Acceptor:
             log.debug("a connection was not made: %s", error)
             connection.close()
         finally:
-            left = new.arrive()
-            if left is not None and left.refusal is not None:
-                _less(self._limits.spare, left.address or "")
+            if new.transport is None:
+                place.leave()
 
 
 @contextmanager
@@ -290,7 +269,10 @@ def _borrowed(bound: Any) -> Iterator[socket.socket]:
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One connection within the limits. ``limits`` is set by ``install``."""
+    """One connection within the limits. ``limits`` is set by ``install``.
+
+    place: set by the ``Acceptor``; on a unix socket, where there is none, taken when the connection is made.
+    """
 
     limits: ClassVar[Limits]
     head_seconds = HEAD_SECONDS
@@ -298,15 +280,11 @@ class LimitedConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.ws_protocol_class = None  # there is no web socket here, and its protocol has none of these limits
+        self.place: Place | None = None
         self._limit: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._counted: str | None = None
-        self._address: str | None = None
-        self._is_spare = self._ended = False
-        self._head_bytes = self._header_count = self._unparsed = self._declared = 0
-        self._take: Callable[[bytes], bool] | None = None
-        self._poured = 0
-        self._handing_on: asyncio.TimerHandle | None = None
+        self._ended = False
+        self._head_bytes = self._header_count = self._unparsed = 0
         self._in_body = False
         self._answering: RequestResponseCycle | None = None
         self._received = self._received_before = 0
@@ -315,47 +293,29 @@ class LimitedConnection(HttpToolsProtocol):
 
     # --- connections ---------------------------------------------------------------------------------------------
 
-    def let_in(self, transport: Any, admission: Admission) -> None:
-        """Count the connection, and start the limit for the head of the first request."""
-        self._address = admission.address
+    def connection_made(self, transport: Any) -> None:
+        """Start the limit for the head of the first request; a connection without a place is closed."""
+        self.place = self.place or self.limits.admit(transport.get_extra_info("peername"))
+        if self.place is None:
+            transport.abort()
+            return
         super().connection_made(transport)
-        self.limits.open += 1
-        if admission.refusal is None:
-            self._count(admission.address)
-        else:
-            self._is_spare = True
-            self.app = _OnlyHealth(self.app, admission.refusal)
-        self._await_head(SPARE_SECONDS if self._is_spare else self.head_seconds)
+        if self.place.refusal is not None:
+            self.app = _only_health(self.app, self.place.refusal)
+            self.head_seconds = SPARE_SECONDS
+        self._await_head()
         self._watch = self.loop.call_later(self.limits.patience, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the limits, count one less, and have an answer that is being sent go nowhere."""
-        if self._handing_on is not None:
-            self._handing_on.cancel()
+        """Cancel the limits, leave the place, and have an answer that is being sent go nowhere."""
+        if self.place is None:
+            return
         self._have_head()
         self._stop_answer()
         if self._watch is not None:
             self._watch.cancel()
-        self.limits.open -= 1
-        self._count(None)
-        if self._is_spare:
-            _less(self.limits.spare, self._address or "")
+        self.place.leave()
         super().connection_lost(exc)
-
-    def belongs_to(self, device_id: str) -> None:
-        """Count this connection for a device, whose token came with a call: many may share an address."""
-        if self._counted == self._address and self._address is not None:
-            key = f"device {device_id}"
-            if not self._is_spare and self.limits.by_caller[key] < DEVICE_CONNECTIONS:
-                self._count(key)
-
-    def _count(self, key: str | None) -> None:
-        """Count the connection for another caller; None for nobody."""
-        if self._counted is not None:
-            _less(self.limits.by_caller, self._counted)
-        self._counted = key
-        if key is not None:
-            self.limits.by_caller[key] += 1
 
     # --- heads ---------------------------------------------------------------------------------------------------
 
@@ -363,9 +323,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Give the parser what has come, in pieces, and look at what it has gathered after each."""
         self._received += len(data)
         if self.timeout_keep_alive_task is not None and not self._in_body:
-            self._await_head(self.head_seconds)  # empty lines may come before a request, and are no first byte
-        size = len(data) if self._in_body and self._declared > len(data) else PIECE_BYTES
-        self._declared -= len(data) if self._in_body else 0
+            self._await_head()  # empty lines may come before a request, and are no first byte
+        size = len(data) if self._in_body else PIECE_BYTES
         for start in range(0, len(data), size):
             if self._ended or self.transport.is_closing():
                 return
@@ -386,8 +345,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Start the limits at a request's first byte; an idle connection has another limit."""
         super().on_message_begin()
         self.scope["state"][STATE] = self
-        self._head_bytes = self._header_count = self._unparsed = self._declared = 0
-        self._await_head(SPARE_SECONDS if self._is_spare else self.head_seconds)
+        self._head_bytes = self._header_count = self._unparsed = 0
+        self._await_head()
 
     def on_url(self, url: bytes) -> None:
         """Limit the URL."""
@@ -405,8 +364,6 @@ class LimitedConnection(HttpToolsProtocol):
             self._stop()
         if not self._in_body:
             super().on_header(name, value)
-            if name.lower() == b"content-length" and value.isdigit() and len(value) <= 18:
-                self._declared = int(value)
 
     def on_headers_complete(self) -> None:
         """Cancel the limit of time, since the head has arrived."""
@@ -415,53 +372,17 @@ class LimitedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= PIPELINED:
             self._stop()
         self._in_body = True
-        self._take = None
         super().on_headers_complete()
-
-    def pour(self, take: Callable[[bytes], bool]) -> None:
-        """Give ``take`` each piece of the body that is being received, as it comes; ``receive`` returns, without them,
-        when it says that it has enough, or ``POUR_SECONDS`` have gone, or the body is whole.
-
-        A large body so costs neither a copy nor a turn of its handler for each of some hundred pieces."""
-        self._take, self._poured = take, 0
-        rest, self.cycle.body = bytes(self.cycle.body), bytearray()
-        if rest:
-            self._pour(rest)
-
-    def poured(self) -> int:
-        """Return how many bytes were poured since this was last asked."""
-        poured, self._poured = self._poured, 0
-        return poured
-
-    def _pour(self, body: bytes) -> None:
-        assert self._take is not None, "there is one where a body is poured"
-        enough = self._take(body)
-        self._poured += len(body)
-        if enough:
-            self.flow.pause_reading()
-            self._hand_on(self.cycle)
-        elif self._handing_on is None:
-            self._handing_on = self.loop.call_later(POUR_SECONDS, self._hand_on, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Note that the body goes on."""
         self._unparsed = 0
-        if self._take is None or self.cycle.response_complete:
-            super().on_body(body)
-        else:
-            self._pour(body)
-
-    def _hand_on(self, cycle: RequestResponseCycle) -> None:
-        if self._handing_on is not None:
-            self._handing_on.cancel()
-            self._handing_on = None
-        cycle.message_event.set()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that the request is whole."""
         self._in_body = False
         self._unparsed = 0
-        self._hand_on(self.cycle)
         super().on_message_complete()
         answered_before = self.cycle.response_complete and not self.transport.is_closing()
         if answered_before and self.timeout_keep_alive_task is None:
@@ -469,23 +390,14 @@ class LimitedConnection(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, unless a request has come on it while the event loop stood still, or the machine
-        did: after that a loop looks at its timers before it reads, and would answer such a request with a reset."""
-        close = super().timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: an upgrade that is asked for and ignored is no fault, and anybody could fill the log."""
-
-    def _await_head(self, seconds: float) -> None:
+    def _await_head(self) -> None:
         self._have_head()
-        self._limit = self.loop.call_later(seconds, self._give_up)
+        self._limit = self.loop.call_later(self.head_seconds, self._give_up)
 
     def _have_head(self) -> None:
         if self._limit is not None:
@@ -556,16 +468,14 @@ def _refusal(full: bool) -> Response:
     return refusal
 
 
-class _OnlyHealth:
-    """Answers ``/healthz`` and refuses all else."""
+def _only_health(app: ASGIApp, refusal: Response) -> ASGIApp:
+    """Return an application that answers ``/healthz`` and refuses all else."""
 
-    def __init__(self, app: ASGIApp, refusal: Response) -> None:
-        self._app = app
-        self._refusal = refusal
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        known = below_root(scope)["path"] == "/healthz"
+        await (app if known else refusal)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app if below_root(scope)["path"] == "/healthz" else self._refusal
-        await app(scope, receive, send)
+    return answer
 
 
 def install(receive: Receive, settings: Settings) -> None:
@@ -578,7 +488,7 @@ def install(receive: Receive, settings: Settings) -> None:
     if isinstance(config, uvicorn.Config) and config.http_protocol_class is HttpToolsProtocol:
         limits = Limits(settings, config.forwarded_allow_ips if config.proxy_headers else None)
         kind = type("LimitedConnection", (LimitedConnection,), {"limits": limits})
-        config.http_protocol_class = partial(NewConnection, kind)  # type: ignore[assignment]
+        config.http_protocol_class = kind
         _accept_within(limits)
     else:
         log.warning("%s", HOW_TO_RUN)

@@ -12,20 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
-from urllib.parse import parse_qsl
+from typing import Annotated
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.types import Receive, Scope, Send
 
 from sparrow.protocol import bundle
 from sparrow.protocol.fields import Digest
-from sparrow.protocol.messages import ASSIGNMENT_TYPE, UpdateAccepted, UploadCost
+from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, UpdateAccepted, UploadCost
 
 from ..app import Coordinator
 from ..errors import NotAllowed
@@ -33,17 +28,15 @@ from ..fleet.devices import Caller
 from ..models.payloads import Packed
 from ..reports.metrics import counted_refusals
 from ..rounds.dispatch import Ask
+from .access import KnownDevice, TheCoordinator
 from .bodies import InParts, ranged
-from .headers import header
-from .middleware.base import Middleware
-from .problems import answer_of
 
 log = logging.getLogger(__name__)
+# Its answers are not compressed: a fleet that asks often would cost the coordinator more than it saves the network.
+router = APIRouter(prefix="/v1", tags=["devices"])
 
 LARGEST_BROUGHT = 256 * 1024
 """The largest payload, in bytes, that comes with its assignment: one that breaks on its way comes again as a whole."""
-MOST_COST = 2000
-"""Characters of ``Sparrow-Upload-Cost``."""
 JSON = "application/json"
 
 
@@ -62,13 +55,36 @@ class Asking(Holding):
     wait: float = Field(default=0.0, ge=0, le=600, description="Longest wait for work, s")
 
 
-async def give_work(
-    request: Request, coordinator: Coordinator, device: Caller, name: str, asking: Asking, upload_cost: str | None
+Cost = Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)]
+WITH_PAYLOAD = {
+    "description": "One line of JSON, and the bytes of the payload",
+    "content": {ASSIGNMENT_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
+BODIES = {
+    bundle.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+    JSON: {"schema": {"type": "object"}},
+}
+
+
+@router.get(
+    "/federations/{name}/assignment",
+    response_model=Assignment,
+    responses={200: WITH_PAYLOAD, 204: {"description": "No work now"}},
+)
+async def get_assignment(
+    name: str,
+    device: KnownDevice,
+    coordinator: TheCoordinator,
+    request: Request,
+    asking: Annotated[Asking, Query()],
+    upload_cost: Cost = None,
 ) -> Response:
-    """Answer a device that asks for work, when there is some, or its wait is over."""
+    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more.
+
+    A caller that accepts it gets a small payload with it: one line of JSON, then the payload's bytes."""
     if name != device.federation:
         raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
-    note_upload_cost(coordinator, device.device_id, upload_cost)
+    _note_upload_cost(coordinator, device.device_id, upload_cost)
     loop = asyncio.get_running_loop()
     until = loop.time() + min(asking.wait, coordinator.settings.max_wait_seconds)
     renew = _renewal(coordinator, device)
@@ -95,26 +111,38 @@ async def give_work(
             await poll.wait(moved, remaining)
 
 
-async def give_payload(request: Request, coordinator: Coordinator, device: Caller, assignment_id: str) -> Response:
-    """Answer with an assignment's bundle; a range resumes a broken download."""
+@router.get("/assignments/{assignment_id}/payload")
+async def get_payload(
+    assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request
+) -> Response:
+    """Return the assignment's bundle; a range resumes a broken download."""
     packed = await coordinator.fetching.run((assignment_id, device.device_id))
     answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
     coordinator.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
     return answer
 
 
-async def take_update(
-    request: Request,
-    coordinator: Coordinator,
-    device: Caller,
+@router.put(
+    "/assignments/{assignment_id}/update",
+    status_code=201,
+    response_model=UpdateAccepted,
+    responses={201: WITH_PAYLOAD, 200: {"model": UpdateAccepted, "description": "The same again"}},
+    openapi_extra={"requestBody": {"required": True, "content": BODIES}},
+)
+async def put_update(
     assignment_id: str,
-    holding: Holding,
-    upload_cost: str | None,
+    device: KnownDevice,
+    coordinator: TheCoordinator,
+    request: Request,
+    holding: Annotated[Holding, Query()],
+    upload_cost: Cost = None,
 ) -> Response:
-    """Receive an update, and answer when it is durable."""
-    note_upload_cost(coordinator, device.device_id, upload_cost)
-    media_type = (header(request.scope, b"content-type") or "").split(";")[0].strip()
-    goes_on = accepts_work(request.scope)
+    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one.
+
+    A caller that accepts it gets its next work, if there is any, with a small payload, as ``get_assignment`` gives."""
+    _note_upload_cost(coordinator, device.device_id, upload_cost)
+    media_type = request.headers.get("content-type", "").split(";")[0].strip()
+    goes_on = _accepts_work(request)
     ask = Ask(device.device_id, holding.mask, holding.model) if goes_on else None
     seen = coordinator.moved.count
     with counted_refusals(coordinator.metrics.refused, device.federation):
@@ -146,7 +174,7 @@ def _answer(
     """Return an answer with an assignment, and its payload where that is small and the caller takes it."""
     line = text.encode()
     small = payload is not None and len(payload.body) <= LARGEST_BROUGHT
-    if payload is None or not (small and accepts_work(request.scope) and coordinator.downloads.has_room(payload.body)):
+    if payload is None or not (small and _accepts_work(request) and coordinator.downloads.has_room(payload.body)):
         return Response(line, status, media_type=JSON, headers=headers)
     coordinator.metrics.traffic.labels(device.federation, "down").inc(len(payload.body))
     return InParts(
@@ -159,16 +187,16 @@ def _answer(
     )
 
 
-def accepts_work(scope: Scope) -> bool:
+def _accepts_work(request: Request) -> bool:
     """Return whether a caller takes an assignment with its payload."""
-    return header(scope, b"accept") == ASSIGNMENT_TYPE
+    return request.headers.get("accept") == ASSIGNMENT_TYPE
 
 
 def _renewal(coordinator: Coordinator, device: Caller) -> dict[str, str]:
     return {"Sparrow-Renew-Token": "now"} if coordinator.devices.wants_rotation(device) else {}
 
 
-def note_upload_cost(coordinator: Coordinator, device_id: str, text: str | None) -> None:
+def _note_upload_cost(coordinator: Coordinator, device_id: str, text: str | None) -> None:
     """Keep what a device says that its last upload cost."""
     if text is None:
         return
@@ -177,61 +205,3 @@ def note_upload_cost(coordinator: Coordinator, device_id: str, text: str | None)
     except ValidationError:
         # Telemetry must never keep a device from its work.
         log.warning("device %s sent a Sparrow-Upload-Cost that cannot be read", device_id)
-
-
-class DeviceCalls(Middleware):
-    """Answers the well-formed calls of a device-round itself. The routes, which take longer to read a call than the
-    rest does, answer what is left, and say what is wrong with it."""
-
-    _WORK = re.compile(r"/v1/federations/([^/]+)/assignment")
-    _UPDATE = re.compile(r"/v1/assignments/([^/]+)/update")
-    _PAYLOAD = re.compile(r"/v1/assignments/([^/]+)/payload")
-    _WORK_ROUTE = SimpleNamespace(path="/v1/federations/{name}/assignment")
-    _UPDATE_ROUTE = SimpleNamespace(path="/v1/assignments/{assignment_id}/update")
-    _PAYLOAD_ROUTE = SimpleNamespace(path="/v1/assignments/{assignment_id}/payload")
-
-    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = scope["state"]["identity"].caller
-        cost = header(scope, b"sparrow-upload-cost")
-        if not isinstance(caller, Caller) or len(cost or "") > MOST_COST:
-            await self._app(scope, receive, send)
-            return
-        answering = self._answering(coordinator, scope, receive, caller, cost)
-        if answering is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            answer = await answering
-        except Exception as error:
-            known = answer_of(scope["path"], error)
-            if known is None:
-                raise
-            answer = known
-        await answer(scope, receive, send)
-
-    def _answering(
-        self, coordinator: Coordinator, scope: Scope, receive: Receive, caller: Caller, cost: str | None
-    ) -> Any:
-        """Return the coroutine that answers a call; None for one that the routes answer."""
-        method = scope["method"]
-        if method == "GET" and (found := self._WORK.fullmatch(scope["path"])):
-            asking = _query(scope, Asking)
-            if asking is not None:
-                scope["route"] = self._WORK_ROUTE
-                return give_work(Request(scope, receive), coordinator, caller, found[1], asking, cost)
-        elif method == "GET" and (found := self._PAYLOAD.fullmatch(scope["path"])):
-            scope["route"] = self._PAYLOAD_ROUTE
-            return give_payload(Request(scope, receive), coordinator, caller, found[1])
-        elif method == "PUT" and (found := self._UPDATE.fullmatch(scope["path"])):
-            holding = _query(scope, Holding)
-            if holding is not None:
-                scope["route"] = self._UPDATE_ROUTE
-                return take_update(Request(scope, receive), coordinator, caller, found[1], holding, cost)
-        return None
-
-
-def _query(scope: Scope, kind: type[Any]) -> Any:
-    """Return the query of a call, if it is well-formed."""
-    with suppress(ValueError):
-        return kind.model_validate(dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)))
-    return None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Response
 
-from sparrow.protocol import bundle
 from sparrow.protocol.messages import (
-    ASSIGNMENT_TYPE,
-    Assignment,
     ChangeDevice,
     DeviceHistory,
     DeviceInfo,
@@ -20,7 +17,6 @@ from sparrow.protocol.messages import (
     HandBack,
     NewToken,
     RenewToken,
-    UpdateAccepted,
     UpdateReceived,
 )
 
@@ -36,7 +32,6 @@ from .access import (
     TheIdentity,
     check_admin,
 )
-from .device_calls import MOST_COST, Asking, Holding, give_payload, give_work, take_update
 from .packing import PackedRoute
 
 router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
@@ -133,40 +128,6 @@ async def rotate_token(
     return await coordinator.writers.run(coordinator.devices.rotate, device_id, request.enrolment_key)
 
 
-Cost = Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=MOST_COST)]
-WITH_PAYLOAD = {
-    "description": "One line of JSON, and the bytes of the payload",
-    "content": {ASSIGNMENT_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-}
-
-
-@router.get(
-    "/federations/{name}/assignment",
-    response_model=Assignment,
-    responses={200: WITH_PAYLOAD, 204: {"description": "No work now"}},
-)
-async def get_assignment(
-    name: str,
-    device: KnownDevice,
-    coordinator: TheCoordinator,
-    request: Request,
-    asking: Annotated[Asking, Query()],
-    upload_cost: Cost = None,
-) -> Response:
-    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more.
-
-    A caller that accepts it gets a small payload with it: one line of JSON, then the payload's bytes."""
-    return await give_work(request, coordinator, device, name, asking, upload_cost)
-
-
-@router.get("/assignments/{assignment_id}/payload")
-async def get_payload(
-    assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request
-) -> Response:
-    """Return the assignment's bundle; a range resumes a broken download."""
-    return await give_payload(request, coordinator, device, assignment_id)
-
-
 @router.post("/assignments/{assignment_id}/heartbeat", status_code=204)
 def heartbeat(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator) -> None:
     """Report that the device still works on an assignment. 409: the assignment is closed."""
@@ -191,32 +152,3 @@ def get_received(
     """Return how much of an interrupted update has arrived: the rest is sent with ``Content-Range``."""
     coordinator.acceptance.check_owner(assignment_id, device.device_id)
     return UpdateReceived(received=coordinator.uploads.received(assignment_id, sha256))
-
-
-@router.put(
-    "/assignments/{assignment_id}/update",
-    status_code=201,
-    response_model=UpdateAccepted,
-    responses={201: WITH_PAYLOAD, 200: {"model": UpdateAccepted, "description": "The same again"}},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                bundle.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-                "application/json": {"schema": {"type": "object"}},
-            },
-        }
-    },
-)
-async def put_update(
-    assignment_id: str,
-    device: KnownDevice,
-    coordinator: TheCoordinator,
-    request: Request,
-    holding: Annotated[Holding, Query()],
-    upload_cost: Cost = None,
-) -> Response:
-    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one.
-
-    A caller that accepts it gets its next work, if there is any, with a small payload, as ``get_assignment`` gives."""
-    return await take_update(request, coordinator, device, assignment_id, holding, upload_cost)

@@ -30,9 +30,11 @@ from sparrow.protocol.messages import (
     RoundRecord,
 )
 from sparrow.protocol.overview import Overview
+from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
 from ..errors import WrongMediaType, callers_data
+from ..fleet.federations import completed
 from ..web import links
 from ..web.steps import check_ratio
 from .access import (
@@ -51,7 +53,7 @@ from .packing import HEADERS, PackedRoute, packed_events, takes_gzip
 from .signals import LongPoll
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
-
+settings_router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)
 
 JSON_TYPE = "application/json"
 
@@ -84,6 +86,12 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
     return await coordinator.writers.run(coordinator.publisher.create, wanted)
+
+
+@settings_router.post("", dependencies=[AdminOnly])
+def complete_settings(settings: FederationSettings) -> FederationSettings:
+    """Return settings with all of the method's own ones, as a federation that is created with them has them."""
+    return completed(settings)
 
 
 @router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)

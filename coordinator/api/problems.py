@@ -80,28 +80,19 @@ def unavailable(error: errors.Unavailable) -> JSONResponse:
     return problem(STATUS[type(error)], type(error).__name__, str(error), headers)
 
 
-def answer_of(path: str, error: Exception) -> JSONResponse | None:
-    """Return the answer to a call of this path that failed with an error of the coordinator or the framework; None for
-    any other error."""
+async def _known(request: Request, error: Exception) -> JSONResponse:
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), None)
     if status is not None:
         headers = dict(CHALLENGE) if status == 401 else {}
         if status >= 500:
             headers["Retry-After"] = str(RETRY_SECONDS)
         return problem(status, type(error).__name__, str(error), headers)
-    if not isinstance(error, HTTPException):
-        return None
+    assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
     advised = isinstance(error, errors.RequestError)  # whose text says what to do
-    what = f"there is nothing at {path}" if error.status_code == 404 else error.detail
+    what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
     detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))
-
-
-async def _known(request: Request, error: Exception) -> JSONResponse:
-    answer = answer_of(request.url.path, error)
-    assert answer is not None, "it is installed for these errors alone"
-    return answer
 
 
 async def _invalid_request(_: Request, error: Exception) -> JSONResponse:

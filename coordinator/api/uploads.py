@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from ..errors import BadContent, LengthRequired, TooLarge, WrongRange
 from ..rounds.acceptance import Acceptance, Sent
@@ -39,7 +40,6 @@ from ..storage.database import BUSY_SECONDS
 from ..storage.store import Store
 from ..storage.tables import Assignment
 from .bodies import read_body
-from .connections import STATE
 from .threads import Batches, Threads
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
@@ -187,7 +187,8 @@ class Uploads:
                 raise LengthRequired("Content-Length must be the length of Content-Range; send both")
             if last != total - 1:
                 raise WrongRange("the range must go to the update's end")
-            return self._take(assignment_id, digest, first, total)
+            with self._taking:
+                return self._begin(assignment_id, digest, first, total)
 
         part, turn = await run_in_threadpool(begin)
         try:
@@ -216,39 +217,22 @@ class Uploads:
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
         """Add what a call brings to its part."""
         unwritten = 0
-
-        def take(piece: bytes) -> bool:
-            nonlocal unwritten
-            if part.turn == turn:  # else another call goes on with it
-                part.gathered.append(piece)
-            unwritten += len(piece)
-            return unwritten >= WRITTEN_BYTES
-
-        connection = request.scope["state"].get(STATE)
-        if connection is not None:
-            connection.pour(take)
-        more = True
         try:
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise BadContent("the connection broke before the whole body had come; send the rest")
-                if message.get("body"):  # not poured
-                    take(message["body"])
-                more = message.get("more_body", False)
+            async for piece in request.stream():
+                if part.turn == turn:  # else another call goes on with it
+                    part.gathered.append(piece)
+                unwritten += len(piece)
                 if unwritten >= WRITTEN_BYTES:
                     await run_in_threadpool(self._write, part)
                     unwritten = 0
-        except BaseException:
+        except BaseException as error:
             self._write(part)  # the call was cut off: its pieces take no memory, and need not be sent again
+            if isinstance(error, ClientDisconnect):
+                raise BadContent("the connection broke before the whole body had come; send the rest") from None
             raise
 
-    def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
-        """Return the part that a call goes on with, one of its calls from now on, and the call's turn."""
-        with self._taking:
-            return self._begin(assignment_id, digest, first, total)
-
     def _begin(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
+        """Return the part that a call goes on with, one of its calls from now on, and the call's turn."""
         received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):

@@ -84,15 +84,11 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
             f"the action pause), make the backup, and resume them"
         )
     summary["records_sha256"] = hashlib.sha256(read_file(target / summary["records"])).hexdigest()
-    summary["blobs"] = sorted(key_of(target, path) for path in (target / BLOBS_FOLDER).rglob("*") if path.is_file())
+    folder = target / BLOBS_FOLDER
+    summary["blobs"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     check_copy(target, summary)
     _write(target / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
     return summary
-
-
-def key_of(copy: Path, path: Path) -> str:
-    """Return the key of a blob's file in a backup."""
-    return str(path.relative_to(copy / BLOBS_FOLDER))
 
 
 def check_copy(copy: Path, summary: dict[str, Any]) -> None:
@@ -211,8 +207,7 @@ def run_postgresql(address: str, program: str, *arguments: str) -> None:
 def _write(path: Path, data: bytes) -> None:
     with open(path, "wb", opener=private) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    flush(path)
     flush_folder(path.parent)
 
 

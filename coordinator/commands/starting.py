@@ -6,7 +6,6 @@ own command line, by uvicorn's own parser.
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +19,10 @@ from sparrow.protocol.addresses import in_network, in_url, is_loopback, is_unspe
 
 from ..fleet.access import Kind
 from ..settings import Settings
-from ..storage.blobs import flush_folder, private
-from ..storage.store import RECORDS_FILE
+from ..storage.blobs import flush, flush_folder, private
 
 TOKENS_FILE = "tokens.sh"
 """In the data folder: the tokens that ``sparrow serve`` has made."""
-FORMER = Path("sparrow-data")
-"""The former default folder of the data, below the folder in which the coordinator was started."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
     path.unlink(missing_ok=True)  # another one's rights would stay
     with open(path, "w", opener=private) as file:
         file.writelines(f"export {_variable(kind)}={secret}\n" for kind, secret in secrets.items())
-        file.flush()
-        os.fsync(file.fileno())
+    flush(path)
     flush_folder(folder)
 
 
@@ -97,20 +92,6 @@ def introduction(settings: Settings, listening: Listening | None, *, enrolment_g
         yield f"tokens: {settings.data_dir / TOKENS_FILE}"
     if is_loopback(listening.host):
         yield "only this machine can reach it; --host 0.0.0.0 lets others"
-
-
-def forgotten(settings: Settings) -> str | None:
-    """Return a warning about unused data of an earlier version in this folder; None if there are none.
-
-    Only where no folder was chosen.
-    """
-    former = FORMER.absolute()
-    if "data_dir" in settings.model_fields_set or not (former / RECORDS_FILE).exists():
-        return None
-    return (
-        f"{former} has a coordinator's data and is not used, {settings.data_dir} is; to go on with it, set "
-        f"COORDINATOR_DATA_DIR={former}"
-    )
 
 
 def _federation(settings: Settings) -> str:

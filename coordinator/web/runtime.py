@@ -81,11 +81,6 @@ def missing() -> list[Package]:
     return [package for package in PACKAGES if not package.is_there()]
 
 
-def is_there() -> bool:
-    """Return whether all files are kept."""
-    return not missing()
-
-
 def why_not_there() -> str | None:
     """Return which command an operator has yet to run, and why; None if no package is missing."""
     lacks = missing()
@@ -99,17 +94,15 @@ def why_not_there() -> str | None:
     )
 
 
-def keep(archive: bytes) -> list[Path]:
-    """Keep the files of an npm package (a .tgz), and return them. Raises BadRuntime unless each has its digest."""
+def keep(archive: bytes) -> None:
+    """Keep the files of an npm package (a .tgz). Raises BadRuntime unless each has its digest."""
     package, found = _read(archive)
     package.folder.mkdir(parents=True, exist_ok=True)
-    kept = []
     for name, data in found.items():
         path = package.folder / f"{name}.gz"
         partial = path.with_name(f"{path.name}.partial")
         partial.write_bytes(gzip.compress(data, 9, mtime=0))
-        kept.append(partial.replace(path))
-    return kept
+        partial.replace(path)
 
 
 def _read(archive: bytes) -> tuple[Package, dict[str, bytes]]:

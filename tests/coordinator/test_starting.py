@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from sparrow.command_line.command import WrongUsage
 from sparrow.coordinator.clock import KEEP_SECONDS, SteadyClock
-from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
+from sparrow.coordinator.commands.starting import Listening, by_uvicorn, introduction
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.simulation import in_process
@@ -36,16 +36,6 @@ def test_the_data_folder_is_the_same_from_everywhere(home, monkeypatch):
     assert Settings().data_dir == home / "mine"
     monkeypatch.setenv("COORDINATOR_DATA_DIR", "mine")
     assert Settings().data_dir == Path.cwd() / "mine"
-
-
-def test_data_of_an_earlier_version_in_this_folder_are_told_of(home, monkeypatch):
-    assert forgotten(Settings()) is None
-    former = home / "here/sparrow-data"
-    former.mkdir()
-    (former / "coordinator.sqlite3").touch()
-    assert f"set COORDINATOR_DATA_DIR={former}" in forgotten(Settings())
-    monkeypatch.setenv("COORDINATOR_DATA_DIR", "sparrow-data")
-    assert forgotten(Settings()) is None
 
 
 @pytest.mark.parametrize("name", ["COORDINATOR_DEFUALT_TASK", "coordinator_data_dri", "COORDINATOR_PORT"])

@@ -20,7 +20,7 @@ from .browsers import playwright
 browser, open_page = browsers.browser, browsers.open_page
 expect = playwright.expect
 
-pytestmark = pytest.mark.skipif(not runtime.is_there(), reason="no runtime for pages here: run sparrow web")
+pytestmark = pytest.mark.skipif(runtime.missing(), reason="no runtime for pages here: run sparrow web")
 
 ALONE = {"method": "fedavg", "cohort": 1, "min_devices": 1, "early_stopping": "off", "learning_rate": 0.1}
 ROOMS = {"attic": (31.0, "none"), "hall": (17.0, "gas"), "kitchen": (24.0, "wood")}

@@ -21,7 +21,7 @@ from sparrow.protocol.preparation import Preparation, Targets
 
 pytestmark = pytest.mark.integration
 
-needs_runtime = pytest.mark.skipif(not runtime.is_there(), reason="no runtime for pages here: run sparrow web")
+needs_runtime = pytest.mark.skipif(runtime.missing(), reason="no runtime for pages here: run sparrow web")
 
 RATE = 16_000
 PICTURES = prepare_pictures((16, 12), (4096, 4096, 3), (0, 1))

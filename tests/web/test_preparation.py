@@ -22,7 +22,7 @@ from sparrow.protocol.preparation import Column, Preparation, Targets
 
 pytestmark = pytest.mark.integration
 
-needs_runtime = pytest.mark.skipif(not runtime.is_there(), reason="no runtime for pages here: run sparrow web")
+needs_runtime = pytest.mark.skipif(runtime.missing(), reason="no runtime for pages here: run sparrow web")
 
 # --- the description ---------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...app import Coordinator
 from ...errors import RequestError
 from ...settings import Settings
-from ..connections import STATE, LimitedConnection
 from ..problems import problem
+from .base import Middleware
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +47,16 @@ class TooSlow(RequestError, HTTPException):
         HTTPException.__init__(self, 408, detail, {"Connection": "close", "Retry-After": "5"})
 
 
-class SmallBodies:
+class SmallBodies(Middleware):
     """Refuses long bodies where the framework reads them itself, before the caller is checked.
 
     Updates, new federations, models and test data are read with ``read_body``, by callers that are known, up to limits
     of their own.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the declared length; the server sees to it that it is kept."""
-        if scope["type"] != "http" or READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        # The server sees to it that the declared length is kept.
+        if READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers:
@@ -93,7 +91,6 @@ class SlowBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         loop, received, lately, whole, since = asyncio.get_running_loop(), 0, 0, False, math.nan
-        connection: LimitedConnection | None = scope.get("state", {}).get(STATE)
 
         async def timed() -> Message:
             nonlocal received, lately, whole, since
@@ -111,7 +108,7 @@ class SlowBodies:
                     f"only {lately} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send it "
                     f"again, at {self._least / self._patience:g} bytes/s at least"
                 )
-            size = len(message.get("body", b"")) + (0 if connection is None else connection.poured())
+            size = len(message.get("body", b""))
             received, lately = received + size, lately + size
             if lately >= self._least:
                 lately, since = 0, loop.time()

@@ -5,20 +5,18 @@ Bodies are looked at where they are read: the messages of ``sparrow.protocol`` r
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from ...app import Coordinator
 from ..problems import problem
+from .base import Middleware
 
 
-class PlainText:
+class PlainText(Middleware):
     """Answers 422 to such calls."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the path, the query and the headers, all of them decoded as far as routes see them."""
-        if scope["type"] == "http" and _has_nul(scope):
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        if _has_nul(scope):
             what = "the address or a header holds a NUL character, which no text here may; leave it out"
             return await problem(422, "BadContent", what)(scope, receive, send)
         return await self._app(scope, receive, send)

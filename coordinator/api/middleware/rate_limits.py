@@ -74,7 +74,7 @@ class CallsAtOnce(Middleware):
             return await self._app(scope, receive, send)
         connection: connections.LimitedConnection | None = scope["state"].get(connections.STATE)
         if connection is not None:
-            connection.belongs_to(caller.device_id)
+            connection.place.belongs_to(caller.device_id)
         if open_calls[caller.device_id] >= CALLS_AT_ONCE:
             detail = f"this device has {CALLS_AT_ONCE} calls in progress; wait until one of them has ended"
             return await problem(429, "TooManyRequests", detail, {"Retry-After": "1"})(scope, receive, send)
