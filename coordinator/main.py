@@ -114,11 +114,19 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         generate_unique_id_function=lambda route: route.name,
     )
     # From the inside out: the last one added is the first to see a call.
-    app.add_middleware(SmallBodies)
-    app.add_middleware(SlowBodies, settings=settings)
-    app.add_middleware(MissingTokenWarning, settings=settings)
-    inside_out = (CallsAtOnce, UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText)
-    for middleware in (*inside_out, RequestIds):
+    for middleware in (
+        SmallBodies,
+        SlowBodies,
+        MissingTokenWarning,
+        CallsAtOnce,
+        UnknownCallers,
+        CallerLimits,
+        Authentication,
+        AddressLimits,
+        CrossSite,
+        PlainText,
+        RequestIds,
+    ):
         app.add_middleware(middleware)
     # Looked through in this order: devices call most often.
     for module in (device_calls, devices, federations, status, pages, sign_in):

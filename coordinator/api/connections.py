@@ -1,13 +1,26 @@
-"""uvicorn's HTTP protocol with the limits that it lacks, so that nobody takes memory or descriptors without end.
+"""uvicorn's HTTP protocol with the limits that it lacks, so that no caller takes memory or descriptors without end.
 
     heads           bytes, number of headers, length of the URL (431), and the time in which a head must arrive;
                     trailers and chunk extensions count like headers
     connections     of one address and of all; a connection on which a device has shown its token is that device's
     answers         a caller that does not read its answer is disconnected, and one that goes on sending too slowly
-                    what nobody wants any more
+                    after its answer
 
 The application installs it in its server when it starts (``install``), whether that is ``sparrow serve`` or ``uvicorn
 coordinator.main:app``. ``--timeout-keep-alive`` ends connections that are idle between requests.
+
+uvicorn and asyncio have no settings for these limits, so this module reaches into their internals. A test of an attack
+needs each of these hooks; docs/architecture.md, "Hooks into the server", has what they cost.
+
+    LifespanOn.config               replaced protocol, also under plain uvicorn: test_plain_uvicorn_has_the_limits
+    loop.create_server              connections count before their TLS handshake, and are refused before asyncio makes
+                                    anything for them: test_connections_count_before_their_handshake
+    the parser's callbacks          test_heads_without_end_are_refused, test_heads_that_dribble_are_closed
+    _start_asgi_task, cycle         the answer that is being sent is not always that of the latest request:
+                                    test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
+    timeout_keep_alive_task         a connection whose answer came before the end of its body ends as well:
+                                    test_who_sends_on_what_was_answered_is_disconnected
+    ws_protocol_class               an upgrade would leave the limits: "an upgrade's" in test_heads_without_end_are_refused
 """
 
 from __future__ import annotations

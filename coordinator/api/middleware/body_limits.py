@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...app import Coordinator
 from ...errors import RequestError
-from ...settings import Settings
 from ..problems import problem
 from .base import Middleware
 
@@ -76,21 +75,21 @@ def _declared(headers: dict[bytes, bytes]) -> int:
     return int(text) if text.isdigit() and len(text) <= 18 else -1
 
 
-class SlowBodies:
+class SlowBodies(Middleware):
     """Ends calls whose body comes too slowly, with 408."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
-        self._patience = settings.body_patience_seconds
-        self._least = settings.body_bytes_per_second * settings.body_patience_seconds
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app)
         self._logged_at = -math.inf
         self._ended = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Time what the call receives until its body is whole."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        loop, received, lately, whole, since = asyncio.get_running_loop(), 0, 0, False, math.nan
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        patience, rate = coordinator.settings.body_patience_seconds, coordinator.settings.body_bytes_per_second
+        loop = asyncio.get_running_loop()
+        received = 0
+        lately = 0
+        whole = False
+        since = math.nan
 
         async def timed() -> Message:
             nonlocal received, lately, whole, since
@@ -100,17 +99,17 @@ class SlowBodies:
                 since = loop.time()
             message: Message | None = None
             # asyncio's wait_for makes a task for each piece
-            with anyio.move_on_after(max(0.0, since + self._patience - loop.time())):
+            with anyio.move_on_after(max(0.0, since + patience - loop.time())):
                 message = await receive()
             if message is None:
                 self._log(scope, received)
                 raise TooSlow(
                     f"only {lately} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send it "
-                    f"again, at {self._least / self._patience:g} bytes/s at least"
+                    f"again, at {rate:g} bytes/s at least"
                 )
             size = len(message.get("body", b""))
             received, lately = received + size, lately + size
-            if lately >= self._least:
+            if lately >= rate * patience:
                 lately, since = 0, loop.time()
             whole = not message.get("more_body", False)
             return message

@@ -5,31 +5,25 @@ from __future__ import annotations
 import ipaddress
 import logging
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from ...app import coordinator_of
+from ...app import Coordinator
 from ...fleet.access import KINDS
-from ...settings import Settings
 from .authentication import Identity
+from .base import Middleware
 
 log = logging.getLogger(__name__)
 
 
-class MissingTokenWarning:
+class MissingTokenWarning(Middleware):
     """Logs once if calls without a token arrive at an address beyond loopback."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
-        self._set_in_settings = frozenset(settings.tokens())
-        self._logged = False
+    _logged = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the address that the call came in on."""
-        if not self._logged and scope["type"] == "http" and _beyond_loopback(scope.get("server")):
-            identity: Identity | None = scope.get("state", {}).get("identity")
-            guarded = self._set_in_settings | (identity.guarded if identity else frozenset())
-            health = identity is None and coordinator_of(scope) is not None  # then the records' tokens are not known
-            unguarded = [] if health else [kind for kind in KINDS if kind not in guarded]
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._logged and _beyond_loopback(scope.get("server")):
+            identity: Identity = scope["state"]["identity"]
+            unguarded = [kind for kind in KINDS if kind not in identity.guarded]
             if unguarded:
                 self._logged = True
                 log.critical(
