@@ -20,7 +20,7 @@ needs each of these hooks; docs/architecture.md, "Hooks into the server", has wh
                                     test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
     timeout_keep_alive_task         a connection whose answer came before the end of its body ends as well:
                                     test_who_sends_on_what_was_answered_is_disconnected
-    ws_protocol_class               an upgrade would leave the limits: "an upgrade's" in test_heads_without_end_are_refused
+    ws_protocol_class               an upgrade would leave the limits: test_heads_without_end_are_refused
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ SPARE_SECONDS = 2.0
 SPARE_PER_SECOND = SPARE_OF_ONE / SPARE_SECONDS
 """Of one address, however quickly they end: refusing one in words costs as much as ten that are closed."""
 
-STATE = "connection"
-"""The key in a request's state under which the application finds its connection."""
+STATE = "place"
+"""The key in a request's state under which the application finds its connection's place."""
 
 TOO_LONG = (
     f"a request's head may have {HEAD_BYTES // 1024} KiB, {HEADERS} headers and a URL of {URL_BYTES // 1024} KiB; send "
@@ -357,7 +357,7 @@ class LimitedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the limits at a request's first byte; an idle connection has another limit."""
         super().on_message_begin()
-        self.scope["state"][STATE] = self
+        self.scope["state"][STATE] = self.place
         self._head_bytes = self._header_count = self._unparsed = 0
         self._await_head()
 

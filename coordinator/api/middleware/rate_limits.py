@@ -72,9 +72,9 @@ class CallsAtOnce(Middleware):
         caller, open_calls = scope["state"]["identity"].caller, coordinator.open_calls
         if not isinstance(caller, Caller):
             return await self._app(scope, receive, send)
-        connection: connections.LimitedConnection | None = scope["state"].get(connections.STATE)
-        if connection is not None:
-            connection.place.belongs_to(caller.device_id)
+        place: connections.Place | None = scope["state"].get(connections.STATE)
+        if place is not None:
+            place.belongs_to(caller.device_id)
         if open_calls[caller.device_id] >= CALLS_AT_ONCE:
             detail = f"this device has {CALLS_AT_ONCE} calls in progress; wait until one of them has ended"
             return await problem(429, "TooManyRequests", detail, {"Retry-After": "1"})(scope, receive, send)
