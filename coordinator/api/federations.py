@@ -34,7 +34,7 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
 from ..errors import WrongMediaType, callers_data
-from ..fleet.federations import completed
+from ..fleet.checks import completed
 from ..web import links
 from ..web.steps import check_ratio
 from .access import (
