@@ -97,5 +97,4 @@ def _chance(secret: bytes, purpose: str, round_number: int, name: str) -> bytes:
 
 
 def _share(digest: bytes) -> float:
-    """Return a uniform number in (0, 1]."""
     return (int.from_bytes(digest[:6], "big") + 1) / 2**48

@@ -283,7 +283,6 @@ def _notice(federation: Federation, device: Device) -> str | None:
 
 
 def _change_open(db: Session, device_id: str, **values: Any) -> None:
-    """Change the device's open assignments."""
     db.execute(
         update(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open").values(**values)
     )

@@ -303,7 +303,6 @@ def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> s
 
 
 def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
-    """Return how many evaluations are open, and the round of the oldest."""
     open_ones = select(func.count(), func.min(Assignment.round)).where(
         Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind.in_(JUDGING_KINDS)
     )
@@ -312,7 +311,6 @@ def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
 
 
 def _moved(db: Session, federation: Federation) -> int:
-    """Return the bytes that the federation's devices report to have moved."""
     each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of values from devices overflows
     return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
 

@@ -245,7 +245,6 @@ def _whole_numbers(stored: object) -> dict[str, int]:
 
 
 def _mean_metrics(judged: Sequence[Evaluation]) -> dict[str, float]:
-    """Return each metric's mean over the devices that measured it, by name."""
     names = sorted({name for each in judged for name in each.metrics})[:MOST_METRICS]
     return {name: fmean(each.metrics[name] for each in judged if name in each.metrics) for name in names}
 

@@ -354,7 +354,6 @@ class Acceptance:
         return report, decoded, chosen
 
     def _check_answer(self, federation: Federation, device: Device, assignment: Assignment, sent: Sent) -> BaseModel:
-        """Return a device's answer to a phase of a secure round. Raises BadContent."""
         with callers_data():
             answer = ANSWERS[assignment.kind].model_validate_json(bytes(sent.body))
         if assignment.status == "open":
@@ -364,7 +363,6 @@ class Acceptance:
 
 
 def _changes_of(federation: Federation, device: Device, assignment: Assignment, report: BaseModel) -> dict[str, Any]:
-    """Return what an accepted update or receipt changes of its device."""
     changed: dict[str, Any] = {}
     if not device.holds_model and _leaves_model(federation, assignment):
         changed["holds_model"] = True

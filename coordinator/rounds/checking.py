@@ -41,7 +41,6 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
 
 
 def _masked_fault(manifest: Manifest, settings: FederationSettings, decoded: Bundle) -> str | None:
-    """Return what is wrong with an update of a secure round."""
     if decoded.masked is None:
         return "an update of a secure round is sent masked, never as it is; update this SDK"
     if decoded.masked.dtype != WORDS[settings.secure_bits]:

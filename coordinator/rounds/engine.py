@@ -191,7 +191,6 @@ class Rounds:
             return db.get(Federation, federation_id) is None
 
     def _say_stuck(self, federation_id: int) -> None:
-        """Log why a federation cannot move on, at most once a minute."""
         now = self._clock()
         if now - self._stuck.get(federation_id, -math.inf) >= 60:
             self._stuck[federation_id] = now
@@ -324,7 +323,6 @@ class Rounds:
         return True
 
     def _fold(self, federation: Federation, current: Round) -> Folding:
-        """Return the sums of the open round; begin them if there are none."""
         folding, number = self._folding.get(federation.id), current.number
         if folding is None or folding.round != number:
             with self._store.reading() as db:

@@ -234,7 +234,6 @@ class SecureRounds:
         return self._next(federation, current, following, alike)
 
     def _next(self, federation: Federation, current: Round, state: SecureState, members: Sequence[_Member]) -> bool:
-        """Record a phase, and ask its devices."""
         settings, now, kind = settings_of(federation), self._clock(), state.phase
         cells = {name: cell for cell in state.cells for name in cell.names}
         with self._store.moving() as db:
@@ -264,7 +263,6 @@ class SecureRounds:
         return True
 
     def _over(self, federation: Federation, current: Round, why: str) -> Ended:
-        """Return the end of a round without a sum."""
         log.warning(
             "%s: round %s has no sum: %s", federation.name, current.number, why, extra={"round": current.number}
         )

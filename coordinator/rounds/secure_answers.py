@@ -84,7 +84,6 @@ def _outline(federation: Federation, assignment: Assignment, name: str, state: S
 def _answers(
     db: Session, federation: Federation, number: int, kind: Kind, names: Collection[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return what devices of these names have answered to a phase, by name."""
     rows = db.execute(
         select(Device.name, Assignment.report)
         .join(Device, Device.id == Assignment.device_id)
