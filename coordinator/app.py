@@ -13,12 +13,12 @@ from collections.abc import Callable
 from anyio import CapacityLimiter, to_thread
 from starlette.types import Scope
 
-from .api.bodies import Downloads
-from .api.buckets import AtOnce, RateLimit, Turns
-from .api.hosts import Hosts
-from .api.live_views import LiveViews
-from .api.signals import FoundNothing, LongPolls, Signal
-from .api.threads import (
+from .calls.bodies import Downloads
+from .calls.buckets import AtOnce, RateLimit, Turns
+from .calls.hosts import Hosts
+from .calls.live_views import LiveViews
+from .calls.signals import FoundNothing, LongPolls, Signal
+from .calls.threads import (
     EVALUATIONS,
     LOOK_UPS,
     PUBLICATIONS,
@@ -27,7 +27,7 @@ from .api.threads import (
     Batches,
     Threads,
 )
-from .api.uploads import Uploads
+from .calls.uploads import Uploads
 from .clock import SteadyClock
 from .errors import Unavailable
 from .fleet.access import Tokens

@@ -1,6 +1,6 @@
 """The errors of the coordinator, by what the caller can do about them.
 
-``coordinator/api/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
+``coordinator/calls/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
 Only a RequestError is the caller's to mend. Any other error in a call is the coordinator's own, and answered with 500;
 what reads a caller's data says so with ``callers_data``.
 """

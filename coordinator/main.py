@@ -26,7 +26,6 @@ from sparrow.coordinator.api import (
     document,
     federations,
     pages,
-    problems,
     sign_in,
     status,
 )
@@ -39,6 +38,7 @@ from sparrow.coordinator.api.middleware.plain_text import PlainText
 from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits, CallsAtOnce
 from sparrow.coordinator.api.middleware.request_ids import RequestIds
 from sparrow.coordinator.app import Coordinator
+from sparrow.coordinator.calls import problems
 from sparrow.coordinator.commands import starting
 from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.settings import Settings

@@ -1,7 +1,8 @@
 """Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
 Where no token of a kind is set, its calls are open to everybody. Those of administrators and observers are answered
-then only under a name of this coordinator (``api.hosts``), to devices as well: a page that may enrol one has its token.
+then only under a name of this coordinator (``calls.hosts``), to devices as well: a page that may enrol one has its
+token.
 Not so those of devices that are about to join, whose users may call this machine by any name.
 """
 

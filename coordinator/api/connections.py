@@ -44,11 +44,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ..calls.buckets import RateLimit, address_key
+from ..calls.problems import problem
 from ..errors import TooLarge
 from ..settings import Settings
-from .buckets import RateLimit, address_key
 from .headers import below_root
-from .problems import problem
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from sparrow.protocol.fields import Digest
 from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, UpdateAccepted, UploadCost
 
 from ..app import Coordinator
+from ..calls.bodies import InParts, ranged
 from ..errors import NotAllowed
 from ..fleet.devices import Caller
 from ..models.payloads import Packed
 from ..reports.metrics import counted_refusals
 from ..rounds.dispatch import Ask
 from .access import KnownDevice, TheCoordinator
-from .bodies import InParts, ranged
 
 log = logging.getLogger(__name__)
 # Its answers are not compressed: a fleet that asks often would cost the coordinator more than it saves the network.

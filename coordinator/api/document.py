@@ -12,7 +12,7 @@ from typing import Any
 
 from sparrow.protocol.messages import CreateFederation, Problem
 
-from .problems import MEDIA_TYPE, STATUS
+from ..calls.problems import MEDIA_TYPE, STATUS
 
 FILES = ("get_payload", "get_model", "get_model_onnx", "get_frozen", "get_first", "get_fast_step", "get_graph")
 """Calls that are answered with a file."""

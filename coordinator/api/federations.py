@@ -33,6 +33,8 @@ from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
+from ..calls.bodies import LARGEST_REQUEST, ranged, read_body
+from ..calls.signals import LongPoll
 from ..errors import WrongMediaType, callers_data
 from ..fleet.checks import completed
 from ..web import links
@@ -46,11 +48,9 @@ from .access import (
     TheIdentity,
     observer,
 )
-from .bodies import LARGEST_REQUEST, ranged, read_body
 from .live import follow, seen_by
 from .middleware.authentication import Identity, identify
 from .packing import HEADERS, PackedRoute, packed_events, takes_gzip
-from .signals import LongPoll
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 settings_router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)

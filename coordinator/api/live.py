@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from sparrow.protocol.overview import Overview, RoundPoint
 
+from ..calls.live_views import LiveView
 from ..errors import NotAuthenticated, NotFound, Unavailable
 from ..fleet.access import Holder
 from .access import is_admin, own_federation
-from .live_views import LiveView
 from .middleware.authentication import Identity
 
 STILL_HERE_SECONDS = 15.0

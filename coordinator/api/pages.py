@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request, Response
 from sparrow.protocol.fields import FederationName
 
 from .. import dashboard, web
+from ..calls.bodies import ranged
 from ..web import runtime
 from . import sign_in
 from .access import TheCoordinator, TheIdentity, may_look, own_federation
-from .bodies import ranged
 from .packing import takes_gzip
 
 router = APIRouter(include_in_schema=False)

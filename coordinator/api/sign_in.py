@@ -19,9 +19,9 @@ from sparrow.protocol.fields import FederationName
 
 from .. import dashboard
 from ..app import Coordinator
+from ..calls.bodies import read_body
 from ..errors import BadContent, NotAuthenticated
 from ..fleet.access import Holder
-from .bodies import read_body
 from .headers import header
 
 LONGEST_FORM = 4096

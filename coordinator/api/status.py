@@ -14,10 +14,10 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 
 from .. import dashboard
+from ..calls.problems import problem
 from ..fleet.access import KINDS
 from . import sign_in
 from .access import ObserverOnly, TheCoordinator, TheIdentity, may_look
-from .problems import problem
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["status"])

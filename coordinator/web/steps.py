@@ -18,7 +18,7 @@ from sparrow.limited import NotAnswered, run_limited
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.neurons import counts_at
 
-from ..api.threads import Threads
+from ..calls.threads import Threads
 from ..errors import BadContent, Unavailable
 from ..models.payloads import Packed
 

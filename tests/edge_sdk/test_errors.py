@@ -20,7 +20,7 @@ from edge_sdk import errors
 from edge_sdk.device.connection import PROBLEMS
 from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.api import problems
+from sparrow.coordinator.calls import problems
 from sparrow.protocol.failures import Failure
 
 API = Path(problems.__file__).parent

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ...app import Coordinator
+from ...calls.problems import CHALLENGE, problem, unavailable
 from ...errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
 from ...fleet.access import KINDS, PREFIXES, Holder, Kind
 from ...fleet.devices import Caller
 from ...logs import about
 from ..headers import header
-from ..problems import CHALLENGE, problem, unavailable
 from ..sign_in import PAGES, kept_session
 from .base import READY, Middleware
 
@@ -44,7 +44,7 @@ class Identity:
     """The caller of a request.
 
     failure: why its token is not valid. guarded: the kinds of tokens that are set. own_host: whether the call was made
-    under a name of this coordinator (``api.hosts``).
+    under a name of this coordinator (``calls.hosts``).
     """
 
     caller: Caller | Holder | None = None

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...app import Coordinator
+from ...calls.problems import problem
 from ...errors import RequestError
-from ..problems import problem
 from .base import Middleware
 
 log = logging.getLogger(__name__)

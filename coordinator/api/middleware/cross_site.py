@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from ...app import Coordinator
+from ...calls.problems import problem
 from ..headers import header
-from ..problems import problem
 from .base import Middleware
 
 SAFE = ("GET", "HEAD", "OPTIONS")

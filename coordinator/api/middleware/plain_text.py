@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from ...app import Coordinator
-from ..problems import problem
+from ...calls.problems import problem
 from .base import Middleware
 
 

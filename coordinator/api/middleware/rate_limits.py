@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...app import Coordinator
+from ...calls.buckets import RateLimit, address_key
+from ...calls.problems import problem
 from ...fleet.devices import Caller
 from .. import connections
-from ..buckets import RateLimit, address_key
-from ..problems import problem
 from .authentication import Identity, was_known
 from .base import Middleware
 

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, Turns, address_key
+from sparrow.coordinator.calls.buckets import BURST_SECONDS, RateLimit, Turns, address_key
 from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from sparrow.coordinator.fleet import access

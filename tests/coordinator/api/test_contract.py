@@ -28,7 +28,7 @@ from edge_sdk.methods import fedsgc
 from sparrow.coordinator import errors
 from sparrow.coordinator.api import device_calls
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
-from sparrow.coordinator.api.problems import STATUS
+from sparrow.coordinator.calls.problems import STATUS
 from sparrow.coordinator.fleet.serving import ServedModels
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.rounds import dispatch

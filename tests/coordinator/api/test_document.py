@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sparrow.coordinator.api.problems import STATUS
+from sparrow.coordinator.calls.problems import STATUS
 from sparrow.coordinator.settings import Settings
 
 from .test_contract import serving

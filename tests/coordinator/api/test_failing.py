@@ -25,9 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from edge_sdk.device.transport import Transport
 from sparrow.coordinator import app
-from sparrow.coordinator.api import connections, uploads
-from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.api.threads import Batches, Threads
+from sparrow.coordinator.api import connections
+from sparrow.coordinator.calls import uploads
+from sparrow.coordinator.calls.bodies import Downloads
+from sparrow.coordinator.calls.threads import Batches, Threads
 from sparrow.coordinator.errors import NotFound, Unavailable, UnknownMethod
 from sparrow.coordinator.fleet.serving import ServedModels
 from sparrow.coordinator.rounds.engine import Rounds

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow.coordinator.api import live_views
-from sparrow.coordinator.api.live_views import LiveViews
-from sparrow.coordinator.api.signals import Signal
+from sparrow.coordinator.calls import live_views
+from sparrow.coordinator.calls.live_views import LiveViews
+from sparrow.coordinator.calls.signals import Signal
 
 
 @pytest.fixture(autouse=True)

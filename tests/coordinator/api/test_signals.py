@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from sparrow.coordinator.api.signals import Signal
 from sparrow.coordinator.app import Coordinator
+from sparrow.coordinator.calls.signals import Signal
 from sparrow.coordinator.settings import Settings
 
 

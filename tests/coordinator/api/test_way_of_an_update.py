@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparrow.coordinator.api import threads, uploads
+from sparrow.coordinator.calls import threads, uploads
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds import acceptance
 from sparrow.coordinator.rounds.acceptance import Acceptance

@@ -117,11 +117,17 @@ def test_what_cannot_be_recorded_harms_nothing_that_came_with_it(tmp_path, flush
 
             return work
 
+        def record(work, keys=()):
+            (outcome,) = store.record_all([(work, keys)])
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
         store.blobs.put("facts/first", b"")
         flushes.hold.clear()
         with ThreadPoolExecutor(4) as pool:
-            first = pool.submit(store.record, fact("first"), ["facts/first"])  # has the pen, and waits for the disk
-            rest = {name: pool.submit(store.record, fact(name)) for name in ("a", "late", "b")}
+            first = pool.submit(record, fact("first"), ["facts/first"])  # has the pen, and waits for the disk
+            rest = {name: pool.submit(record, fact(name)) for name in ("a", "late", "b")}
             flushes.hold.set()
             assert first.result() == "first"
             assert (rest["a"].result(), rest["b"].result()) == ("a", "b")
@@ -254,7 +260,7 @@ def flushed_life(tmp_path, clock, answer, train, monkeypatch, without=None):
                 one, two = devices
                 assert answer(one)
                 check_named(coordinator, disk)
-                part = folder / "uploads" / "0.part"  # as ``api.uploads`` leaves a large one: written, not flushed
+                part = folder / "uploads" / "0.part"  # as ``calls.uploads`` leaves a large one: written, not flushed
                 part.parent.mkdir(exist_ok=True)
                 assignment = two.ask()
                 part.write_bytes(body := train(DIGITS, assignment))
