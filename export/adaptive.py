@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.checker
 import onnx.helper
 import onnx.numpy_helper
-import onnx.shape_inference
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, TensorProto
 
 from sparrow.graphs.building import Building
+from sparrow.graphs.graph import again, check_valid, set_nodes_in_place
 from sparrow.graphs.skeleton import OUTPUT, fill
 from sparrow.protocol.elements import ElementMask, from_bits
 from sparrow.protocol.errors import ManifestError
@@ -84,13 +83,9 @@ def adaptive_model(
     renamed = _store(model, manifest, own, masks, to)
     scores = _copy(model, to, "personal/", {}), _copy(model, to, "global/", renamed)
     _choose(to, scores, [float(base) for base in bases if base is not None], settings.get("similarity", "logits"))
-    del model.graph.node[:]
-    model.graph.node.extend(to.nodes)
+    set_nodes_in_place(model.graph, to.nodes)
     model.graph.initializer.extend(to.initializers)
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise ExportError(f"the two models make no valid ONNX model: {error}; export the personal one alone") from None
+    check_valid(model, "the two models make no valid ONNX model", "export the personal one alone", full=True)
     return model
 
 
@@ -191,12 +186,8 @@ def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, st
     inner = {name for node in model.graph.node for name in node.output if name}
     names = {**{name: f"{prefix}{name}" for name in inner}, **renamed}
     for node in model.graph.node:
-        copied = NodeProto()
-        copied.CopyFrom(node)
-        copied.name = f"{prefix}{node.name}"
-        copied.input[:] = [names.get(name, name) for name in node.input]
-        copied.output[:] = [names.get(name, name) for name in node.output]
-        to.nodes.append(copied)
+        read, made = ([names.get(name, name) for name in values] for values in (node.input, node.output))
+        to.nodes.append(again(node, read, made))
     return names[OUTPUT]
 
 

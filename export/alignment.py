@@ -8,6 +8,8 @@ seventh, for 2 % of the file. Fewer than eight channels are read by a kernel of 
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
@@ -27,8 +29,7 @@ def align(model: ModelProto) -> ModelProto:
 
     model: as ``compact`` makes it; it is not changed. Exact: the new channels are multiplied by zeros.
     """
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     graph = result.graph
     known, reads = plumbing.constants(graph), plumbing.read_counts(graph)
     readers = {name: node for node in graph.node for name in node.input}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import onnx
 import onnx.checker
 import onnx.helper
@@ -115,16 +117,15 @@ def _rounded(
     if samples is None:
         raise ExportError(f"--precision {precision} is measured on the device's own inputs; give them with --data")
     if precision == "int8":
-        return quantise(model, list(samples.calibration)), precision, ()
-    calibration, inputs = list(samples.calibration), list(samples.inputs)
+        return quantise(model, np.asarray(samples.calibration)), precision, ()
+    calibration, inputs = np.asarray(samples.calibration), np.asarray(samples.inputs)
     choice = choose(model, calibration, inputs, samples.labels, max_fall=accuracy_limit)
     return choice.model, "fp32" if choice.precision == "fp32" else "int8", tuple(map(str, choice.trials))
 
 
 def _finished(model: ModelProto, source: Source, mode: str, precision: str) -> ModelProto:
     """Return a copy of the model with its properties: those it has, and those that follow from the source."""
-    plain, model = model, ModelProto()
-    model.CopyFrom(plain)
+    model = deepcopy(model)
     written = {entry.key: entry.value for entry in model.metadata_props}
     says = {**written, **source.properties(), "mode": mode, "precision": precision}
     model.producer_name = "sparrow"

@@ -18,10 +18,10 @@ Equal to the given model up to the rounding of float32, for every finite input f
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
-import onnx.checker
 import onnx.helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
@@ -29,7 +29,6 @@ from sparrow.graphs import graph as plumbing
 from sparrow.protocol.manifest import Array
 
 from .channels import Bools, Contraction, Floats, Flow, padding
-from .errors import ExportError
 
 _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 
@@ -40,12 +39,8 @@ def compact(model: ModelProto) -> ModelProto:
     model: complete, its weights inside the file, of one opset. Parts that no rule knows keep their width. The same
     model gives the same bytes. Raises ExportError when the model is not valid ONNX.
     """
-    result = ModelProto()
-    result.CopyFrom(model)
-    try:
-        onnx.checker.check_model(result)
-    except (onnx.checker.ValidationError, RuntimeError) as error:
-        raise ExportError(f"the model is not valid ONNX: {error}; fill the federation's skeleton again") from None
+    plumbing.check_valid(model, "the model is not valid ONNX", "fill the federation's skeleton again")
+    result = deepcopy(model)
     result.graph.ClearField("value_info")
     while True:
         plumbing.fold_constants_in_place(result)
@@ -55,10 +50,7 @@ def compact(model: ModelProto) -> ModelProto:
         if not _cut_in_place(result, flow):
             break
     plumbing.activate_before_pooling_in_place(result.graph)
-    try:
-        onnx.checker.check_model(result)
-    except (onnx.checker.ValidationError, RuntimeError) as error:
-        raise ExportError(f"compacting made an invalid model: {error}; export it dense and report this") from None
+    plumbing.check_valid(result, "compacting made an invalid model", "export it dense and report this")
     return result
 
 
@@ -280,7 +272,5 @@ def _insert_in_place(graph: GraphProto, behind: dict[str, NodeProto]) -> None:
         return
     nodes = []
     for node in graph.node:
-        nodes.append(NodeProto.FromString(node.SerializeToString()))
-        nodes += [behind[name] for name in node.output if name in behind]
-    del graph.node[:]
-    graph.node.extend(nodes)
+        nodes += [node, *(behind[name] for name in node.output if name in behind)]
+    plumbing.set_nodes_in_place(graph, nodes)

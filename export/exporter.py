@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,8 +150,7 @@ class _Front:
             return model
         if self.composes:
             return compose(model, self.preparer.graph)
-        bare = ModelProto()
-        bare.CopyFrom(model)
+        bare = deepcopy(model)
         kept = [entry for entry in model.metadata_props if entry.key != "preparation"]
         del bare.metadata_props[:]
         bare.metadata_props.extend(kept)

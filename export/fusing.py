@@ -7,27 +7,35 @@ quantisation puts between them: so they are brought together before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import onnx.helper
 import onnx.numpy_helper
+from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from sparrow.graphs.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
+from sparrow.graphs.graph import (
+    activate_before_pooling_in_place,
+    attribute,
+    constants,
+    drop_unused_in_place,
+    fold_constants_in_place,
+    fresh_name,
+    read_counts,
+)
 from sparrow.protocol.manifest import Array
 
 
 def fuse(model: ModelProto) -> ModelProto:
     """Return a model whose batch norms are part of the convolutions before them, and whose ReLUs precede max-pooling.
 
-    Weights that the graph transposes are stored transposed.
-
     Equal to float rounding. What others read as well, or a caller may replace, stays. The model given is not changed.
     """
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     del result.graph.value_info[:]  # may say what is no longer so
-    _turn_weights_in_place(result.graph)
+    fold_constants_in_place(result)
     _fold_norms_in_place(result.graph)
     activate_before_pooling_in_place(result.graph)
     return result
@@ -36,15 +44,16 @@ def fuse(model: ModelProto) -> ModelProto:
 def _fold_norms_in_place(graph: GraphProto) -> None:
     """Make one convolution of conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other
     weights and bias."""
-    constants = _constants(graph)
+    known: dict[str, NDArray[Any]] = {
+        name: array for name, array in constants(graph).items() if array.dtype == np.float32
+    }
     for conv, norm in list(_pairs(graph, "Conv", "BatchNormalization")):
         names = [*conv.input[1:], *norm.input[1:]]
-        if len(norm.output) > 1 or any(name not in constants for name in names):
+        if len(norm.output) > 1 or any(name not in known for name in names):
             continue
-        weight, *bias = (onnx.numpy_helper.to_array(constants[name]).astype(np.float64) for name in conv.input[1:])
-        gain, shift, mean, variance = (onnx.numpy_helper.to_array(constants[name]) for name in norm.input[1:])
-        epsilon = next((each.f for each in norm.attribute if each.name == "epsilon"), 1e-5)
-        scale = gain / np.sqrt(variance.astype(np.float64) + epsilon)
+        weight, *bias = (known[name].astype(np.float64) for name in conv.input[1:])
+        gain, shift, mean, variance = (known[name] for name in norm.input[1:])
+        scale = gain / np.sqrt(variance.astype(np.float64) + attribute(norm, "epsilon", 1e-5))
         new = {
             fresh_name(graph, f"{norm.output[0]}.weight"): weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
             fresh_name(graph, f"{norm.output[0]}.bias"): ((bias[0] if bias else 0) - mean) * scale + shift,
@@ -56,24 +65,6 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
         conv.output.append(out)
         graph.node.remove(norm)
     drop_unused_in_place(graph)
-
-
-def _turn_weights_in_place(graph: GraphProto) -> None:
-    constants = _constants(graph)
-    for node in list(graph.node):
-        if node.op_type == "Transpose" and node.input[0] in constants:
-            axes = next((list(each.ints) for each in node.attribute if each.name == "perm"), None)
-            array = np.transpose(onnx.numpy_helper.to_array(constants[node.input[0]]), axes)
-            graph.initializer.append(_float(node.output[0], array))
-            graph.node.remove(node)
-    drop_unused_in_place(graph)
-
-
-def _constants(graph: GraphProto) -> dict[str, TensorProto]:
-    """Return the float32 initialisers that a caller cannot replace."""
-    given = {value.name for value in graph.input}
-    tensors = (tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT)
-    return {tensor.name: tensor for tensor in tensors if tensor.name not in given}
 
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.checker
 import onnx.helper
-import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from sparrow.graphs.building import Building
+from sparrow.graphs.graph import check_valid
 from sparrow.graphs.skeleton import fill
 from sparrow.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
 from sparrow.protocol.errors import ProtocolError
@@ -163,10 +162,7 @@ def _loaded(skeleton: bytes, manifest: Manifest, tensors: Tensors) -> ModelProto
 
 def _finished(model: ModelProto, selection: str) -> ModelProto:
     onnx.helper.set_model_props(model, {"selection": selection})
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise ExportError(f"the gated model is no valid ONNX model: {error}; export the static model instead") from None
+    check_valid(model, "the gated model is no valid ONNX model", "export the static model instead", full=True)
     return model
 
 

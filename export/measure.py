@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ExportError
+from .running import load, runtime
 
 Array = NDArray[Any]
 
@@ -99,15 +100,6 @@ def _in_a_process(what: str, sample: Array, threads: int | None, paths: Sequence
 # --- within that process
 
 
-def _session(path: str, threads: int) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
 def _run(session: Any, sample: Array) -> float:
     feed = {session.get_inputs()[0].name: sample}
     start = time.perf_counter()
@@ -116,18 +108,18 @@ def _run(session: Any, sample: Array) -> float:
 
 
 def _load(path: str, threads: int, sample: Array) -> LoadCost:
-    import onnxruntime  # noqa: F401  # before memory is counted
+    runtime()  # before memory is counted
 
     _forget_peak()
     before = _held("VmRSS")
     start = time.perf_counter()
-    session = _session(path, threads)
+    session = load(Path(path), threads)
     seconds = time.perf_counter() - start
     return LoadCost(seconds, _run(session, sample), max(0, _held("VmHWM") - before))
 
 
 def _latencies(paths: Sequence[str], threads: int, sample: Array) -> list[Latency]:
-    sessions = [_session(path, threads) for path in paths]
+    sessions = [load(Path(path), threads) for path in paths]
     seconds: list[list[float]] = [[] for _ in paths]
     for _ in range(TURNS):
         for session, spent in zip(sessions, seconds, strict=True):

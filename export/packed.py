@@ -20,12 +20,13 @@ size, four times what the plain file takes to load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
-import onnx.helper
-import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx.helper import make_node
+from onnx.numpy_helper import from_array, to_array
 
 from sparrow.protocol.manifest import Array
 
@@ -69,7 +70,7 @@ def pack(model: ModelProto) -> ModelProto:
     table = _table(prefix)
     saved = sum(tensor.ByteSize() for tensor in model.graph.initializer if tensor.name in found)
     if saved <= table.bytes + sum(packed.bytes for packed in found.values()):
-        return _copy(model)
+        return deepcopy(model)
     return _with(model, [table, *found.values()], set(found))
 
 
@@ -89,7 +90,7 @@ class _Packed:
 def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
     if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
         raise ExportError(f"{tensor.name!r} lies in a file of its own; load the model with its external data")
-    weight = onnx.numpy_helper.to_array(tensor)
+    weight = to_array(tensor)
     if not MIN_VALUES <= weight.size <= MAX_VALUES:
         return None
     flat = np.ascontiguousarray(weight).reshape(-1)
@@ -100,24 +101,24 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
     mask = np.packbits(exists)
     constants: dict[str, Array] = {"v": values, "m": mask, "s": np.array(weight.shape, dtype=np.int64)}
     nodes = [
-        _node("Cast", [f"{name}m"], f"{name}c", to=TensorProto.INT32),
-        _node("Gather", [f"{prefix}table", f"{name}c"], f"{name}t"),
-        _node("Reshape", [f"{name}t", f"{prefix}flat"], f"{name}f"),
+        make_node("Cast", [f"{name}m"], [f"{name}c"], to=TensorProto.INT32),
+        make_node("Gather", [f"{prefix}table", f"{name}c"], [f"{name}t"]),
+        make_node("Reshape", [f"{name}t", f"{prefix}flat"], [f"{name}f"]),
     ]
     flat_bits = f"{name}f"
     if weight.size % 8:
         # the last byte has places beyond the weight
         constants |= {"z": np.array([0], dtype=np.int64), "e": np.array([weight.size], dtype=np.int64)}
-        nodes.append(_node("Slice", [flat_bits, f"{name}z", f"{name}e"], f"{name}g"))
+        nodes.append(make_node("Slice", [flat_bits, f"{name}z", f"{name}e"], [f"{name}g"]))
         flat_bits = f"{name}g"
     nodes += [
-        _node("Cast", [flat_bits], f"{name}b", to=TensorProto.INT32),
-        _node("CumSum", [f"{name}b", f"{prefix}axis"], f"{name}n"),
-        _node("Mul", [f"{name}n", f"{name}b"], f"{name}i"),
-        _node("GatherElements", [f"{name}v", f"{name}i"], f"{name}w"),
-        _node("Reshape", [f"{name}w", f"{name}s"], tensor.name),
+        make_node("Cast", [flat_bits], [f"{name}b"], to=TensorProto.INT32),
+        make_node("CumSum", [f"{name}b", f"{prefix}axis"], [f"{name}n"]),
+        make_node("Mul", [f"{name}n", f"{name}b"], [f"{name}i"]),
+        make_node("GatherElements", [f"{name}v", f"{name}i"], [f"{name}w"]),
+        make_node("Reshape", [f"{name}w", f"{name}s"], [tensor.name]),
     ]
-    return _Packed([_constant(name + key, array) for key, array in constants.items()], nodes)
+    return _Packed([from_array(array, name + key) for key, array in constants.items()], nodes)
 
 
 def _table(prefix: str) -> _Packed:
@@ -133,26 +134,13 @@ def _table(prefix: str) -> _Packed:
         "axis": np.array(0, dtype=np.int32),
         "flat": np.array([-1], dtype=np.int64),
     }
-    steps: list[tuple[str, list[str], str, dict[str, int]]] = [
-        ("Cast", ["codes"], "code", {"to": TensorProto.INT32}),
-        ("Div", ["code", "places"], "high", {}),
-        ("Mod", ["high", "two"], "bit", {}),
-        ("Cast", ["bit"], "table", {"to": TensorProto.UINT8}),
+    nodes = [
+        make_node("Cast", [f"{prefix}codes"], [f"{prefix}code"], to=TensorProto.INT32),
+        make_node("Div", [f"{prefix}code", f"{prefix}places"], [f"{prefix}high"]),
+        make_node("Mod", [f"{prefix}high", f"{prefix}two"], [f"{prefix}bit"]),
+        make_node("Cast", [f"{prefix}bit"], [f"{prefix}table"], to=TensorProto.UINT8),
     ]
-    return _Packed(
-        [_constant(prefix + key, array) for key, array in constants.items()],
-        [_node(op, [prefix + key for key in inputs], prefix + out, **given) for op, inputs, out, given in steps],
-    )
-
-
-def _node(op: str, inputs: list[str], output: str, **attributes: int) -> NodeProto:
-    node = onnx.helper.make_node(op, inputs, [output])
-    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
-    return node
-
-
-def _constant(name: str, array: Array) -> TensorProto:
-    return onnx.numpy_helper.from_array(array, name)
+    return _Packed([from_array(array, prefix + key) for key, array in constants.items()], nodes)
 
 
 def _free_prefix(graph: GraphProto) -> str:
@@ -177,15 +165,9 @@ def _names(graph: GraphProto) -> Iterator[str]:
                 yield from _names(inner)
 
 
-def _copy(model: ModelProto) -> ModelProto:
-    copied = ModelProto()
-    copied.CopyFrom(model)
-    return copied
-
-
 def _with(model: ModelProto, parts: list[_Packed], gone: set[str]) -> ModelProto:
     """Return the model without the initialisers ``gone``, and with these parts before all else."""
-    result = _copy(model)
+    result = deepcopy(model)
     graph = result.graph
     plain = [tensor for tensor in graph.initializer if tensor.name not in gone]
     nodes = list(graph.node)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import onnx.checker
 from onnx import ModelProto
 
 from sparrow.command_line.installed import installed, load
+from sparrow.graphs.graph import check_valid
 
 from .errors import ExportError
 
@@ -17,11 +17,6 @@ def installed_passes(model: ModelProto) -> ModelProto:
     """
     for entry in installed("sparrow.export_passes").values():
         model = load(entry, ExportError, what="export pass")(model)
-        try:
-            onnx.checker.check_model(model)
-        except onnx.checker.ValidationError as error:
-            raise ExportError(
-                f"the export pass {entry.name} ({entry.value}) leaves no valid ONNX model: {error}; correct it, or "
-                f"uninstall its package"
-            ) from None
+        what = f"the export pass {entry.name} ({entry.value}) leaves no valid ONNX model"
+        check_valid(model, what, "correct it, or uninstall its package")
     return model

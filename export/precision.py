@@ -13,9 +13,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,11 +24,12 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from sparrow.graphs.graph import fresh_name
+from sparrow.graphs.graph import fresh_name, set_nodes_in_place
 from sparrow.protocol.manifest import Array
 
 from .errors import ExportError
 from .fusing import fuse
+from .running import accuracy, batches_of, compare, load, run, runtime
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""
@@ -49,9 +51,6 @@ OPERATORS = ("Add", "AveragePool", "Clip", "Concat", "Conv", "Flatten", *LINEAR,
 
 BATCH = 64
 
-Samples: TypeAlias = Array | Sequence[Array]
-"""[N, *input_shape], or N arrays of the input's shape."""
-
 
 def to_half(model: ModelProto) -> ModelProto:
     """Return the model with its float32 weights stored as float16; inputs, outputs and computing stay float32.
@@ -59,8 +58,7 @@ def to_half(model: ModelProto) -> ModelProto:
     Stay as they are: tensors of fewer than ``MIN_VALUES``, with values beyond float16 (65,504), and those that a caller
     may replace since they are inputs as well. The model given is not changed.
     """
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     graph = result.graph
     inputs = {value.name for value in graph.input}
     casts = []
@@ -73,43 +71,35 @@ def to_half(model: ModelProto) -> ModelProto:
         name = fresh_name(graph, f"{tensor.name}.half")
         casts.append(onnx.helper.make_node("Cast", [name], [tensor.name], to=TensorProto.FLOAT))
         tensor.CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float16), name))
-    nodes = list(graph.node)
-    del graph.node[:]
-    graph.node.extend([*casts, *nodes])
+    set_nodes_in_place(graph, [*casts, *graph.node])
     return result
 
 
-def quantise(model: ModelProto, samples: Samples, *, operators: Sequence[str] = OPERATORS) -> ModelProto:
+def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPERATORS) -> ModelProto:
     """Return the model in int8: QuantizeLinear and DequantizeLinear around ``operators``, weights per channel, static
     ranges.
 
-    samples: [N, *input_shape], or N arrays of the input's shape, as the device sees them; the least and largest value
-    that an activation takes become its range. Inputs and outputs keep their types. Weights take 7 of the 8 bits:
+    inputs: [N, *input_shape], as the device sees them; the least and largest value that an activation takes become its
+    range. Inputs and outputs keep their types. Weights take 7 of the 8 bits:
     processors without dot products of bytes (x86 before VNNI) would overflow with 8. The same input gives the same
-    bytes. The model given is not changed. Raises ExportError where the samples do not fit, nothing can be quantised, or
-    onnxruntime is not installed.
+    bytes. The model given is not changed. Raises ExportError if nothing can be quantised, MissingPart without ONNX
+    Runtime.
     """
-    try:
-        from onnxruntime import quantization
-    except ImportError as error:
-        raise ExportError("int8 needs ONNX Runtime; pip install onnxruntime") from error
+    runtime()
+    from onnxruntime import quantization
+
     if any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
         raise ExportError("the model is quantised already; give the float32 one")
-    fused = fuse(model)
-    if _computes_weights(fused):
-        raise ExportError("the file stores weights in another form; give the model as it is before fp16 and packing")
-    source = _source(model)
-    inputs = _samples(source, samples)
     chosen = np.unique(np.linspace(0, len(inputs) - 1, MOST_CALIBRATION).astype(int))
     with tempfile.TemporaryDirectory(prefix="sparrow-") as folder, _quiet():
         path, out = Path(folder, "fp32.onnx"), Path(folder, "int8.onnx")
         # By path: given a model, the tool would move its weights to a file that it deletes.
-        onnx.save(_typed(fused), path)
+        onnx.save(_typed(fuse(model)), path)
         try:
             quantization.quantize_static(
                 path,
                 out,
-                _Reader(source.name, inputs[chosen]),
+                _Reader(model.graph.input[0].name, inputs[chosen]),
                 quant_format=quantization.QuantFormat.QDQ,
                 op_types_to_quantize=sorted(operators),
                 per_channel=True,
@@ -172,8 +162,8 @@ class Choice:
 
 def choose(
     model: ModelProto,
-    calibration: Samples,
-    inputs: Samples,
+    calibration: Array,
+    inputs: Array,
     labels: Array | None = None,
     *,
     max_fall: float = MAX_FALL,
@@ -187,14 +177,8 @@ def choose(
     turns, ``runs`` times, and the medians count. What int8 loses is accuracy where there are labels, else agreement
     with fp32's classes; where outputs are no class scores, its largest difference as a share of fp32's largest output.
     It is refused where that is more than ``max_fall``, or where it is not ``MIN_SPEEDUP`` times faster; what ONNX
-    Runtime cannot quantise stays fp32, too. Raises ExportError where samples or labels do not fit, or
-    onnxruntime is not installed.
+    Runtime cannot quantise stays fp32, too.
     """
-    source = _source(model)
-    rows = _samples(source, inputs)
-    _samples(source, calibration)
-    if labels is not None and (np.shape(labels) != (len(rows),) or np.asarray(labels).dtype.kind not in "iu"):
-        raise ExportError(f"the labels have shape {np.shape(labels)}; give {len(rows)} whole numbers, one a sample")
     models = {"fp32": model}
     failed: dict[str, str] = {}
     for name, operators in (("int8", OPERATORS), ("int8 in fully connected layers", LINEAR)):
@@ -202,9 +186,9 @@ def choose(
             models[name] = quantise(model, calibration, operators=operators)
         except ExportError as error:
             failed[name] = str(error)
-    runners = [_runner(each, source.name) for each in models.values()]
-    seconds = _medians(runners, rows[:1], runs, clock)
-    outputs = [_outputs(runner, rows) for runner in runners]
+    sessions = [load(each.SerializeToString(), threads=1) for each in models.values()]
+    seconds = _medians(sessions, inputs[:1], runs, clock)
+    outputs = [run(session, inputs, BATCH) for session in sessions]
     trials: list[Trial] = []
     for name, taken, output in zip(models, seconds, outputs, strict=True):
         trial = _trial(name, taken, models[name].ByteSize(), output, outputs[0], labels)
@@ -214,22 +198,12 @@ def choose(
     chosen = min(accepted, key=lambda trial: trial.milliseconds)
     nan = float("nan")
     unmade = tuple(Trial(name, nan, 0, None, None, nan, reason) for name, reason in failed.items())
-    return Choice(models[chosen.name], chosen, (*trials, *unmade), len(rows))
+    return Choice(models[chosen.name], chosen, (*trials, *unmade), len(inputs))
 
 
 def _trial(name: str, seconds: float, size: int, output: Array, plain: Array, labels: Array | None) -> Trial:
-    scores = output.ndim == 2 and output.shape[1] > 1
-    if labels is not None and not scores:
-        raise ExportError(f"outputs of shape {output.shape[1:]} are no class scores; leave the labels out")
-    classes = output.argmax(axis=1) if scores else None
-    return Trial(
-        name,
-        seconds * 1e3,
-        size,
-        accuracy=None if labels is None else float(np.mean(classes == labels)),
-        agreement=float(np.mean(classes == plain.argmax(axis=1))) if scores else None,
-        difference=_largest(np.subtract(output, plain)),
-    )
+    parity = compare(output, plain)
+    return Trial(name, seconds * 1e3, size, accuracy(output, labels), parity.same_class, parity.max_difference)
 
 
 def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
@@ -242,7 +216,7 @@ def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
     elif trial.agreement is not None:
         lost, what = 1 - trial.agreement, f"{1 - trial.agreement:.2%} of the samples get another class"
     else:
-        lost = trial.difference / max(_largest(output), 1e-30)
+        lost = trial.difference / max(float(np.abs(output).max()), 1e-30)
         what = f"outputs differ by {lost:.2%} of the largest"
     if not lost <= max_fall + 1e-12:
         return f"{what}, more than {max_fall:.2%}"
@@ -251,115 +225,38 @@ def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
     return ""
 
 
-def _largest(array: Array) -> float:
-    return float(np.abs(array).max())
-
-
-_Runner = Callable[[Array], Array]
-
-
-def _runner(model: ModelProto, name: str) -> _Runner:
-    """Return a function that computes the model's first output, on one thread of the CPU."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ExportError("measuring needs ONNX Runtime; pip install onnxruntime") from error
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's exceptions share no public base class
-        raise ExportError(f"ONNX Runtime cannot load this model: {error}; export it again") from error
-    outputs = [session.get_outputs()[0].name]
-    return lambda rows: np.asarray(session.run(outputs, {name: rows})[0])
-
-
-def _medians(runners: Sequence[_Runner], row: Array, runs: int, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of each runner: in turns, so that what slows the machine for a while slows all."""
-    for runner in runners:
+def _medians(sessions: Sequence[Any], row: Array, runs: int, clock: Callable[[], float]) -> list[float]:
+    """Return the seconds of each session: in turns, so that what slows the machine for a while slows all."""
+    seconds: list[list[float]] = [[] for _ in sessions]
+    for session in sessions:
         for _ in range(max(1, runs // 10)):
-            runner(row)
-    seconds: list[list[float]] = [[] for _ in runners]
+            run(session, row, 1)
     for _ in range(runs):
-        for runner, taken in zip(runners, seconds, strict=True):
+        for session, taken in zip(sessions, seconds, strict=True):
             start = clock()
-            runner(row)
+            run(session, row, 1)
             taken.append(clock() - start)
     return [statistics.median(taken) for taken in seconds]
-
-
-def _outputs(runner: _Runner, rows: Array) -> Array:
-    return np.concatenate([runner(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)])
 
 
 class _Reader:
     """Calibration data as onnxruntime.quantization asks for them."""
 
     def __init__(self, name: str, rows: Array) -> None:
-        self._feeds = iter([{name: rows[start : start + BATCH]} for start in range(0, len(rows), BATCH)])
+        self._feeds = iter([{name: batch} for batch in batches_of(rows, BATCH)])
 
     def get_next(self) -> dict[str, Array] | None:
         return next(self._feeds, None)
 
 
-def _source(model: ModelProto) -> ValueInfoProto:
-    """Return the input that is not a weight."""
-    weights = {tensor.name for tensor in model.graph.initializer}
-    sources: list[ValueInfoProto] = [value for value in model.graph.input if value.name not in weights]
-    if len(sources) != 1:
-        raise ExportError(f"the model takes {len(sources)} inputs; int8 is for models of one")
-    return sources[0]
-
-
-def _samples(source: ValueInfoProto, samples: Samples) -> Array:
-    tensor = source.type.tensor_type
-    wanted = [dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim[1:]]
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-    try:
-        rows: Array = np.asarray(samples)
-    except ValueError:
-        raise ExportError("the samples differ in shape; give an array, samples first") from None
-    fits = rows.ndim == len(wanted) + 1 and all(
-        length in (None, found) for length, found in zip(wanted, rows.shape[1:], strict=True)
-    )
-    if not fits or rows.dtype != dtype or len(rows) == 0:
-        shape = ", ".join("any" if length is None else str(length) for length in wanted)
-        raise ExportError(
-            f"the samples are {rows.dtype} of shape {rows.shape}; the model wants {dtype} of (samples, {shape}), "
-            "at least one, scaled as in training"
-        )
-    return rows
-
-
-def _computes_weights(model: ModelProto) -> bool:
-    """Return True where nodes that see no input make a weight: the tool would take it for an activation."""
-    constant = {tensor.name for tensor in model.graph.initializer}
-    computed: set[str] = set()
-    for node in model.graph.node:
-        if node.op_type in ("Conv", *LINEAR) and node.input[1] in computed:
-            return True
-        if node.input and all(name in constant or name in computed for name in node.input):
-            computed.update(node.output)
-    return False
-
-
 def _typed(model: ModelProto) -> ModelProto:
     """Return the same model, with the types of all values: ONNX's own inference knows none behind a group norm."""
-    import onnxruntime
-
-    asked, result = ModelProto(), ModelProto()
-    asked.CopyFrom(model)
-    result.CopyFrom(model)
+    asked, result = deepcopy(model), deepcopy(model)
     del asked.graph.output[:]
     names = [name for node in model.graph.node for name in node.output if name]
     asked.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(asked.SerializeToString(), options, providers=["CPUExecutionProvider"])
     known = {value.name for value in (*model.graph.value_info, *model.graph.output)}
-    for value in session.get_outputs():
+    for value in load(asked.SerializeToString()).get_outputs():
         if value.type == "tensor(float)" and value.name not in known:
             info = onnx.helper.make_tensor_value_info(value.name, TensorProto.FLOAT, value.shape)
             result.graph.value_info.append(info)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, cast
+from copy import deepcopy
+from typing import cast
 
 import numpy as np
 import onnx
@@ -21,13 +22,14 @@ import onnx.shape_inference
 from onnx import ModelProto, NodeProto, TensorProto
 
 from sparrow.graphs.bounds import Walk, check_fields, has_data, samples_at_once
+from sparrow.graphs.graph import check_valid
 from sparrow.graphs.skeleton import INPUT, OUTPUT, check_node, check_structure, parse, refuse_external
 from sparrow.graphs.values import LARGEST_SIZE, named
 from sparrow.protocol.manifest import MAX_GRAPH, Array, Manifest
 from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Preparation
 
 from .errors import ExportError, SkeletonError
-from .running import CHUNK, Raws, batches_of, runtime
+from .running import CHUNK, Raws, load, run
 
 PREFIX = "prepare/"
 """In front of the name of everything that a preparation brings into an exported model."""
@@ -79,10 +81,7 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
                 f"the preparation makes {walk.values.shape(OUTPUT)} of {samples} samples, the model takes {wanted}; "
                 "keep the batch axis first and free"
             )
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise SkeletonError(f"the preparation is not a valid ONNX graph: {str(error)[:300]}") from None
+    check_valid(model, "the preparation is not a valid ONNX graph", error=SkeletonError, full=True)
     return model
 
 
@@ -132,8 +131,7 @@ class _Growing(Walk):
 
 def at_most(model: ModelProto, preparation: Preparation) -> ModelProto:
     """Return the graph with its free axes, but for the batch's, as long as they may be."""
-    largest = ModelProto()
-    largest.CopyFrom(model)
+    largest = deepcopy(model)
     for value in largest.graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim[1:]):
             if axis in preparation.free:
@@ -203,8 +201,7 @@ def complete(graph: bytes, constants: Constants) -> bytes:
 
 
 def _completed(model: ModelProto, constants: Constants) -> ModelProto:
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     for tensor in result.graph.initializer:
         if tensor.name in (OWN_MEAN, OWN_DEVIATION):
             values = constants.get(tensor.name)
@@ -229,12 +226,7 @@ def compose(model: ModelProto, graph: bytes) -> ModelProto:
     merged.producer_name = model.producer_name
     del merged.metadata_props[:]
     merged.metadata_props.extend(model.metadata_props)
-    try:
-        onnx.checker.check_model(merged)
-    except (onnx.checker.ValidationError, RuntimeError) as error:
-        raise ExportError(
-            f"preparation and model make no valid ONNX model: {error}; export --without-preparation"
-        ) from None
+    check_valid(merged, "preparation and model make no valid ONNX model", "export --without-preparation")
     return merged
 
 
@@ -259,10 +251,6 @@ class Preparer:
 
     def __init__(self, graph: bytes, threads: int = 1) -> None:
         """Load a checked graph. Raises ExportError if ONNX Runtime cannot."""
-        onnxruntime = runtime()
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = threads
         self.graph = graph
         self.digest = hashlib.sha256(graph).hexdigest()
         model = ModelProto.FromString(graph)
@@ -271,20 +259,11 @@ class Preparer:
         self.shape = tuple(dim.dim_value or None for dim in tensor.shape.dim[1:])
         # Samples whose lengths differ are run one by one.
         self.at_once = 1 if None in self.shape else samples_at_once(model, CHUNK)
-        try:
-            self._session: Any = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's exceptions share no public base class
-            raise ExportError(f"ONNX Runtime cannot load the preparation: {error}") from None
+        self._session = load(graph, threads)
 
     def __call__(self, raw: Raws) -> Array:
         """Return the inputs of the samples ``raw``. Raises ExportError if the graph fails on them."""
-        parts = []
-        for batch in batches_of(raw, self.at_once):
-            try:
-                parts.append(self._session.run(None, {INPUT: batch})[0])
-            except Exception as error:  # as above
-                raise ExportError(f"the preparation fails on samples {batch.shape} of {batch.dtype}: {error}") from None
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return run(self._session, raw, self.at_once)
 
 
 MOST_DRAWN = 32

@@ -20,6 +20,22 @@ CHUNK = 256
 """Most samples run at a time."""
 
 
+def load(model: bytes | Path, threads: int = 0) -> Any:
+    """Return a session of a model on the processor. threads: 0 for as many as ONNX Runtime thinks fit.
+
+    Raises ExportError for a model that cannot be loaded, MissingPart without ONNX Runtime.
+    """
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    given = model if isinstance(model, bytes) else str(model)
+    try:
+        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+        raise ExportError(f"ONNX Runtime cannot load the model: {error}") from None
+
+
 def runtime() -> Any:
     """Return the module onnxruntime. Raises MissingPart where it is not installed."""
     try:
@@ -54,15 +70,16 @@ def predict(path: Path, inputs: Raws, at_once: int) -> Array:
     """Return the outputs [N, ...] of the file for its inputs, at most ``at_once`` of which are run at a time.
 
     Raises ExportError for a file that cannot be run."""
-    onnxruntime = runtime()
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    return run(load(path), inputs, at_once)
+
+
+def run(session: Any, inputs: Raws, at_once: int) -> Array:
+    """Return the outputs of a session as ``predict`` does."""
+    name = session.get_inputs()[0].name
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        name = session.get_inputs()[0].name
         parts = [session.run(None, {name: batch})[0] for batch in batches_of(inputs, at_once)]
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
-        raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from None
+        raise ExportError(f"ONNX Runtime cannot run the model on these inputs: {error}") from None
     return np.concatenate(parts)
 
 

@@ -26,6 +26,7 @@ from ..protocol.manifest import MAX_GRAPH, MOST_NODES, Manifest
 from .bounds import MOST_GRAPH_SECONDS, MOST_SECONDS, Walk, check_fields, too_slow
 from .costs import FLOP, REFERENCE, Speed
 from .errors import SkeletonError
+from .graph import INVALID
 from .skeleton import check_node, check_structure, parse, refuse_external
 from .values import named, names
 
@@ -125,7 +126,7 @@ def _check(data: bytes, manifest: Manifest, what: str) -> Needs:
         onnx.checker.check_model(model, full_check=True)
     except (SkeletonError, GraphError) as error:
         raise GraphError(f"the {what}'s graph is refused: {error}") from None
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+    except INVALID as error:
         raise GraphError(f"the {what}'s graph is not a valid ONNX graph: {str(error)[:300]}") from None
     return needs
 

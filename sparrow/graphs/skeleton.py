@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import cast
 
 import numpy as np
 import onnx
-import onnx.checker
 import onnx.helper
 import onnx.numpy_helper
-import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
 from ..protocol.manifest import MAX_GRAPH, Manifest, Tensors, TensorSpec
 from .bounds import check_fields, check_sizes, has_data
 from .errors import ExportError, SkeletonError
+from .graph import check_valid
 from .values import named
 
 MAX_MODEL = 2**31 - 1
@@ -94,10 +94,7 @@ def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Map
     model.producer_name = "sparrow"
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, dict(sorted((metadata or {}).items())))
-    try:
-        onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, RuntimeError) as error:
-        raise SkeletonError(f"the filled skeleton is not a valid ONNX model: {error}; publish the task again") from None
+    check_valid(model, "the filled skeleton is not a valid ONNX model", "publish the task again", error=SkeletonError)
     return cast(bytes, model.SerializeToString(deterministic=True))
 
 
@@ -196,8 +193,7 @@ def check_node(node: onnx.NodeProto) -> None:
 
 def _check_graph(model: ModelProto, manifest: Manifest) -> None:
     """Run ONNX's own check, with shapes inferred. Initialisers without data would fail it: here they are inputs."""
-    open_model = ModelProto()
-    open_model.CopyFrom(model)
+    open_model = deepcopy(model)
     graph = open_model.graph
     kept = {spec.name for spec in manifest.whole}
     constants = [tensor for tensor in model.graph.initializer if tensor.name not in kept]
@@ -206,10 +202,7 @@ def _check_graph(model: ModelProto, manifest: Manifest) -> None:
     for tensor in model.graph.initializer:
         if tensor.name in kept:
             graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    try:
-        onnx.checker.check_model(open_model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise SkeletonError(f"the skeleton is not a valid ONNX graph: {error}") from None
+    check_valid(open_model, "the skeleton is not a valid ONNX graph", error=SkeletonError, full=True)
 
 
 def _check_tensor(spec: TensorSpec, tensors: Tensors) -> None:
