@@ -105,7 +105,7 @@ def _claims(options: argparse.Namespace) -> None:
     for path in claims.draw_pictures() if options.pictures else ():
         print(path)
     for path, text in claims.rebuild().items():
-        if text != path.read_text():
+        if not path.exists() or text != path.read_text():
             path.write_text(text)
             print(path)
 

@@ -1,12 +1,20 @@
 """Measured figures of the hand-written result pages, computed from the committed rows: ``python -m benchmarks claims``.
 
-A page has each of its measured figures between two comments, of which the first says how the figure is computed:
+``benchmarks/rows/values.toml`` names the values that sentences have, with the formula of each. The values are written
+to ``values.json``, and from there to their places in the pages:
 
-    FedSPU: <!-- measured: {accuracy('fedspu-cifar10', 'FedSPU', alpha=0.1):.1f} % -->81.8 %<!-- end -->
+    FedSPU has <!-- value: fedspu-cifar10/FedSPU, alpha 0.1 -->81.8 %<!-- end -->
+
+A table stands between markers of several lines, of which the first is the template of the table:
+
+    <!-- measured: each = A; B as C
+    | {each} | {accuracy('fedspu-cifar10', label, alpha=0.1):.1f} |
+    -->
+    <!-- end -->
 
 Between braces stands a call of a method of ``Figures``, or a sum, difference, product or quotient of such calls, and
-behind its last colon a format. A table is a comment of several lines. A first line ``each = A; B as C`` repeats every
-line that has ``{each}``: ``each`` is a label's name on the page, ``label`` its name in the rows.
+behind its last colon a format. A first line ``each = A; B as C`` repeats every line that has ``{each}``: ``each`` is a
+label's name on the page, ``label`` its name in the rows.
 
 ``benchmarks/rows/claims.toml`` lists every table and figure of the papers, and ``Figures.claims`` makes their tables.
 """
@@ -19,7 +27,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -49,6 +57,7 @@ from sparrow.bench.report.figures import (
     stopped_devices,
 )
 from sparrow.bench.rows import DeviceResult, Recorded
+from sparrow.command_line.nearest import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,13 +66,15 @@ else:
 
 NO_CLAIMS = ("a drawing", "a list of settings")
 """The values, and the verdicts, of figures and tables that claim nothing that could be measured."""
-MEASURED = re.compile(r"(<!-- measured:(.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
+MEASURED = re.compile(r"(<!-- measured:([^\n]*\n.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- value: (.*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 EXPRESSION = re.compile(r"\{([^{}]*?)(?::([^:{}'()]*))?\}")
 SECTION = re.compile(r"(<!-- section: ([\w-]+)((?: \w+)*) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 """A section that is made whole: of an experiment, with the kinds of its pictures, or by the script of its name."""
 NOT_MEASURED = (
     SECTION,
     MEASURED,
+    VALUE,
     re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),
     re.compile(r"`[^`\n]*`"),
     re.compile(r"\]\([^)]*\)"),
@@ -448,20 +459,42 @@ def verdict(held: Sequence[bool], missing: str, rounds: str) -> str:
 
 
 def rebuild(docs: Path = DOCS, folder: Path = ROWS) -> dict[Path, str]:
-    """Return the pages with measured figures as they should be: path -> text. folder: of the rows."""
+    """Return the table of values, and the pages with measured figures, as they should be: path -> text.
+
+    folder: of the rows, and of ``values.toml``.
+    """
     if not docs.is_dir():
         raise SystemExit(f"{docs} is not there: run this in a clone, which has the pages and their rows")
     figures, found = Figures(folder), {}
+    values = named_values(folder, figures)
+    if values:
+        found[folder / "values.json"] = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
     for path in sorted(docs.rglob("*.md")):
         text = path.read_text()
         try:
-            rebuilt = MEASURED.sub(lambda each: each[1] + _measured(each[2], figures) + each[4], text)
+            rebuilt = VALUE.sub(lambda each: each[1] + _value(each[2], values) + each[4], text)
+            rebuilt = MEASURED.sub(lambda each: each[1] + _block(each[2], figures) + each[4], rebuilt)
             rebuilt = SECTION.sub(lambda each: each[1] + _section(each, folder) + each[5], rebuilt)
         except SystemExit as error:
             raise SystemExit(f"{path}: {error}") from None
-        if MEASURED.search(text) or SECTION.search(text):
+        if any(kind.search(text) for kind in (VALUE, MEASURED, SECTION)):
             found[path] = rebuilt
     return found
+
+
+def named_values(folder: Path, figures: Figures) -> dict[str, str]:
+    """Return the values of ``values.toml`` by "FILE/NAME"."""
+    path = folder / "values.toml"
+    every = tomllib.loads(path.read_text()) if path.exists() else {}
+    return {
+        f"{file}/{name}": filled(template, figures) for file, named in every.items() for name, template in named.items()
+    }
+
+
+def _value(name: str, values: Mapping[str, str]) -> str:
+    if name not in values:
+        raise SystemExit(f"there is no value {name!r}{nearest(name, values)}; add it to values.toml")
+    return values[name]
 
 
 def _section(found: re.Match[str], folder: Path) -> str:
@@ -534,10 +567,8 @@ def evaluated(expression: str, figures: Figures, **names: str) -> Any:
     return value(ast.parse(expression.strip(), mode="eval").body)
 
 
-def _measured(template: str, figures: Figures) -> str:
-    """Return what stands between two markers: a line as it is, several lines as a block of their own."""
-    if "\n" not in template:
-        return filled(template.strip(), figures)
+def _block(template: str, figures: Figures) -> str:
+    """Return what stands between two markers: a block of its own."""
     first, *lines = template.strip().splitlines()
     each = [] if not first.startswith("each = ") else [name.strip() for name in first[7:].split(";")]
     made = []

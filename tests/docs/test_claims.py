@@ -34,7 +34,7 @@ def test_no_decimal_stands_outside_markers(page):
 
 def test_what_counts_as_a_stray_figure():
     allowed = [
-        "FedSPU <!-- measured: {accuracy('x', 'y'):.1f} -->81.8<!-- end --> %",
+        "FedSPU <!-- value: x/FedSPU -->81.8<!-- end --> %",
         "at `alpha = 0.5`, rate `0.1`",
         "the paper has *84.4*, [here](fedsgc-1.2.md)",
         "**Read this.** 42 % of 1,234 MB",
@@ -245,6 +245,28 @@ def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
 def test_a_template_that_has_no_value_is_named(figures, template, message):
     with pytest.raises(SystemExit, match=message):
         filled(template, figures)
+
+
+def test_a_value_comes_from_the_table_by_its_name(figures, tmp_path):
+    page = tmp_path / "page.md"
+    (tmp_path / "values.toml").write_text("""[tiny]\n"A, mean" = "{accuracy('tiny', 'A'):.0f} %"\n""")
+    page.write_text("A has <!-- value: tiny/A, mean -->old<!-- end -->.\n")
+    found = rebuild(tmp_path, tmp_path)
+    assert found[page] == "A has <!-- value: tiny/A, mean -->61 %<!-- end -->.\n"
+    assert json.loads(found[tmp_path / "values.json"]) == {"tiny/A, mean": "61 %"}
+    page.write_text("<!-- value: tiny/A, man -->old<!-- end -->")
+    with pytest.raises(SystemExit, match="no value 'tiny/A, man'"):
+        rebuild(tmp_path, tmp_path)
+
+
+def test_every_named_value_stands_on_a_page():
+    named = {
+        f"{file}/{name}"
+        for file, values in claims.tomllib.loads((ROWS / "values.toml").read_text()).items()
+        for name in values
+    }
+    shown = {name for page in DOCS.rglob("*.md") for _, name, _, _ in claims.VALUE.findall(page.read_text())}
+    assert named <= shown
 
 
 def test_a_section_of_an_experiment_is_made_anew_and_one_of_a_script_is_kept(tmp_path):
