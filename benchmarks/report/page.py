@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -72,7 +71,7 @@ def section_text(name: str, experiment: Experiment, recorded: Sequence[Recorded]
         *_warnings(warning_lines(experiment, recorded)),
         *idle_lines(mine),
         *accuracy_sections(experiment, found),
-        *itertools.takewhile(lambda line: line != "## By budget", comparison_sections(experiment, found)),
+        *comparison_sections(experiment, found),
         *upload_sections(experiment, found),
         *analyses.analysis_sections(found),
         *(line for kind in drawn for line in (f"![{experiment.title}: {kind}]({name}-{kind}.png)", "")),

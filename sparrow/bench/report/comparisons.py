@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from ..rows import Recorded
@@ -93,10 +95,14 @@ def students(means: Sequence[float]) -> tuple[float, float] | None:
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % percentiles of the mean over resampled devices of one seed."""
-    shares = np.full(len(values), 1 / len(values))
-    draws = np.random.default_rng(0).multinomial(len(values), shares, size=RESAMPLES)
-    low, high = np.percentile(draws @ np.array(values) / len(values), [2.5, 97.5])
+    low, high = np.percentile(_resamples(len(values)) @ np.array(values) / len(values), [2.5, 97.5])
     return float(low), float(high)
+
+
+@lru_cache(maxsize=2)
+def _resamples(devices: int) -> NDArray[np.int64]:
+    """Return how often each device is in a resample, [RESAMPLES, devices]."""
+    return np.random.default_rng(0).multinomial(devices, np.full(devices, 1 / devices), size=RESAMPLES)
 
 
 def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:

@@ -45,6 +45,7 @@ def _sections(experiment: Experiment, found: Sequence[Group], more: More) -> lis
     return [
         *accuracy_sections(experiment, found),
         *comparison_sections(experiment, found),
+        *budget_sections(experiment, found),
         *more(experiment, found),
         *_cost_sections(found),
     ]
@@ -71,7 +72,7 @@ def accuracy_sections(experiment: Experiment, found: Sequence[Group]) -> list[st
 
 
 def comparison_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Return the tables of the first label against the others, over all devices and by budget."""
+    """Return the tables of the first label against the others."""
     labels = [run.label for run in experiment.methods]
     if len(labels) < 2:
         return []
@@ -84,15 +85,21 @@ def comparison_sections(experiment: Experiment, found: Sequence[Group]) -> list[
     ]
     lines += for_each_group(found, lambda group: _compared(group, labels[0]))
     lines += [_interval_note(len(experiment.seeds)), ""]
-    if len(set(experiment.methods[0].budgets)) > 1:
-        lines += [
-            "## By budget",
-            "",
-            f"The same by the budget that a device has under {labels[0]}; under the other it may have another.",
-            "",
-            *for_each_group(found, lambda group: _compared_by_budget(group, labels[0])),
-        ]
     return lines
+
+
+def budget_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
+    """Return the tables of the first label against the others by the budgets of its devices."""
+    first, *others = experiment.methods
+    if not others or len(set(first.budgets)) < 2:
+        return []
+    return [
+        "## By budget",
+        "",
+        f"The same by the budget that a device has under {first.label}; under the other it may have another.",
+        "",
+        *for_each_group(found, lambda group: _compared_by_budget(group, first.label)),
+    ]
 
 
 def _cost_sections(found: Sequence[Group]) -> list[str]:
