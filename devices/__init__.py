@@ -12,14 +12,4 @@ from .estimate import PowerModel
 from .readings import Files, Quality, Reading, Reason
 from .system import System
 
-__all__ = [
-    "Energy",
-    "EnergyMeter",
-    "Files",
-    "Phase",
-    "PowerModel",
-    "Quality",
-    "Reading",
-    "Reason",
-    "System",
-]
+__all__ = ["Energy", "EnergyMeter", "Files", "Phase", "PowerModel", "Quality", "Reading", "Reason", "System"]

@@ -54,16 +54,13 @@ class Batteries(PowerSource):
 
     def charge(self, now: float) -> Reading:
         """Charge in per cent; several batteries count by what they hold when full. Never ABSENT: there is a battery."""
-        if len(self._batteries) == 1:
-            return self._capacity(self._batteries[0], now)
-        total, weights = 0.0, 0.0
-        for path in self._batteries:
-            reading = self._capacity(path, now)
-            if reading.value is None:
-                return reading
-            weight = self._watt_hours(path, "full", now).value or 1.0
-            total, weights = total + weight * reading.value, weights + weight
-        return Reading(total / weights, "%", "battery", Quality.DERIVED, "capacity", now)
+        readings = [self._capacity(path, now) for path in self._batteries]
+        lost = next((reading for reading in readings if reading.value is None), None)
+        if lost is not None or len(readings) == 1:
+            return lost or readings[0]
+        weights = [self._watt_hours(path, "full", now).value or 1.0 for path in self._batteries]
+        total = sum(weight * (reading.value or 0.0) for weight, reading in zip(weights, readings, strict=True))
+        return Reading(total / sum(weights), "%", "battery", Quality.DERIVED, "capacity", now)
 
     def temperature(self, now: float) -> Reading:
         """Temperature of the warmest battery in °C."""

@@ -140,16 +140,10 @@ def _rails(files: Files, folder: str) -> tuple[list[Rail], Reason | None]:
             continue
         if label == _NOT_CONNECTED:
             continue
-        rails.append(
-            Rail(
-                label,
-                f"{folder}/in_voltage{n}_input",
-                f"{folder}/in_current{n}_input",
-                f"{folder}/in_power{n}_input",
-                1e-3,
-                f"{folder}/crit_current_limit_{n}",
-            )
-            if iio
-            else Rail(label, f"{folder}/in{n}_input", f"{folder}/curr{n}_input", limit=f"{folder}/curr{n}_crit")
-        )
+        if iio:
+            volts, amperes, watts = (f"{folder}/in_{kind}{n}_input" for kind in ("voltage", "current", "power"))
+            rails.append(Rail(label, volts, amperes, watts, limit=f"{folder}/crit_current_limit_{n}"))
+        else:
+            limit = f"{folder}/curr{n}_crit"
+            rails.append(Rail(label, f"{folder}/in{n}_input", f"{folder}/curr{n}_input", limit=limit))
     return rails, unnamed

@@ -39,15 +39,10 @@ MOST_SAMPLES = 10_000_000
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a file is written. Raises BadOption.
+    """How a file is written: the options above. Raises BadOption.
 
-    label: column of the labels. target: what they are. drop: columns left out. missing: leave rows without a value out,
-    or put the mean in its place. decimal, delimiter: as the characters; a space stands for any run of blanks. axes: of
-    an npz file's samples, N first. skip: lines left out between header and samples, such as a row of units.
-    categories: columns that hold names although they look like numbers, or have many. rate: samples per second that
-    sounds and recordings are resampled to. window, step: length of a recording's windows, and from the beginning of one
-    to that of the next; seconds as float, samples as int. time: column of a recording's times. unreadable: leave out
-    pictures and sounds that cannot be read.
+    decimal, delimiter: as the characters; a space stands for any run of blanks. axes: N first. categories: columns that
+    hold names although they look like numbers, or have many. window, step: seconds as float, samples as int.
     """
 
     label: str | None = None

@@ -19,6 +19,10 @@ from .options import ReadOptions
 Column = NDArray[np.float64] | list[str]
 
 
+READ = ("integer", "floating", "decimal", "boolean", "string", "large_string", "null")
+"""Types of columns that are read; and times, where they are wanted."""
+
+
 @dataclass(frozen=True)
 class ParquetTable:
     """A parquet file. Numbers are float64 with NaN for none, other values the texts that a CSV file would hold."""
@@ -87,15 +91,7 @@ def _check_type(source: str, name: str, kind: Any) -> None:
 
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (
-        types.is_integer(kind)
-        or types.is_floating(kind)
-        or types.is_decimal(kind)
-        or types.is_boolean(kind)
-        or types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_null(kind)
-    ):
+    if not any(getattr(types, f"is_{name}")(kind) for name in READ):
         what = "times" if types.is_temporal(kind) else f"values of the type {kind}"
         raise DataError(
             f"{source}: the column {name} holds {what}; leave it out: drop={name}, or store numbers or text"

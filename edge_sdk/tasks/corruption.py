@@ -271,16 +271,7 @@ CORRUPTIONS: Mapping[str, Corruption] = {
 
 # --- what is read ------------------------------------------------------------------------------------------------
 
-PUBLISHED = (
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "spatter",
-    "elastic_transform",
-)
+PUBLISHED = ("glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog", "spatter", "elastic_transform")
 """The kinds that are read from the published arrays."""
 
 

@@ -207,23 +207,16 @@ def pacs_resnet18() -> nn.Module:
 
 def pacs_small() -> nn.Module:
     """[N,3,64,64] -> [N,7]: three convolutions and 128 hidden units, a seventieth of the ResNet-18's parameters."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 16, kernel_size=5, stride=2, padding=2),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(16, 32, kernel_size=3, padding=1),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            conv3=nn.Conv2d(32, 64, kernel_size=3, padding=1),
-            pool3=nn.MaxPool2d(2),
-            relu3=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(1024, 128),
-            relu4=nn.ReLU(),
-            out=nn.Linear(128, 7),
-        )
-    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for stage, (before, after, kernel, stride) in enumerate(((3, 16, 5, 2), (16, 32, 3, 1), (32, 64, 3, 1)), 1):
+        layers[f"conv{stage}"] = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2)
+        layers[f"pool{stage}"] = nn.MaxPool2d(2)
+        layers[f"relu{stage}"] = nn.ReLU()
+    layers["flatten"] = nn.Flatten()
+    layers["fc1"] = nn.Linear(1024, 128)
+    layers["relu4"] = nn.ReLU()
+    layers["out"] = nn.Linear(128, 7)
+    return nn.Sequential(layers)
 
 
 class CharacterLSTM(nn.Module):
@@ -323,36 +316,26 @@ def build_model(
     if sounds and scale is None:
         return keyword_spotter(shape[1], outputs)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    features = math.prod(shape)
-    if len(shape) == 2 and shape[1] >= 8:
-        channels, length = shape
-        for stage, wide in enumerate(WIDTHS, 1):
-            if length < 4:
-                break
-            layers[f"conv{stage}"] = nn.Conv1d(channels, wide, kernel_size=5, padding=2)
-            layers[f"norm{stage}"] = nn.GroupNorm(4, wide)
-            layers[f"relu{stage}"] = nn.ReLU()
-            layers[f"pool{stage}"] = nn.MaxPool1d(2)
-            channels, length = wide, length // 2
-        layers["mean"] = nn.AdaptiveAvgPool1d(1)
-        layers["flatten"] = nn.Flatten()
-        features = channels
-    elif len(shape) == 3 and min(shape[1:]) >= 8:
-        channels, height, width = shape
+    channels, *sides = shape
+    if len(sides) in (1, 2) and min(sides) >= 8:
+        convolution, pooling, kernel = (nn.Conv1d, nn.MaxPool1d, 5) if len(sides) == 1 else (nn.Conv2d, nn.MaxPool2d, 3)
         stage = 0
-        while min(height, width) >= 4:
+        while min(sides) >= 4 and (len(sides) == 2 or stage < len(WIDTHS)):
             wide = WIDTHS[min(stage, len(WIDTHS) - 1)]
             stage += 1
-            layers[f"conv{stage}"] = nn.Conv2d(channels, wide, kernel_size=3, padding=1)
+            layers[f"conv{stage}"] = convolution(channels, wide, kernel, padding=kernel // 2)
             layers[f"norm{stage}"] = nn.GroupNorm(4, wide)
             layers[f"relu{stage}"] = nn.ReLU()
-            layers[f"pool{stage}"] = nn.MaxPool2d(2)
-            channels, height, width = wide, height // 2, width // 2
-        features = channels * height * width
+            layers[f"pool{stage}"] = pooling(2)
+            channels, sides = wide, [side // 2 for side in sides]
+        if len(sides) == 1:
+            layers["mean"] = nn.AdaptiveAvgPool1d(1)
+            sides = [1]
         layers["flatten"] = nn.Flatten()
+        features = channels * math.prod(sides)
     else:
         layers["flatten"] = nn.Flatten()
-        layers["fc0"] = nn.Linear(features, 64)
+        layers["fc0"] = nn.Linear(math.prod(shape), 64)
         layers["act0"] = nn.ReLU()
         features = 64
     layers["fc1"] = nn.Linear(features, 64)

@@ -91,10 +91,7 @@ def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Colu
 def own_constants(found: Statistics, columns: Sequence[Column]) -> dict[str, NDArray[np.float32]]:
     """Return a device's statistics by the names of the initialisers; of a table its numbers alone."""
     kept = [place for place in range(len(found.mean)) if not (columns and columns[place].categories)]
-    return {
-        OWN_MEAN: found.mean[kept].astype(np.float32),
-        OWN_DEVIATION: found.deviation[kept].astype(np.float32),
-    }
+    return {OWN_MEAN: found.mean[kept].astype(np.float32), OWN_DEVIATION: found.deviation[kept].astype(np.float32)}
 
 
 def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = False) -> BuiltPreparation:
@@ -125,12 +122,7 @@ def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = Fa
 
 
 def prepare_array(
-    dtype: str,
-    shape: tuple[int, ...],
-    axes: str,
-    found: Statistics | None,
-    *,
-    own: bool = False,
+    dtype: str, shape: tuple[int, ...], axes: str, found: Statistics | None, *, own: bool = False
 ) -> BuiltPreparation:
     """Return the preparation of arrays whose sample axes are ``axes``: channels first, then scaled or standardised.
 

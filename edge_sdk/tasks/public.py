@@ -39,10 +39,7 @@ CIFAR100 = SampleFormat(
     "cifar100", (3, 32, 32), 100, "CIFAR-100 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)"
 )
 PACS = SampleFormat(
-    "pacs",
-    (3, 64, 64),
-    7,
-    "PACS (Li et al. 2017: photos, art paintings, cartoons, sketches), scaled to 64 x 64 pixels",
+    "pacs", (3, 64, 64), 7, "PACS (Li et al. 2017: photos, art paintings, cartoons, sketches), scaled to 64 x 64 pixels"
 )
 UCI_HAR = SampleFormat(
     "uci_har",
@@ -102,11 +99,7 @@ _PACS = ((3, 64, 64), _grey_levels(0.485, 0.456, 0.406), _grey_levels(0.229, 0.2
 _TEXT = ((80,), (0.0,) * 80, (1.0,) * 80)
 
 # Over all 7,226 windows of the public set: m/s^2 along x, y, z (gravity included, hence the means), then rad/s.
-_HAR = (
-    (6, 64),
-    (-5.0153, -1.5459, 0.2286, -0.0026, 0.0153, 0.0223),
-    (5.2587, 6.4453, 4.0262, 1.3970, 1.2346, 1.0315),
-)
+_HAR = ((6, 64), (-5.0153, -1.5459, 0.2286, -0.0026, 0.0153, 0.0223), (5.2587, 6.4453, 4.0262, 1.3970, 1.2346, 1.0315))
 
 # Over all 10,299 windows of UCI HAR: body acceleration (g), rotation (rad/s), and acceleration with gravity (g).
 _UCI_HAR = (

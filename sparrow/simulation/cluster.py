@@ -200,17 +200,14 @@ def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, qui
 def _sum(results: list[Result]) -> Result:
     """Return the sum of the slices' results."""
     firsts = [each.seconds_to_first for each in results if each.seconds_to_first is not None]
-    return Result(
-        hosted=sum(each.hosted for each in results),
-        engine=results[0].engine,
-        device_rounds=sum(each.device_rounds for each in results),
-        evaluations=sum(each.evaluations for each in results),
-        adapted=sum(each.adapted for each in results),
-        failed=sum(each.failed for each in results),
+    counts = ("hosted", "device_rounds", "evaluations", "adapted", "failed")
+    return replace(
+        results[0],
+        **{name: sum(getattr(each, name) for each in results) for name in counts},
         seconds=max(each.seconds for each in results),
         seconds_to_first=min(firsts, default=None),
-        status=results[0].status,
-        ended=results[0].ended,
+        rounds=(),
+        devices=(),
     )
 
 

@@ -18,14 +18,7 @@ from ...reading import Decoded, Raw, ReadOptions, class_order, join, read_file
 from ...reading.errors import BadOption, DataError, NoData
 from .. import OWN, Task
 from ..datasets import Dataset
-from ..dealing import (
-    Dealing,
-    all_training_samples,
-    check_keys,
-    deal,
-    public_samples,
-    read_dealing,
-)
+from ..dealing import Dealing, all_training_samples, check_keys, deal, public_samples, read_dealing
 from ..loading import Chosen
 from ..partition import people_of
 from ..preparing import BuiltPreparation
