@@ -41,11 +41,8 @@ Own = TypeVar("Own", bound=MethodSettings)
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The state of a federation that the coordinator keeps from round to round.
-
-    tensors: name -> float32, every shared tensor. mask: the elements that exist of it, the others being zero; None: all
-    do. own: arrays that the method keeps beside it, by name. notes: what making it counted, for its round's record.
-    """
+    """The state of a federation from round to round. mask: the elements that exist, the others being zero; None: all
+    do. own: arrays of the method's. notes: counts for the round's record."""
 
     tensors: Tensors
     mask: ElementMask | None = None
@@ -55,10 +52,7 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model as it is published: its manifest, the files that this names, and weights by name.
-
-    tensors: none for those whose first values are drawn from recipes.
-    """
+    """A model as it is published: manifest, files, and weights by name, but for those drawn from recipes."""
 
     manifest: Manifest
     files: Mapping[FileName, bytes]
@@ -67,12 +61,8 @@ class PublishedModel:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that a method's decisions for a round depend on.
-
-    ``settings.method_settings`` is complete: what was left out has its default of ``settings_type``. round: its number,
-    from 1; 0 prepares the model. plan: what was asked of its devices. devices and num_examples: how many are enrolled
-    and have not stopped, and their training samples, of those that told.
-    """
+    """The facts that a method's decisions for a round depend on. round: from 1; 0 prepares the model. plan: what was
+    asked of its devices. devices and num_examples: those that have not stopped, and their training samples."""
 
     manifest: Manifest
     settings: FederationSettings
@@ -93,13 +83,9 @@ def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
 
 @dataclass(frozen=True)
 class Work:
-    """The work that a round asks of its devices.
-
-    kind: ``train``, or ``personalise`` where nothing of the model goes up. plan: what its assignments say beyond the
-    settings. everyone: all devices that are there take part, not a drawn cohort, and those that come later are given
-    the same work until they are drawn again. rounds: how many of the federation's rounds it counts for; it has the
-    number of the last of them.
-    """
+    """The work that a round asks of its devices. kind: ``train``, or ``personalise`` if nothing of the model goes up.
+    everyone: all devices take part, also those that come later. rounds: how many of the federation's rounds it counts
+    for; it has the number of the last."""
 
     kind: Kind = Kind.train
     plan: Plan = field(default_factory=dict)
@@ -125,10 +111,9 @@ def close_with_mean(model: GlobalModel, sums: Any, situation: Situation) -> Glob
 class Aggregation:
     """The way from updates to the next global model.
 
-    sums: makes the object that a round's updates are folded into. close: makes the next global model of the last one
-    and these sums. The three reasons say why a federation may not combine the method with a ``robust`` rule in place of
-    the mean, with noise on the mean (differential privacy), and with updates of older models (``buffer``). They are
-    refusals unless a method declares None, because its author alone knows.
+    sums: makes what a round's updates are folded into. close: makes the next global model. The reasons say why the
+    method does not go with a ``robust`` rule, with noise on the mean, and with updates of older models (``buffer``):
+    refusals unless the author declares None.
     """
 
     sums: Callable[[GlobalModel, Situation], Sums] = masked_sums
@@ -146,10 +131,9 @@ WEIGHTED_MEAN = Aggregation(why_mean_only=None, why_not_private=None, why_not_bu
 class Schedule:
     """Rounds that ask for other work than ``train``, or that say more than the settings.
 
-    work: returns what the round with number ``situation.round`` asks of its devices. last_for_everyone: returns the
-    number of the last closed round for everyone, whose work late devices are still given, or None; a method without
-    such rounds leaves it out. check_rollback: raises WrongState where round ``situation.round`` cannot begin from the
-    model that round ``number`` made (0: the first model).
+    work: returns what round ``situation.round`` asks. last_for_everyone: the number of the last closed round for
+    everyone, whose work late devices are still given. check_rollback: raises WrongState if the round cannot begin from
+    the model that round ``number`` made (0: the first model).
     """
 
     work: Callable[[Situation], Work] = lambda situation: Work()
@@ -167,8 +151,7 @@ def fits_choice(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
 
 
 def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, situation: Situation) -> str | None:
-    """Return what is wrong with neurons chosen once: of another number than the active ratio makes, or others than the
-    device keeps."""
+    """Return what is wrong with neurons chosen once: their number, or that they are not those that the device keeps."""
     if held is not None:
         return None if same_mask(mask, held) else "it is not the one that the device chose and keeps"
     if fits_ratio(situation.manifest, mask, ratio):
@@ -181,12 +164,10 @@ def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, si
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """Each device chooses its neurons itself, from the whole model; the mask of its last update is stored.
+    """Each device chooses its neurons itself, by default once; the mask of its last update is stored.
 
-    By default it chooses once. keeps: returns whether a device that holds this mask is sent its values alone in round
-    ``situation.round``, at its active ratio; if not, it is sent the whole model. fault: returns what is wrong with the
-    mask of an update, None if nothing is. Its device was sent the values of the mask ``held``, or of the whole model
-    (None).
+    keeps: returns whether a device that holds this mask is sent its values alone, not the whole model. fault: returns
+    what is wrong with the mask of an update of a device that was sent the mask ``held``, or the whole model (None).
     """
 
     keeps: Callable[[NeuronMask, float, Situation], bool] = fits_choice
@@ -195,11 +176,8 @@ class DeviceChoice:
 
 @dataclass(frozen=True)
 class Participation:
-    """Facts of one device's update, from the records.
-
-    device: its name, budget: its present one. ratio: the active ratio at which it trained; loss: the mean training
-    loss, over ``num_examples``; flops: of its training; seconds: of download, training and upload, as it reports them.
-    """
+    """Facts of one device's update, from the records. budget: its present one. ratio: the active ratio at which it
+    trained. seconds: of download, training and upload."""
 
     round: int
     device: str
@@ -215,10 +193,8 @@ class Participation:
 class ServerPruning:
     """The coordinator prunes the global model for each device that it draws.
 
-    ratios: returns the active ratios of drawn devices, name -> ratio, each at most its budget, by what the records say
-    of earlier rounds. budgets: theirs, by name. chance: a number in (0, 1] of each name, from the federation's secret
-    and the round. scores: returns what the neurons of a global model are worth, of which the best are kept at an active
-    ratio.
+    ratios: returns the active ratios of drawn devices, each at most its budget, by earlier participations. chance: a
+    number in (0, 1] of each name. scores: of the neurons of a global model, of which the best are kept.
     """
 
     ratios: Callable[
@@ -229,14 +205,12 @@ class ServerPruning:
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
-    """Devices train some neurons of each layer, as many as their budgets say.
+    """Devices train some neurons of each layer, as many as their budgets say; the device half declares the same.
 
-    The manifest then says which neurons feed which weights, and the device half declares the same. narrow: devices
-    train the network of their active neurons alone and never need the rest, so that even the first download holds no
-    more. rule: returns the neurons that follow from a device's active ratio alone; the device half has the same rule.
-    None: they are drawn anew for each round and device. choice and pruning: return, by the settings, how devices choose
-    their neurons themselves, or how the coordinator prunes the model for each; None where they do not. optional:
-    a group of neurons that every device receives and trains whole, of which its update may leave some out.
+    narrow: devices never need the rest of the network. rule: returns the neurons that follow from an active ratio;
+    None: they are drawn for each round and device. choice and pruning: return, by the settings, how devices choose
+    their neurons, or how the coordinator prunes for each. optional: a group that devices train whole, of which an
+    update may leave some out.
     """
 
     narrow: bool = False
@@ -248,10 +222,8 @@ class ActiveNeurons:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMasks:
-    """Devices may change the mask of their assignment.
-
-    type: the kind of mask. check: raises BadContent unless an update may have this mask.
-    """
+    """Devices may change the mask of their assignment. check: raises BadContent for a mask of ``type`` that no update
+    may have."""
 
     check: Callable[[GlobalModel, Any, Situation], None]
     type: type = ElementMask
@@ -268,12 +240,9 @@ AS_ASSIGNED = DeviceMasks(check=lambda model, mask, situation: refuse_mask())
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart(Part):
-    """A part that updates bring beside their values, as many numbers as ``count`` says, or are refused.
-
-    fold: adds the numbers of one update, weighted with its training samples, to the sums of ``Aggregation.sums``, after
-    its values. A method whose rounds ask for parts is for neither a ``robust`` rule, noise nor secure rounds, as all
-    of these know values alone.
-    """
+    """A part that updates bring beside their values, as many numbers as ``count`` says, or are refused. fold: adds one
+    update's numbers, weighted with its samples, to ``Aggregation.sums``, after its values. A method whose rounds ask
+    for parts is for neither robust rules, noise nor secure rounds."""
 
     fold: Callable[[Any, Numbers, int], None]
 
@@ -292,35 +261,22 @@ def needs_sums_alone(settings: FederationSettings) -> str | None:
 class CoordinatorMethod:
     """A method's server half. Every field that is left out has the usual case as its value.
 
-    smallest_budget: returns the budget below which a device is not drawn; 0 draws everybody.
-    settings_type: the model of ``FederationSettings.method_settings``, which is checked and completed when a federation
-        is created.
-    usable_global_model: the global model means something without a device's personal part.
-    personal_models: devices keep a personal model from round to round. Where not, they are sent the whole global model
-        each time, and asked to ``adapt`` the last one when the federation has ended.
-    mixes_global: a mixture of the personal and the whole global model is a personal model, too. Then every device is
-        sent the finished global model, and takes of it as much as its validation data speak for.
-    prepares: one device ``prepare``s the model before the first round: round 0, repeated until an update comes.
-    always_sends_values: devices are sent the global model with any kind of work.
-    compose: makes the federation's model of the published one: several of it, say, with graphs of their own. The device
-        half's ``network`` does the same. None: it is the published one. Raises BadContent for a model that cannot be
-        taken.
-    manifest: returns the federation's manifest: the published one, in which tensors may become private and be cut into
-        blocks. Raises BadContent for a model that the method cannot take, or not with these settings.
-    start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
-    parts: what updates bring beside their values.
-    payload_parts: returns what goes down with the model's values, by name: float32 [n], or signs, int8 [n] in -1..1.
-        The device half declares these parts.
-    changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
-        that says which global model it holds is sent these alone.
-    only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, parts and
-        changes are declared for others.
-    warning: returns what is wrong with how the federation goes, for its operator, or None.
-    why_not_secure: returns why sums of its updates cannot be made without seeing one of them; None: they can, as each
-        is no more than values, of all that exists or of neurons that devices of one active ratio can have in common.
-    pages: a page in a browser takes part (``coordinator.web``), which has the device half in JavaScript.
-    adjusts_logits: devices may add their class frequencies to the outputs (``logit_adjustment``): what travels is the
-        values of one whole model or of a part of it, and nothing else is made of them.
+    smallest_budget: returns the budget below which a device is not drawn. settings_type: of ``method_settings``.
+    usable_global_model: it means something without a device's personal part. personal_models: devices keep one from
+    round to round; otherwise they are sent the whole global model each time, and ``adapt`` the last one. mixes_global:
+    a mixture of both is a personal model; every device is then sent the finished global model. prepares: one device
+    prepares the model in round 0. always_sends_values: with any kind of work.
+
+    compose: makes the federation's model of the published one, as the device half does. manifest: returns the
+    federation's manifest of the published one: tensors may become private, be cut into blocks. start: returns the first
+    global model, of initial values. All three raise BadContent.
+
+    parts: what updates bring beside their values. payload_parts: returns what goes down with the values, by name:
+    float32 [n], or signs, int8 [n] in -1..1. changes: returns the blocks that changed after round ``since``, which are
+    all that a device that holds its model is sent. only_means: returns whether rounds are no more than a mean under
+    these settings. warning: returns what is wrong with how the federation goes. why_not_secure: returns why secure
+    rounds are not possible. pages: a page in a browser takes part. adjusts_logits: devices may add class frequencies to
+    outputs (``logit_adjustment``).
     """
 
     smallest_budget: Callable[[FederationSettings], float]

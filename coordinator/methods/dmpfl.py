@@ -147,10 +147,8 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
 
 
 def _check_replaces(situation: Situation) -> None:
-    """Raise BadContent for rounds and an interval by which no device could ever replace a weight.
-
-    Unless they say so: where ``adjust_interval`` or ``replaced`` is 0, or everything exists.
-    """
+    """Raise BadContent for rounds and an interval by which no device could ever replace a weight, unless they say
+    so."""
     settings, rules = situation.settings, situation.own(DMPFLSettings)
     if 0 in (rules.adjust_interval, rules.replaced) or rules.density == 1:
         return

@@ -19,5 +19,4 @@ FEDAVG = CoordinatorMethod(
     adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )
-"""w <- sum of n_k w_k / sum of n_k, over the cohort. With ``averaged_rounds`` the finished model is the mean of the
-last rounds' models, which is not of the paper."""
+"""w <- sum of n_k w_k / sum of n_k, over the cohort. ``averaged_rounds`` is not of the paper."""

@@ -34,14 +34,7 @@ from sparrow.protocol.mixture import mixture_of, name_in
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from . import (
-    CoordinatorMethod,
-    MethodSettings,
-    PublishedModel,
-    needs_sums_alone,
-    own_settings,
-    whole_model,
-)
+from . import CoordinatorMethod, MethodSettings, PublishedModel, needs_sums_alone, own_settings, whole_model
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +55,8 @@ class FedEMSettings(MethodSettings):
 
 
 def compose(published: PublishedModel, settings: FederationSettings) -> PublishedModel:
-    """Return the mixture of ``components`` published models.
-
-    Raises BadContent for a model that does not answer with a score of each class, SkeletonError for one whose targets
-    are no classes.
-    """
+    """Return the mixture of ``components`` published models. Raises BadContent, SkeletonError for targets without
+    classes."""
     from sparrow.graphs.mixture import MIXED, mix_all  # onnx: 7 MB, which other methods' built-in tasks do without
 
     rules, manifest = own_settings(settings, FedEMSettings), published.manifest

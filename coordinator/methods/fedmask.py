@@ -46,11 +46,8 @@ OF_VALUES = ("update_clip", "update_norm_limit", "outlier_mads")
 
 
 class BitSums:
-    """Sums of signs, of every maskable weight, which updates bring in place of values.
-
-    positive and weights: the weight of the devices whose sign of it is 1, and of those whose is not 0, float64;
-    senders: how many the latter are.
-    """
+    """Sums of signs of every maskable weight. positive and weights: the weight of the devices whose sign is 1, and of
+    those whose is not 0; senders: how many the latter are."""
 
     def __init__(self, manifest: Manifest) -> None:
         size = manifest.maskable_values

@@ -15,13 +15,7 @@ from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from . import (
-    Aggregation,
-    CoordinatorMethod,
-    MethodSettings,
-    own_settings,
-    whole_model,
-)
+from . import Aggregation, CoordinatorMethod, MethodSettings, own_settings, whole_model
 
 SCORES = "public.scores"
 """The name of the table of scores."""
@@ -46,10 +40,7 @@ class FedMDSettings(MethodSettings):
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest of private tensors whose output is the table of scores.
-
-    Raises BadContent unless the model has one score for each class.
-    """
+    """Return the manifest of private tensors whose output is the table of scores. Raises BadContent."""
     if len(published.output_shape) != 1:
         raise BadContent(
             f"the model answers with values of shape {list(published.output_shape)}: FedMD needs one score for each "

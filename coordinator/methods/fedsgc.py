@@ -24,25 +24,19 @@ Where the paper is silent or errs:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from sparrow.protocol.elements import Points
 from sparrow.protocol.manifest import Tensors
-from sparrow.protocol.masks import Block
 from sparrow.protocol.parts import Numbers
 
 from ..sums.averages import ElementSums
 from . import GlobalModel, Situation
-from .sparse import (
-    SparseTrainingSettings,
-    average_and_prune,
-    replacing_method,
-    rounds_between,
-)
+from .sparse import SparseTrainingSettings, average_and_prune, replacing_method, rounds_between
 
 PAPER = {
     "rest": "all",
@@ -52,9 +46,8 @@ PAPER = {
     "adjust_interval": 20,
     "device_interval": 20,
 }
-"""As printed (for MNIST), where the defaults are not: they were chosen on validation data (docs/results/fedsgc.md).
-The intervals are meant for 400 rounds; with ``of_rounds`` 400 a shorter run has them as much shorter. What devices
-replace after their last epoch comes up as zeros, and the global prune removes just these: the mask may never change."""
+"""As printed (for MNIST); the defaults were chosen on validation data (docs/results/fedsgc.md). The intervals are meant
+for 400 rounds: see ``of_rounds``. Devices' last replacements come up as zeros, which the global prune removes."""
 
 
 class FedSGCSettings(SparseTrainingSettings):
@@ -80,41 +73,25 @@ class FedSGCSettings(SparseTrainingSettings):
         return {**PAPER, **given} if paper else given
 
 
-class Directions:
-    """The direction map d, int8 [n] of each sparse tensor, in ``own``."""
-
-    def __init__(self, before: Tensors, rules: FedSGCSettings) -> None:
-        self.own: Tensors = {}
-        self._before, self._rules = before, rules
-
-    def whole(
-        self,
-        name: str,
-        old: NDArray[np.float64],
-        half: NDArray[np.float32],
-        new: NDArray[np.float32],
-        trained: NDArray[np.bool_],
-    ) -> None:
-        """Note which way trained positions moved, before the global prune or after it."""
-        moved, key = half if self._rules.direction == "pre_prune" else new, _key(name)
-        directions = (np.sign(moved - old) * trained).astype(np.int8)
-        if self._rules.direction_memory and key in self._before:
-            directions = np.where(directions == 0, self._before[key], directions).astype(np.int8)
-        self.own[key] = directions
-
-    def part(
-        self, name: str, size: int, part: Block | Points, old: NDArray[np.float64], new: NDArray[np.float32]
-    ) -> None:
-        """Note which way the positions that exist moved."""
-        key, went, remember = _key(name), np.sign(new - old).astype(np.int8), self._rules.direction_memory
-        known = remember and key in self._before
-        self.own[key] = self._before[key].copy() if known else np.zeros(size, np.int8)
-        part.put(self.own[key], np.where(went == 0, part.take(self.own[key]), went) if remember else went)
+def _directions(
+    before: Tensors,
+    rules: FedSGCSettings,
+    name: str,
+    old: NDArray[np.float64],
+    half: NDArray[np.float32],
+    new: NDArray[np.float32],
+    trained: NDArray[np.bool_],
+) -> Tensors:
+    """Return d of one tensor, int8 [n]: which way trained positions moved, before the global prune or after it."""
+    moved, key = half if rules.direction == "pre_prune" else new, _key(name)
+    directions = (np.sign(moved - old) * trained).astype(np.int8)
+    if rules.direction_memory and key in before:
+        directions = np.where(directions == 0, before[key], directions).astype(np.int8)
+    return {key: directions}
 
 
 def directions_of(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
-    """Return d_r as signs, where weights exist; everywhere, where it may be known elsewhere; nothing where no weight is
-    replaced by it."""
+    """Return d_r as signs, where weights exist, or everywhere; nothing if no weight is replaced by it."""
     rules = situation.own(FedSGCSettings)
     if not situation.plan or rules.guided_share == 0 or model.mask is None:
         return {}
@@ -130,7 +107,7 @@ def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> Global
     """Return the model averaged and pruned to K_l, with the directions in which it moved."""
     rules = situation.own(FedSGCSettings)
     rest = max(0, situation.num_examples - sums.num_examples) if rules.rest == "all" else 0
-    return average_and_prune(model, sums, rest, Directions(model.own, rules))
+    return average_and_prune(model, sums, rest, partial(_directions, model.own, rules))
 
 
 def _key(name: str) -> str:

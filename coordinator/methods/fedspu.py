@@ -63,5 +63,4 @@ FEDSPU = CoordinatorMethod(
     adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )
-"""A masked weighted mean; a weight that nobody held keeps its value. With ``averaged_rounds`` the finished model is the
-mean of the last rounds' models, which is not of the paper."""
+"""A masked weighted mean; a weight that nobody held keeps its value. ``averaged_rounds`` is not of the paper."""

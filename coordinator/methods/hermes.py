@@ -18,15 +18,7 @@ from sparrow.protocol.masks import Mask, NeuronMask
 from sparrow.protocol.neurons import is_within, reaches_ratio
 from sparrow.protocol.settings import FederationSettings
 
-from . import (
-    ActiveNeurons,
-    CoordinatorMethod,
-    DeviceChoice,
-    MethodSettings,
-    Situation,
-    any_budget,
-    own_settings,
-)
+from . import ActiveNeurons, CoordinatorMethod, DeviceChoice, MethodSettings, Situation, any_budget, own_settings
 
 
 class HermesSettings(MethodSettings):

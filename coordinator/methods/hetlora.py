@@ -25,14 +25,7 @@ from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
 from ..sums.averages import MaskedSums, Sum, quotient
-from . import (
-    ActiveNeurons,
-    Aggregation,
-    CoordinatorMethod,
-    GlobalModel,
-    Situation,
-    any_budget,
-)
+from . import ActiveNeurons, Aggregation, CoordinatorMethod, GlobalModel, Situation, any_budget
 
 
 def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:

@@ -45,10 +45,8 @@ class LGFedAvgSettings(MethodSettings):
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest in which the body, all but the linear layers or the first of them, is private.
-
-    Where FedAvg comes first it is shared, and its trainable tensors are blocks.
-    """
+    """Return the manifest in which the body, all but the linear layers or the first of them, is private or, if FedAvg
+    comes first, its trainable tensors are blocks."""
     linear = linear_layers(published)
     head = check_apart(published, linear)
     body = {spec.name for spec in published.shared} - head or check_apart(published, linear[:1])

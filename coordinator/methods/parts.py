@@ -26,10 +26,8 @@ class PrivateSettings(MethodSettings):
 
 
 def private_part(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest in which a part is private: what the setting names, or else the last linear layer.
-
-    Raises BadContent where that is nothing, all, frozen, or used elsewhere as well.
-    """
+    """Return the manifest in which what the setting names, or else the last linear layer, is private. Raises
+    BadContent."""
     patterns = [each.strip() for each in own_settings(settings, PrivateSettings).private.split(",") if each.strip()]
     trained = {spec.name for spec in published.shared if spec.trainable}
     if not patterns:

@@ -204,8 +204,7 @@ def warning(model: GlobalModel, situation: Situation) -> str | None:
 
 
 def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning for blocks larger than what the weakest device may add. Raises ValueError where it may add
-    nothing."""
+    """Return a warning for blocks larger than what the weakest device may add. Raises ValueError if that is nothing."""
     table, costs = manifest.block_table, costs_of(manifest, rules.cost)
     for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():
         capacity = table.capacity(rules.smallest_budget, costs, blocks, name)
@@ -221,11 +220,8 @@ def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
 
 
 def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share.
-
-    That is the budget's, of its weights. A layer below half of it is starved, and so is one of whose large blocks none
-    is ever chosen, though one would fit into its share.
-    """
+    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share, less
+    than half of it or without any of its large blocks."""
     table, share = manifest.block_table, rules.smallest_budget
     importances = np.random.default_rng(0).uniform(*UNTRAINED, (DRAWS, len(table.sizes)))
     on = table.select(

@@ -16,15 +16,7 @@ from pydantic import Field
 
 from sparrow.protocol.manifest import Tensors
 
-from . import (
-    Aggregation,
-    CoordinatorMethod,
-    GlobalModel,
-    MethodSettings,
-    Situation,
-    needs_sums_alone,
-    whole_model,
-)
+from . import Aggregation, CoordinatorMethod, GlobalModel, MethodSettings, Situation, needs_sums_alone, whole_model
 
 
 class PFedMeSettings(MethodSettings):

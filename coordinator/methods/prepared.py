@@ -33,10 +33,7 @@ class PreparedSettings(MethodSettings):
 
 
 def density_of(settings: FederationSettings) -> float:
-    """Return the share of the maskable weights that exist, at most: the smallest budget of a round.
-
-    The device that prepares needs more: the whole model, trained or differentiated twice.
-    """
+    """Return the share of the maskable weights that exist, at most: the smallest budget of a round."""
     return float(settings.method_settings["density"])
 
 
@@ -47,10 +44,7 @@ def start_whole(tensors: Tensors, situation: Situation) -> GlobalModel:
 
 
 def check_prepared(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-    """Raise BadContent unless the device that prepares chose up to K weights, some in every layer.
-
-    The devices of later rounds may choose nothing.
-    """
+    """Raise BadContent unless the device that prepares chose up to K weights, some in every layer."""
     if model.mask is not None:
         refuse_mask()
     most = weight_budget(situation.manifest, density_of(situation.settings))

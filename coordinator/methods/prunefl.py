@@ -36,16 +36,7 @@ from sparrow.protocol.sparsity import prunefl_interval, readjust
 
 from ..errors import BadContent
 from ..sums.averages import ElementSums, OneUpdate, Sums
-from . import (
-    Aggregation,
-    CoordinatorMethod,
-    DeviceMasks,
-    GlobalModel,
-    Schedule,
-    Situation,
-    UpdatePart,
-    Work,
-)
+from . import Aggregation, CoordinatorMethod, DeviceMasks, GlobalModel, Schedule, Situation, UpdatePart, Work
 from .prepared import (
     ONE_DEVICE,
     PreparedSettings,

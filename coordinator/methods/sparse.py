@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sparrow.protocol.elements import ElementMask, Points
+from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Manifest, Tensors
-from sparrow.protocol.masks import Block
 from sparrow.protocol.parts import Numbers
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import (
@@ -105,11 +104,8 @@ def expected_epochs(settings: FederationSettings, devices: int) -> int:
 
 
 def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) -> None:
-    """Raise BadContent for rounds and intervals by which no device could ever replace a weight.
-
-    Unless they say so: where ``adjust_interval`` or ``over_pruning`` is 0, or everything exists. As many devices are
-    counted with as there are when the first round opens; more of them train less each.
-    """
+    """Raise BadContent for rounds and intervals by which no device could ever replace a weight, unless they say so. As
+    many devices are counted with as there are when the first round opens."""
     if 0 in (rules.adjust_interval, rules.over_pruning) or rules.density == 1:
         return
     rounds, between = settings.rounds, rounds_between(settings, rules)
@@ -167,19 +163,22 @@ def replacing_method(
     close: Callable[[GlobalModel, ElementSums, Situation], GlobalModel],
     payload_parts: Callable[[GlobalModel, Situation], Mapping[str, Numbers]] | None = None,
 ) -> CoordinatorMethod:
-    """Return a method of one sparse model in which devices replace weights now and then.
-
-    In layer l exactly K_l weights exist. Beside the model the method keeps how many positions were replaced.
-    """
+    """Return a method of one sparse model, K_l weights in layer l, in which devices replace weights now and then."""
 
     def smallest_budget(settings: FederationSettings) -> float:
         return own_settings(settings, settings_type).density
 
     def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-        return first_sparse_model(tensors, situation, situation.own(settings_type))
+        rules = situation.own(settings_type)
+        counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
+        check_replaces(situation.settings, rules)
+        return sparse_model(tensors, situation, rules, counts)
 
     def work(situation: Situation) -> Work:
-        return work_of(situation, rounds_between(situation.settings, situation.own(settings_type)))
+        between = rounds_between(situation.settings, situation.own(settings_type))
+        if not between or situation.round % between or situation.round >= situation.settings.rounds:
+            return Work()
+        return Work(plan={"expected_epochs": expected_epochs(situation.settings, situation.devices)})
 
     def warning(model: GlobalModel, situation: Situation) -> str | None:
         return warning_of(model, situation, rounds_between(situation.settings, situation.own(settings_type)))
@@ -207,22 +206,11 @@ def replacing_method(
     )
 
 
-def first_sparse_model(tensors: Tensors, situation: Situation, rules: SparseTrainingSettings) -> GlobalModel:
-    """Return θ_1 = weights · m_1. Raises BadContent for settings by which no device could replace a weight."""
-    counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
-    check_replaces(situation.settings, rules)
-    return sparse_model(tensors, situation, rules, counts)
-
-
 def sparse_model(
     tensors: Tensors, situation: Situation, rules: OneSparseModelSettings, counts: dict[str, int]
 ) -> GlobalModel:
-    """Return weights · mask, of which ``counts`` exist, and that none of them was replaced so far.
-
-    With ``initial_scale`` sparse a layer's are multiplied by √(W_l / K_l): the variance of its outputs, a sum over K_l
-    in place of W_l weights, is a dense layer's (Evci et al., "Gradient Flow in Sparse Neural Networks and How Lottery
-    Tickets Win", AAAI 2022, arXiv:2010.03533, who do so for each neuron by its own number of inputs).
-    """
+    """Return weights · mask, of which ``counts`` exist. With ``initial_scale`` sparse a layer's are multiplied by √(W_l
+    / K_l), so that outputs vary as a dense layer's do (Evci et al., AAAI 2022, arXiv:2010.03533)."""
     manifest, seed = situation.manifest, situation.settings.seed
     at_random = rules.initial_mask == "random"
     mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
@@ -233,13 +221,6 @@ def sparse_model(
             **{name: np.multiply(tensors[name], scale, dtype=np.float32) for name, scale in scales.items()},
         }
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
-
-
-def work_of(situation: Situation, between: int) -> Work:
-    """Return whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
-    if not between or situation.round % between or situation.round >= situation.settings.rounds:
-        return Work()
-    return Work(plan={"expected_epochs": expected_epochs(situation.settings, situation.devices)})
 
 
 def check_replaced(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
@@ -256,38 +237,17 @@ def element_sums(model: GlobalModel, situation: Situation) -> ElementSums:
     return ElementSums(situation.manifest, model.mask)
 
 
-class Movement(Protocol):
-    """An observer of how each sparse tensor moved in a round; ``own`` is what it keeps beside the model."""
-
-    own: Tensors
-
-    def whole(
-        self,
-        name: str,
-        old: NDArray[np.float64],
-        half: NDArray[np.float32],
-        new: NDArray[np.float32],
-        trained: NDArray[np.bool_],
-    ) -> None:
-        """Note a tensor's old values, those before and after the global prune, and who trained them, all [n]."""
-
-    def part(
-        self, name: str, size: int, part: Block | Points, old: NDArray[np.float64], new: NDArray[np.float32]
-    ) -> None:
-        """Note the old and new values of a tensor of ``size``, where it exists, ``part``."""
+Movement = Callable[[str, NDArray[np.float64], NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]], Tensors]
+"""(name, old values, those before and after the global prune, which were trained; all [n]) -> arrays to keep."""
 
 
 def average_and_prune(
     model: GlobalModel, sums: ElementSums, rest: int = 0, movement: Movement | None = None
 ) -> GlobalModel:
-    """Return the mean over those who hold a weight, of which the K_l largest of each layer stay.
-
-    rest: the examples of devices that did not answer, and hold on to the old weights.
-    """
+    """Return the mean over those who hold a weight, of which the K_l largest of each layer stay. rest: the examples of
+    devices that did not answer, and hold on to the old weights."""
     assert model.mask is not None
-    if sums.alike:
-        return _average_alike(model, sums, rest, movement)
-    tensors: Tensors = {}
+    tensors, own = Tensors(), Tensors()
     exists: dict[str, Any] = {}
     union = 0
     for spec, numerator, weights in sums.totals():
@@ -305,30 +265,11 @@ def average_and_prune(
         new = np.where(kept, half, np.float32(0))  # a product would leave zeros of both signs
         tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
         union += int(np.count_nonzero(weights))
-        if movement:
-            movement.whole(spec.name, old, half, new, trained)
+        own |= movement(spec.name, old, half, new, trained) if movement else {}
     mask = ElementMask({name: exists[name] for name in model.mask.exists})
     replaced = mask.without(model.mask).count
-    own = {**(movement.own if movement else {}), "replaced": model.own["replaced"] + replaced}
+    own["replaced"] = model.own["replaced"] + replaced
     return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
-
-
-def _average_alike(model: GlobalModel, sums: ElementSums, rest: int, movement: Movement | None) -> GlobalModel:
-    """Return the same where everybody kept the round's mask, as in ordinary rounds.
-
-    The mask stays, nothing is pruned, and only what exists is looked at.
-    """
-    assert model.mask is not None
-    tensors: Tensors = {}
-    for spec, part, numerator in sums.packed():
-        old = part.take(model.tensors[spec.name]).astype(np.float64)
-        mean = ((numerator + rest * old) / float(sums.num_examples + rest)).astype(np.float32)
-        tensors[spec.name] = np.zeros(spec.shape, dtype=np.float32)
-        part.put(tensors[spec.name], mean)
-        if movement and spec.name in model.mask.exists:
-            movement.part(spec.name, spec.size, part, old, mean)
-    own = {**(movement.own if movement else {}), "replaced": model.own["replaced"]}
-    return GlobalModel(tensors, model.mask, own, {"positions_replaced": 0, "union": model.mask.count})
 
 
 def warning_of(model: GlobalModel, situation: Situation, between: int) -> str | None:

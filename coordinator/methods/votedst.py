@@ -38,23 +38,8 @@ from sparrow.protocol.sparsity import Election, draw_candidates, elect, election
 
 from ..errors import BadContent
 from ..sums.averages import ElementSums
-from . import (
-    Aggregation,
-    CoordinatorMethod,
-    GlobalModel,
-    Schedule,
-    Situation,
-    UpdatePart,
-    Work,
-    own_settings,
-)
-from .sparse import (
-    OneSparseModelSettings,
-    check_maskable,
-    counts_of,
-    rounds_between,
-    sparse_model,
-)
+from . import Aggregation, CoordinatorMethod, GlobalModel, Schedule, Situation, UpdatePart, Work, own_settings
+from .sparse import OneSparseModelSettings, check_maskable, counts_of, rounds_between, sparse_model
 
 VOTED = "votes decide which weights exist, and no rule bounds what one device's votes change"
 

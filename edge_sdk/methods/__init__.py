@@ -58,10 +58,7 @@ __all__ = [
 
 
 class MethodSettings(BaseModel):
-    """The settings of its own that a method's device half reads; those that the server half alone reads are ignored.
-
-    The coordinator has filled in the defaults, so a subclass has none.
-    """
+    """The settings of its own that a device half reads, all of which the coordinator has filled in."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -73,10 +70,9 @@ Own = TypeVar("Own", bound=MethodSettings)
 class DeviceState:
     """The state that a device keeps between rounds.
 
-    personal: every kept tensor of the personal model by name, or None before the first download. memory: the method's
-    own JSON-able notes (the last stop-rule loss, say). own: its arrays beside the model, by name. model: the SHA-256 of
-    the global model that the method can rebuild from these, so that what changed since is all that need be sent.
-    neurons: those that the device has chosen for itself, where its method has it choose; None leaves them as they are.
+    personal: every kept tensor of the personal model, or None before the first download. memory: the method's own
+    JSON-able notes. own: its arrays. model: the SHA-256 of the global model that the method can rebuild from these.
+    neurons: those that the device has chosen for itself.
     """
 
     personal: Tensors | None = None
@@ -90,9 +86,9 @@ class DeviceState:
 class Job:
     """One assignment with all that a method needs to carry it out.
 
-    ``task`` has the device's data; ``engine`` trains and judges the model, whose tensors the method overwrites;
-    ``received`` is the decoded payload; ``progress`` is called with (steps done, steps in all, running loss).
-    ``federation`` and ``device`` are their names; ``budget`` is what the device says it can afford.
+    task: has the device's data. engine: trains and judges the model, whose tensors the method overwrites. received: the
+    decoded payload. progress: is called with (steps done, steps in all, running loss). federation, device: names.
+    budget: what the device can afford.
     """
 
     assignment: Assignment
@@ -132,9 +128,8 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    parts: what the method sends beside them, by name: float32 [n], or signs, int8 [n] in -1..1. base: the global model
-    that the round started from, where its payload was under another mask than the update, or only what had changed of
-    it. extras: words after values that secure aggregation has masked (``secure.fine``).
+    parts: the method's, by name: float32 [n], or signs, int8 [n] in -1..1. base: the global model that the round
+    started from, if the payload was another part of it. extras: words after masked values (``secure.fine``).
     """
 
     values: Array
@@ -149,10 +144,9 @@ class Update:
 class Trained:
     """Outcome of local training: the state to keep, what to report, and what to send.
 
-    update: None for ``personalise``, where nothing of the model goes up. flops: what was computed, counted as in
-    ``protocol.flops``. validation: the model as training has left it, on validation data; personal_validation: the
-    personal model that the state keeps; both None where they were not measured. stopped: early stopping ends this
-    device's training with this round. counts: what the method counted, for the round's record.
+    update: None for ``personalise``. flops: as in ``protocol.flops``. validation: the model as training has left it;
+    personal_validation: the personal model that is kept; both on validation data, None if not measured. stopped: early
+    stopping ends this device's training. counts: for the round's record.
     """
 
     state: DeviceState
@@ -170,12 +164,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Outcome of an evaluation on the device's held-out data; None for a model that there is not.
-
-    validation: the personal model, or where there is none the global one, on validation data; the others on test data.
-    others: the method's other ways to predict, by name. flops: of what was trained to be judged, such as a fine-tuned
-    copy, counted as in ``protocol.flops``.
-    """
+    """Outcome of an evaluation on held-out data. validation: the personal, or else the global model on validation data.
+    others: other ways to predict, by name. flops: of what was trained to be judged."""
 
     personal: Evaluation | None
     global_model: Evaluation | None
@@ -249,40 +239,28 @@ class ActiveNeurons:
 class DeviceMethod:
     """A method's device half. Work of a kind that it does not declare is handed back.
 
-    Each function raises BundleError for a payload that does not fit, TrainingDiverged when the work failed.
+    Each function raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run with
+    fewer neurons, TrainingDiverged when the work failed.
 
-    evaluate: judges the personal model and, where the payload brings one, the global model on held-out data.
-    adapt: makes a personal model from the finished federation's global one.
-    train: merges the payload, trains under the assignment's mask, and says what to keep and to send.
-    personalise: trains what stays on the device, and says what to keep; ``update`` is None.
-    prepare: makes the model that the federation begins with, before its first round.
-    active: rounds train some neurons of each layer.
-    check: raises ManifestError where rounds would fail with a model, tried on an example [N, ...] at publication. None:
-        the method takes any model.
-    check_data: raises BadArgument where rounds would fail with a device's data, before it enrols. None: it takes all
-        that the model does.
-    network: returns the task with the federation's model in place of its own, where the server half ``compose``s one:
-        for PyTorch, as ONNX Runtime has the federation's graphs. Raises BadArgument for a task that it cannot be of.
-    effort: returns what rounds at a budget have to do, to be tried on this device. Raises BudgetTooSmall. None: what
-        ``active`` says, or the whole model.
-    picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
-    mixes_global: a mixture of the personal and the whole global model is a personal model, too. The server half says
-        the same, and sends the finished global model to every device.
-    finish: trains a mixture of both once more, at the end, as ``finetune_epochs`` says and within the budget; returns
-        the model and the FLOPs that it took.
-    compose: makes the federation's model of the published one: given the published manifest, graphs by name and the
-        settings, returns the manifest, without digests of graphs, and the graphs. None: the model is the published one.
-    payload_parts: what a payload may bring beside values, of which ``Part.count`` is then the most.
-    sums: sums of its updates' values are all that the server half needs, under masks that follow from the assignment or
-        the payload. Devices take part in secure rounds of such methods only, and send nothing beside the values.
-    engines: what its rounds can be trained with.
-    adds_local_noise: rounds send only values, under a mask that does not depend on the data, so that noise on the
-        values hides the data (``device.local_noise``).
-    acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
-        for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
-        for plain training.
-    act_on: counts of ``acts`` -> the count of all that they might have been: neurons, values or positions. Where only a
-        hundredth of these was touched, the bench says that the mechanism hardly acted.
+    evaluate: judges the personal and, if the payload brings one, the global model on held-out data. adapt: makes a
+    personal model from the finished global one. train: merges the payload, trains under the assignment's mask, says
+    what to keep and to send. personalise: trains what stays on the device. prepare: makes the model that the federation
+    begins with. active: rounds train some neurons of each layer.
+
+    check: raises ManifestError if rounds would fail with a model, tried on an example [N, ...] at publication.
+    check_data: raises BadArgument if rounds would fail with a device's data. network: returns the task with the model
+    that the server half ``compose``s, for PyTorch. effort: returns what rounds at a budget have to do, to be tried; by
+    default what ``active`` says. compose: makes manifest and graphs of the federation's model of the published ones.
+
+    picks_best: the personal model of any round can be used later; otherwise a device keeps the last. mixes_global: a
+    mixture of the personal and the global model is a personal model; the server half says the same. finish: trains a
+    mixture once more, at the end; returns model and FLOPs. payload_parts: what payloads may bring beside values, with
+    ``Part.count`` at most. sums: the server half needs sums of updates' values only, so that secure rounds are
+    possible. engines: that can train its rounds. adds_local_noise: rounds send only values, under a mask that does not
+    depend on the data (``device.local_noise``).
+
+    acts: names of counts, or of the server half's notes, that prove that the method acted: if one is zero, the bench
+    says so. act_on: such counts -> the count of all that they might have been.
     """
 
     evaluate: Callable[[Job], Evaluated]

@@ -35,10 +35,8 @@ def alone_of(state: DeviceState) -> Tensors | None:
 
 
 def with_alone(job: Job, start: Tensors, trained: Trained, mask: NeuronMask | None) -> Trained:
-    """Return the outcome of a round with another round of the model that is trained alone.
-
-    start: how it begins. mask: what of it is trained, as large a part as the round's. Raises TrainingDiverged.
-    """
+    """Return the outcome of a round with another round of the model that is trained alone, from ``start`` on, under
+    ``mask``."""
     if not job.own(AloneSettings).alone:
         return trained
     before = alone_of(job.state)

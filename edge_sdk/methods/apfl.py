@@ -30,20 +30,11 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-    settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
+    """Train one round."""
+    received = whole_model(job.manifest, job.received)
     weight = float(job.state.memory.get("mixing_weight", job.own(Settings).mixing_weight))
     job.engine.load(received)
-    trained = train_mixture(
-        job.engine,
-        job.task.train,
-        settings,
-        own=dict(job.state.own) or received,
-        weight=weight,
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        seed=job.seed("train"),
-        progress=job.progress,
-    )
+    trained = train_mixture(job, dict(job.state.own) or received, weight)
     update = Update(pack(job.manifest, job.engine.read(), None))
     # The weight itself, too, in millionths: its mean over a round's devices is this sum divided by the updates.
     counts = {"weight_moved": int(trained.weight != weight), "weight_millionths": round(1e6 * trained.weight)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,8 @@ from sparrow.protocol.neurons import (
     no_scores,
 )
 
-from ..engines.training import GRADIENTS, TrainingDiverged
 from . import Job, Trained
+from .gradients import check_finite, pass_over
 from .merging import whole_model
 from .narrow import drawn, train_narrow
 
@@ -36,11 +35,8 @@ Score = Callable[[Weights, Weights], Weights]
 
 
 def train_chosen(job: Job, score: Score) -> Trained:
-    """Train one round on the neurons that the device has chosen, once: the first round chooses, on one mini-batch.
-
-    Counts ``neurons_pruned``, those left out by a choice. Raises BundleError for a payload that does not fit,
-    CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged.
-    """
+    """Train one round on the neurons that the device has chosen, once, on one mini-batch of its first round. Counts
+    ``neurons_pruned``, those left out by a choice."""
     mask, ratio, flops, pruned = job.state.neurons, drawn(job).ratio, 0, 0
     if mask is None or not fits_ratio(job.manifest, mask, ratio):
         scores, flops = measure(job, score, batches=1)
@@ -52,27 +48,17 @@ def train_chosen(job: Job, score: Score) -> Trained:
 
 
 def measure(job: Job, score: Score, *, batches: int | None = None) -> tuple[Scores, int]:
-    """Return the scores of the neurons of the model received, and the FLOPs that finding them took.
-
-    batches: of the training data, the first so many, each by itself; their scores are added up. None: all. Raises
-    BundleError for a payload that is not the whole model, TrainingDiverged.
-    """
+    """Return the scores of the neurons of the model received, and FLOPs. batches: the first so many of the training
+    data, each by itself; None: all."""
     job.engine.load(whole_model(job.manifest, job.received))
-    scores, samples, tensors = no_scores(job.manifest), 0, job.engine.read()
+    scores, tensors = no_scores(job.manifest), job.engine.read()
     weights = {spec.name: (spec, axis) for spec, axis in incoming(job.manifest) if spec.trainable}
 
     def add(name: str, gradient: Weights) -> None:
         spec, axis = weights[name]
         scored = np.moveaxis(score(np.asarray(tensors[name], np.float32), gradient), axis, 0)
-        rows = scored.reshape(len(scored), -1).sum(axis=1)
-        if not np.isfinite(rows).all():
-            raise TrainingDiverged(
-                "the scores of neurons are not finite", "is the model received sound?", failure=GRADIENTS
-            )
-        add_scores_in_place(scores, spec, axis, rows)
+        add_scores_in_place(scores, spec, axis, scored.reshape(len(scored), -1).sum(axis=1))
 
-    count = len(job.task.train) if batches is None else min(batches, len(job.task.train))
-    for batch in islice(job.engine.epochs(job.task.train, job.seed("score")), count):
-        job.engine.differentiate([batch], list(weights), add)
-        samples += len(batch[1])
+    samples = pass_over(job, list(weights), add, purpose="score", batches=batches)
+    check_finite(scores, "a neuron's score", "is the model received sound?")
     return scores, training_flops(job.manifest, samples)

@@ -30,11 +30,8 @@ def describe_for(
     task: str,
     running_statistics: RunningStatistics = "shared",
 ) -> Manifest:
-    """Return the manifest of ``model`` that ``method`` needs, found by running it on ``example`` [N, ...].
-
-    method: ``auto`` is the first of what it stands for that can train the model. Raises UnsupportedLayer, naming method
-    and layer, for a model with which its rounds would fail, and UnknownMethod.
-    """
+    """Return the manifest of ``model`` that ``method`` needs, found by running it on ``example`` [N, ...]. Raises
+    UnsupportedLayer, naming method and layer, and UnknownMethod."""
     if method == AUTO:
         try:
             return describe_for(FOR_NEURONS, model, example, task=task, running_statistics=running_statistics)

@@ -26,10 +26,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train both models for one round. Raises BundleError for a payload that does not fit, TrainingDiverged.
-
-    Early stopping goes by the losses of the model that is sent.
-    """
+    """Train both models for one round. Early stopping goes by the losses of the model that is sent."""
     received = whole_model(job.manifest, job.received)
     job.engine.load(job.state.personal or {})  # what never travels (local running statistics)
     trained = train_whole(job)

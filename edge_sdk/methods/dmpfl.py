@@ -38,16 +38,7 @@ from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import pack
 from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.sparsity import (
-    At,
-    Grown,
-    LayerSparsity,
-    Pruned,
-    adjustment_steps,
-    grow,
-    layer_counts,
-    prune,
-)
+from sparrow.protocol.sparsity import At, Grown, LayerSparsity, Pruned, adjustment_steps, grow, layer_counts, prune
 
 from ..engines.training import LocalResult, Part
 from ..tasks import count_examples
@@ -71,8 +62,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
-    TrainingDiverged when the round failed."""
+    """Train one round of the stage ``masks`` or ``global``."""
     m_g = sparse_mask(job)
     if job.assignment.plan.get("stage") == "global":
         return _refine(job, m_g)
@@ -90,11 +80,8 @@ def train(job: Job) -> Trained:
 
 
 def _refine(job: Job, m_g: ElementMask) -> Trained:
-    """Train one round of the stage ``global``.
-
-    A device without a state has the global model for its own from then on: the coordinator takes it that the device
-    holds one, and it may stop before the stage ``personal``.
-    """
+    """Train one round of the stage ``global``. A device without a state has the global model for its own from then
+    on."""
     state = job.state
     if state.personal is None:
         first = _composed(job, m_g)
@@ -167,10 +154,7 @@ def adapt(job: Job) -> DeviceState:
 
 
 def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
-    """Conclude the round without early stopping and without a choice among rounds.
-
-    A device that stopped would miss the stage ``personal``, and the losses are not of one series.
-    """
+    """Conclude the round without early stopping and without a choice among rounds: losses are not of one series."""
     return conclude(job.with_settings(early_stopping="off", personal_model="last"), result, **outcome)
 
 
@@ -226,10 +210,7 @@ def _sizes(dual: Dual) -> dict[str, int]:
 
 
 def _replacing(job: Job, mask: ElementMask) -> Replacing:
-    """Return what replaces weights where the plan has a share.
-
-    The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them.
-    """
+    """Return what replaces weights: the ceil(share · K_l) smallest of each layer by as many of the steepest."""
     share = job.planned("replace", 1)
     epochs, at = job.assignment.settings.local_epochs, job.own(Settings).adjust_at
     steps = [step for step, _ in adjustment_steps(0, epochs, len(job.task.train), epochs, epochs + 1, at)]

@@ -14,12 +14,8 @@ from sparrow.protocol.manifest import Manifest, Tensors
 
 @dataclass(frozen=True)
 class Dual:
-    """Both models, what they share stored once.
-
-    personal: θ_c, every kept tensor by name, zero outside ``mask``, m_c. global_mask: m_g. rest: the global weights
-    that ``mask`` does not have, packed float32 [m_g without m_c]. unmasked: the global biases, norms and buffers, by
-    name.
-    """
+    """Both models, what they share stored once. personal: θ_c, zero outside ``mask``, m_c. global_mask: m_g. rest: the
+    global weights that ``mask`` does not have, packed. unmasked: the global biases, norms and buffers."""
 
     personal: Tensors
     mask: ElementMask
@@ -36,8 +32,7 @@ class Dual:
 
     @classmethod
     def load(cls, manifest: Manifest, personal: Tensors, own: Mapping[str, NDArray[np.generic]]) -> Dual:
-        """Return what ``stored`` has kept beside the personal model. Raises ManifestError where it is of
-        another model."""
+        """Return what ``stored`` has kept beside the personal model. Raises ManifestError."""
         mask, m_g = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
         unmasked = {name.removeprefix("global:"): array for name, array in own.items() if name.startswith("global:")}
         return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)

@@ -33,8 +33,7 @@ MAY_LOSE = 0.25
 
 @dataclass(frozen=True)
 class Smoothed:
-    """The memory of the rule ``validation``: participations so far, the first loss, the smoothed loss and the lowest
-    one that counted as an improvement, and participations since then."""
+    """The memory of the rule ``validation``; lowest_loss: the lowest smoothed one that counted as an improvement."""
 
     participations: int = 0
     first_loss: float = 0.0
@@ -57,8 +56,7 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Rises:
-    """The memory of the rule ``paper``: the loss of the last participation (None before the first), and the rises in a
-    row."""
+    """The memory of the rule ``paper``: the loss of the last participation, and the rises in a row."""
 
     last_loss: float | None = None
     increases: int = 0
@@ -82,8 +80,7 @@ def _check_finite(loss: float) -> None:
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgement after a round. validation: the model on validation data, None where nobody asked. stop_loss: what
-    the rule went by; None, and the memory as it was, where the federation does not stop early."""
+    """The judgement after a round. stop_loss: what the rule went by, None without early stopping."""
 
     memory: Mapping[str, Any]
     validation: Evaluation | None = None
@@ -99,12 +96,8 @@ def judge_round(
     *,
     validate: bool = False,
 ) -> Judged:
-    """Apply the stop rule of ``settings`` to the model that a round has left, which ``judge`` measures on validation
-    data.
-
-    memory: the device's notes from before the round, in which the rule keeps its own; the others stay. validate:
-    measure even where no rule asks for it. Raises what ``judge`` does.
-    """
+    """Apply the stop rule to the model that a round has left, which ``judge`` measures on validation data. memory: the
+    device's notes, among them the rule's. validate: measure even if no rule asks for it."""
     rule = settings.early_stopping
     validation = judge() if validate or rule != "off" else None
     if rule == "off" or validation is None:
@@ -122,9 +115,6 @@ def judge_round(
 
 
 def gives_way(found: Evaluation, lowest_loss: float) -> bool:
-    """Return whether the model of a round gives way to the one kept before, which is older and was trained less.
-
-    lowest_loss: of all rounds' models on validation data, this one's among them. Only where its own lies above that by
-    more than a quarter: of many rounds' models the one with the lowest loss is often lucky in a few samples.
-    """
+    """Return whether a round's model gives way to the one kept before: only if its loss lies well above the lowest of
+    all rounds, since of many models the one with the lowest loss is often lucky in a few samples."""
     return found.loss - lowest_loss > MAY_LOSE * abs(lowest_loss)

@@ -16,5 +16,4 @@ from . import DeviceMethod
 from .whole import adapt_global, evaluate_global, train_whole
 
 FEDAVG = DeviceMethod(train=train_whole, evaluate=evaluate_global, adapt=adapt_global, adds_local_noise=True, sums=True)
-"""A device has no personal model between rounds, so early stopping means that it contributes no more, and gets the last
-global model like everybody else."""
+"""A device that stops early contributes no more, and gets the last global model like all others."""

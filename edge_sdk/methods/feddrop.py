@@ -53,8 +53,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round; a device keeps nothing but its notes for early stopping. Raises BundleError for a payload that
-    does not fit, CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged."""
+    """Train one round; a device keeps nothing but its notes for early stopping."""
     draw = drawn(job)
     mask = draw_neurons(job.manifest, draw)
     scales = job.own(Settings).scaled and count_values(job.manifest, mask) < job.manifest.shared_values
@@ -75,8 +74,7 @@ def _train_scaled(job: Job, whole: Manifest) -> Trained:
 
 
 def factors_of(narrow: Manifest, whole: Manifest) -> dict[str, NDArray[np.float32]]:
-    """Return by what the columns of each layer's weight are multiplied, whose inputs are neurons: name -> [1, columns,
-    1, ...]."""
+    """Return by what the columns of each layer's weight are multiplied: name -> [1, columns, 1, ...]."""
     specs = {spec.name: spec for spec in narrow.tensors}
     found, looked_up = {}, {name for layer in narrow.layers if layer.kind == "embedding" for name in layer.tensors}
     for layer in narrow.layers:

@@ -14,8 +14,7 @@ from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:
-    """Train one round, in which nothing is guided. Raises BundleError for a payload that does not fit, TrainingDiverged
-    when the round failed."""
+    """Train one round, in which nothing is guided."""
     own = job.own(SparseTrainingSettings)
     return train_replacing(job, replacing_of(job, own), own.proximal_weight)
 

@@ -18,10 +18,8 @@ is what components are trained on, while r goes by their probabilities.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +30,11 @@ from sparrow.protocol.masks import pack
 from sparrow.protocol.mixture import SMALLEST_WEIGHT, WEIGHTS, components_of, first_component, mixture_of
 from sparrow.protocol.settings import FederationSettings
 
-from ..engines.optimiser import Optimiser, rule_of
-from ..engines.training import Divergence, LocalResult, count_steps
+from ..engines.training import Batch, LocalResult
 from ..errors import BadArgument
 from ..tasks import Task, count_examples
-from . import (
-    DeviceMethod,
-    DeviceState,
-    Evaluated,
-    Job,
-    MethodSettings,
-    Trained,
-    Update,
-    own_settings,
-)
+from . import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update, own_settings
+from .gradients import Gradients, optimiser_of, take_steps, trained_weights
 from .merging import whole_model
 from .rounds import conclude, evaluate_both, fine_tuning, judge_held_out
 
@@ -89,7 +78,7 @@ def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Wei
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    """Train one round."""
     personal, before = job.state.personal or {}, _weights(job)
     job.engine.load({**personal, **whole_model(job.manifest, job.received), WEIGHTS: before})
     result, after = _train_components(job, before)
@@ -146,37 +135,22 @@ def _find_weights(job: Job) -> Weights:
 
 
 def _train_components(job: Job, weights: Weights, purpose: str = "train") -> tuple[LocalResult, Weights]:
-    """Train the components that are loaded, each sample by its responsibilities under π ``weights``.
+    """Train the components that are loaded, each sample by its responsibilities; return the mean of these, too."""
+    trained, received, shares_sum = trained_weights(job.engine), job.engine.twin(), np.zeros(len(weights))
+    optimiser = optimiser_of(job, trained)
 
-    Returns what was done, its loss that of the mixture, and the mean responsibilities. Raises TrainingDiverged.
-    """
-    engine, settings, batches = job.engine, job.assignment.settings, job.task.train
-    rate, total = settings.learning_rate_of(job.assignment.round), count_steps(settings, batches)
-    diverged = Divergence(settings, rate, total)
-    names = [spec.name for spec in job.manifest.tensors if spec.trainable]
-    received, start = engine.twin(), engine.read()
-    trained = {name: np.array(start[name], np.float32) for name in names}
-    optimiser = Optimiser(rule_of(settings, rate), trained)
-    seen, loss_sum, shares_sum = 0, 0.0, np.zeros(len(weights))
-    for step, batch in enumerate(islice(engine.epochs(batches, job.seed(purpose)), total), start=1):
+    def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        nonlocal shares_sum
+        batch = next(batches)
         shares = responsibilities(received.likelihoods([batch]), weights)
-        gradients = dict[str, NDArray[np.float32]]()
-        loss, _ = engine.differentiate(
-            [batch], names, gradients.__setitem__, moves=True, responsibilities=shares.astype(np.float32)
-        )
-        if not math.isfinite(loss):
-            finite = bool((batch[0] - batch[0] == 0).all())  # of an array or a tensor, wherever it is
-            raise diverged.of_loss(loss, step, inputs_finite=finite)
-        optimiser.step({name: np.array(each) for name, each in gradients.items()})
-        engine.load(trained)
-        seen += len(batch[1])
-        loss_sum += loss * len(batch[1])
-        shares_sum += shares.sum(axis=0)
-        job.progress(step, total, loss_sum / seen)
-    for name, tensor in engine.read().items():
-        if not np.isfinite(tensor).all():
-            raise diverged.of_tensor(name)
-    return LocalResult(count_examples(batches), seen, total, loss_sum / seen), shares_sum / seen
+        loss, found = gradients.of(batch, trained, moves=True, responsibilities=shares.astype(np.float32))
+        optimiser.step(found)
+        job.engine.load(trained)
+        shares_sum = shares_sum + shares.sum(axis=0)
+        return loss, len(batch[1])
+
+    result = take_steps(job, step, purpose=purpose)
+    return result, shares_sum / result.samples
 
 
 def _flops(manifest: Manifest, samples: int) -> int:

@@ -24,9 +24,8 @@ federation's, for scores.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,10 @@ from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import unpack_whole
 from sparrow.protocol.parts import Part, Signs, all_maskable
 
-from ..engines.optimiser import Array, Optimiser, rule_of
-from ..engines.training import Divergence, LocalResult, count_steps
-from ..tasks import count_examples
+from ..engines.optimiser import Array
+from ..engines.training import Batch, LocalResult
 from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update
+from .gradients import Gradients, optimiser_of, take_steps
 from .merging import is_whole, whole_model
 from .parts import own_tensors
 from .rounds import conclude, evaluate_both, fine_tuning
@@ -60,10 +59,7 @@ class Settings(MethodSettings):
 
 @dataclass
 class Masks:
-    """The masks of a model's last layers. All are by name, of the weights' shapes.
-
-    weights: w, float32, which nobody writes to. scores: s, float32. kept: what was not pruned; None before that.
-    """
+    """The masks of a model's last layers, by name: w, which nobody writes to, s, and what was not pruned."""
 
     weights: dict[str, Array]
     scores: dict[str, Array]
@@ -85,9 +81,7 @@ class Masks:
         return slope if self.kept is None else slope * self.kept[name]
 
     def take(self, signs: Signs) -> int:
-        """Give scores of kept weights the signs that are not 0; return how many bits that turned.
-
-        Raises BundleError for another number of signs than there are scores."""
+        """Give scores of kept weights the signs that are not 0; return how many bits that turned."""
         wanted = sum(score.size for score in self.scores.values())
         if len(signs) != wanted:
             raise BundleError(f"the payload has {len(signs)} signs for {wanted} weights; fetch it again")
@@ -122,8 +116,7 @@ class Masks:
 
 
 def train(job: Job) -> Trained:
-    """Train scores for one round, and send the bits. Raises BundleError for a payload that does not fit,
-    TrainingDiverged when the round failed."""
+    """Train scores for one round, and send the bits."""
     masks, result, counts = _train_scores(job)
     nothing = BlockMask(np.zeros(len(job.manifest.block_table.sizes), bool))
     update = Update(np.zeros(0, np.float32), nothing, parts={"signs": masks.signs()})
@@ -154,33 +147,22 @@ def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResu
 
 
 def _learn(job: Job, masks: Masks, purpose: str) -> LocalResult:
-    """Move scores by their gradients for a round's steps. Raises TrainingDiverged."""
-    settings, engine, batches = job.assignment.settings, job.engine, job.task.train
-    total, rate = count_steps(settings, batches), settings.learning_rate_of(job.assignment.round)
-    diverged, optimiser = Divergence(settings, rate, total), Optimiser(rule_of(settings, rate), masks.scores)
-    seen, loss_sum = 0, 0.0
-    for step, batch in enumerate(islice(engine.epochs(batches, job.seed(purpose)), total), start=1):
-        slopes = dict[str, Array]()
+    """Move scores by their gradients for a round's steps."""
+    optimiser = optimiser_of(job, masks.scores)
+    scores = {f"the score of {name}": score for name, score in masks.scores.items()}
 
-        def visit(name: str, outer: NDArray[Any], slopes: dict[str, Array] = slopes) -> None:
-            slopes[name] = masks.gradient(name, outer)
+    def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        batch = next(batches)
+        loss, found = gradients.of(batch, {}, moves=True)
+        optimiser.step({name: masks.gradient(name, outer) for name, outer in found.items()})
+        job.engine.load(masks.masked())
+        return loss, len(batch[1])
 
-        loss, _ = engine.differentiate([batch], list(masks.weights), visit, moves=True)
-        if not math.isfinite(loss):
-            raise diverged.of_loss(loss, step, inputs_finite=bool(np.isfinite(np.asarray(batch[0])).all()))
-        optimiser.step(slopes)
-        engine.load(masks.masked())
-        seen += len(batch[1])
-        loss_sum += loss * len(batch[1])
-        job.progress(step, total, loss_sum / seen)
-    for name, score in masks.scores.items():
-        if not np.isfinite(score).all():
-            raise diverged.of_tensor(f"the score of {name}")
-    return LocalResult(count_examples(batches), seen, total, loss_sum / seen)
+    return take_steps(job, step, purpose=purpose, names=list(masks.weights), trained=scores)
 
 
 def _masks_of(job: Job) -> Masks:
-    """Return this device's masks, with scores that may be written to. Raises BundleError where weights are missing."""
+    """Return this device's masks, with scores that may be written to."""
     manifest, own = job.manifest, job.state.own
     if job.received is not None and is_whole(manifest, job.received):
         weights = whole_model(manifest, job.received)

@@ -20,9 +20,8 @@ Devices of one federation have one architecture here, since its manifest describ
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +29,12 @@ from numpy.typing import NDArray
 from sparrow.protocol.flops import forward_flops, training_flops
 from sparrow.protocol.settings import FederationSettings
 
-from ..engines.optimiser import Array, Optimiser, rule_of
-from ..engines.training import Divergence, LocalResult, Teacher
+from ..engines.training import Batch, LocalResult, Teacher
 from ..errors import BadArgument
 from ..tasks import Task, as_arrays, count_examples
 from ..tasks.loading import ArrayBatches, Arrays
 from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
+from .gradients import Gradients, in_silence, optimiser_of, take_steps, trained_weights
 from .merging import whole_model
 from .parts import own_tensors
 from .rounds import conclude, evaluate_both, fine_tuning, train_loaded
@@ -66,8 +65,7 @@ def check_data(task: Task, settings: FederationSettings) -> None:
 
 
 def train(job: Job) -> Trained:
-    """Digest, revisit, and send scores. Raises BundleError for a payload that does not fit, TrainingDiverged when the
-    round failed."""
+    """Digest, revisit, and send scores."""
     public, result, passed, counts = _learn(job)
     scores, _ = job.engine.scores(public)
     update = Update(np.ascontiguousarray(scores, np.float32).reshape(-1))
@@ -83,18 +81,15 @@ def adapt(job: Job) -> DeviceState:
 
 
 def _learn(job: Job) -> tuple[ArrayBatches, LocalResult, int, dict[str, int]]:
-    """Train on the public samples where this device begins, digest the mean where there is one, and revisit.
-
-    Returns the public samples, the result of revisiting, how many samples all of it passed over, and counts.
-    """
+    """Train on the public samples at first, digest the mean if there is one, and revisit. Returns the public samples,
+    the result of revisiting, how many samples were passed over, and counts."""
     rules, public = job.own(Settings), _public(job)
     mean = next(iter(whole_model(job.manifest, job.received).values()))
     passed = 0
     job.engine.load(own_tensors(job))
     if job.state.personal is None and rules.public_epochs:
-        first = job.with_settings(local_epochs=rules.public_epochs, local_steps=None)
-        first = replace(first, task=replace(job.task, train=public), progress=lambda done, total, loss: None)
-        passed += train_loaded(first, purpose="public").samples
+        first = in_silence(job.with_settings(local_epochs=rules.public_epochs, local_steps=None))
+        passed += train_loaded(replace(first, task=replace(job.task, train=public)), purpose="public").samples
     digested = _digest(job, public, mean.astype(np.float32)) if mean.any() else 0  # before the first mean all are zero
     result = train_loaded(job)
     return public, result, passed + digested + result.samples, {"digested": digested}
@@ -102,35 +97,24 @@ def _learn(job: Job) -> tuple[ArrayBatches, LocalResult, int, dict[str, int]]:
 
 def _digest(job: Job, public: ArrayBatches, mean: NDArray[np.float32]) -> int:
     """Train the model that is loaded towards ``mean`` [public samples, classes]; return how many samples that took."""
-    settings, rules, engine = job.assignment.settings, job.own(Settings), job.engine
-    rate = settings.learning_rate_of(job.assignment.round)
-    names = [spec.name for spec in job.manifest.tensors if spec.trainable]
-    before = engine.read()
-    weights = {name: np.array(before[name], np.float32) for name in names}
-    optimiser, count = Optimiser(rule_of(settings, rate), weights), public.num_examples
-    steps = len(public)
-    diverged = Divergence(settings, rate, steps * rules.digest_epochs)
+    rules, weights, count = job.own(Settings), trained_weights(job.engine), public.num_examples
+    optimiser, once = optimiser_of(job, weights), in_silence(job.with_settings(local_epochs=1, local_steps=None))
     for epoch in range(rules.digest_epochs):
         order = np.random.Generator(np.random.PCG64(job.seed(f"digest {epoch}"))).permutation(count)
-        places = np.array_split(order, steps)
-        batches = [public.arrays.take(place) for place in places]
-        seen = islice(engine.epochs(batches, job.seed(f"digest {epoch}")), steps)
-        for step, (batch, place) in enumerate(zip(seen, places, strict=True), start=1):
-            gradients = dict[str, Array]()
+        places = np.array_split(order, len(public))
+        taught = (Teacher(mean[place], 1.0, rules.temperature) for place in places)
 
-            def visit(name: str, gradient: NDArray[np.float32], into: dict[str, Array] = gradients) -> None:
-                into[name] = np.array(gradient, np.float32)
+        def step(
+            gradients: Gradients, batches: Iterator[Batch], taught: Iterator[Teacher] = taught
+        ) -> tuple[float, int]:
+            batch = next(batches)
+            loss, found = gradients.of(batch, weights, moves=True, teacher=next(taught))
+            optimiser.step(found)
+            job.engine.load(weights)
+            return loss, len(batch[1])
 
-            loss, _ = engine.differentiate(
-                [batch], names, visit, moves=True, teacher=Teacher(mean[place], 1.0, rules.temperature)
-            )
-            if not math.isfinite(loss):
-                raise diverged.of_loss(loss, epoch * steps + step, inputs_finite=True)
-            optimiser.step(gradients)
-            engine.load(weights)
-    for name, weight in weights.items():
-        if not np.isfinite(weight).all():
-            raise diverged.of_tensor(name)
+        shuffled = replace(job.task, train=[public.arrays.take(place) for place in places])
+        take_steps(replace(once, task=shuffled), step, purpose=f"digest {epoch}")
     return rules.digest_epochs * count
 
 

@@ -21,14 +21,7 @@ import numpy as np
 
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.masks import NeuronMask
-from sparrow.protocol.neurons import (
-    best_neurons,
-    count_neurons,
-    counts_at,
-    first_neurons,
-    fits_ratio,
-    norm_scores,
-)
+from sparrow.protocol.neurons import best_neurons, count_neurons, counts_at, first_neurons, fits_ratio, norm_scores
 
 from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
 from .choosing import STEP, Weights, train_chosen
@@ -52,12 +45,8 @@ def score(weight: Weights, gradient: Weights) -> Weights:
 
 
 def train(job: Job) -> Trained:
-    """Train one round on the neurons received.
-
-    Counts ``neurons_pruned``, those that its network lacks, and ``ratio_changes``, 1 where the ratio is another than
-    the device's last one. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not
-    run with fewer neurons, TrainingDiverged.
-    """
+    """Train one round on the neurons received. Counts ``neurons_pruned``, those that its network lacks, and
+    ``ratio_changes``."""
     if job.own(Settings).ratios == "budget":
         return train_chosen(job, score)
     manifest, ratio = job.manifest, drawn(job).ratio

@@ -15,7 +15,7 @@ from .parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_pa
 
 
 def train(job: Job) -> Trained:
-    """Train head, then body; the loss reported is the latter's. Raises BundleError, TrainingDiverged."""
+    """Train head, then body; the loss reported is the latter's."""
     job.engine.load(joined(job))
     head = train_part(job, shared=False)
     body = train_part(job, shared=True)

@@ -40,8 +40,7 @@ class Settings(SparseTrainingSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round, with Eq. 1-4 where they are due. Raises BundleError for a payload that does not fit,
-    TrainingDiverged when the round failed."""
+    """Train one round, with Eq. 1-4 where they are due."""
     return train_replacing(job, replacing(job), job.own(Settings).proximal_weight)
 
 

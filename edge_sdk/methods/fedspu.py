@@ -34,16 +34,7 @@ from sparrow.protocol.manifest import Tensors, initial_values
 from sparrow.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 
 from ..engines.training import Part
-from . import (
-    ActiveNeurons,
-    DeviceMethod,
-    DeviceState,
-    Job,
-    MethodSettings,
-    Trained,
-    Update,
-    own_settings,
-)
+from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
 from .alone import AloneSettings, with_alone
 from .merging import merge, whole_model
 from .narrow import sample_drawn
@@ -60,10 +51,8 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed.
-
-    A device that stops sends this round's values, keeps its personal model and is not drawn again.
-    """
+    """Train one round. A device that stops sends this round's values, keeps its personal model and is not drawn
+    again."""
     draw, mask = _assigned(job)
     start = _starting_point(job, mask)
     job.engine.load(start)
@@ -84,17 +73,14 @@ def _frozen(job: Job, update: Update) -> dict[str, int]:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Fine-tune the finished global model under the assignment's mask: like one more round, unless the federation says
-    for how long."""
+    """Fine-tune the finished global model under the assignment's mask."""
     return adapt_as_in_a_round(job, _assigned(job)[1])
 
 
 def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
-    """Train a model once more, as ``fine_tuning`` says, under a draw of this device's own at its budget; return it and
-    the FLOPs. Raises TrainingDiverged.
+    """Train a model once more under a draw of this device's own at its budget; return it and the FLOPs.
 
-    Not of the paper. What stands still keeps a small budget's model from fitting its few samples too closely, and the
-    work of a step within the budget.
+    Not of the paper. What stands still keeps a small budget's model from fitting its few samples too closely.
     """
     mask = None
     if job.budget < FULL_RATIO:
@@ -121,8 +107,8 @@ def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
 
 
 def _starting_point(job: Job, mask: NeuronMask | None) -> Tensors:
-    """Return ŵ: the personal model with the active values received; at first, all that was received, or w^0 with the
-    active ones of it."""
+    """Return ŵ: the personal model with the active values received; at first all that was received, or w^0 with the
+    active."""
     if job.state.personal is None:
         received = whole_model(job.manifest, job.received)
         if mask is None or job.own(Settings).start == "current":

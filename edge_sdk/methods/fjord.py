@@ -35,10 +35,10 @@ whole model's under ``fixed``); ``widths_drawn``, different widths of the round,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -48,28 +48,16 @@ from sparrow.protocol.flops import training_flops
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.masks import NeuronMask, count_values
 from sparrow.protocol.neurons import Narrowing, first_neurons
-from sparrow.protocol.settings import FederationSettings
 
-from ..engines import Engine, Progress
-from ..engines.optimiser import Optimiser, rule_of
-from ..engines.training import Batch, Divergence, LocalResult, Teacher, count_steps
-from ..tasks import Batches, count_examples
-from . import (
-    ActiveNeurons,
-    DeviceMethod,
-    DeviceState,
-    Job,
-    MethodSettings,
-    Trained,
-    own_settings,
-)
+from ..engines import Engine
+from ..engines.training import Batch, LocalResult, Teacher
+from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, own_settings
+from .gradients import Gradients, Weights, optimiser_of, rehearsed, take_steps, trained_weights
 from .narrow import adapt_narrow, drawn, train_narrow
 from .rounds import conclude, evaluate_both
 
 if TYPE_CHECKING:
     from ..engines.rehearsal import Effort, Rehearsal
-
-Weights = dict[str, NDArray[np.float32]]
 
 
 class Settings(MethodSettings):
@@ -83,11 +71,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round; the personal model is narrow, the rest of it zero.
-
-    Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run with fewer neurons,
-    TrainingDiverged.
-    """
+    """Train one round; the personal model is narrow, the rest of it zero."""
     ratio = drawn(job).ratio
     mask = first_neurons(job.manifest, ratio)
     if job.own(Settings).widths == "uniform":
@@ -106,18 +90,7 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
     """Train the network that is loaded, at widths drawn from its own and those ``below``."""
     generator, below = np.random.default_rng(job.seed("widths")), _narrower(job.manifest, below)
-    settings = job.assignment.settings
-    done = take_steps_at(
-        job.engine,
-        job.task.train,
-        settings,
-        below,
-        lambda: int(generator.integers(len(below) + 1)),
-        job.own(Settings) if job.task.classification and job.own(Settings).distil else None,
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        seed=job.seed("train"),
-        progress=job.progress,
-    )
+    done = take_steps_at(job, below, lambda: int(generator.integers(len(below) + 1)))
     concluded = conclude(job, done.result, personal=None, update=None)
     return replace(concluded, flops=done.flops, counts=done.counts)
 
@@ -136,64 +109,44 @@ class AtWidths:
     counts: dict[str, int]
 
 
-def take_steps_at(
-    engine: Engine,
-    batches: Batches,
-    settings: FederationSettings,
-    below: Sequence[NeuronMask],
-    draw: Callable[[], int],
-    distils: Settings | None,
-    *,
-    learning_rate: float,
-    seed: int,
-    progress: Progress = lambda done, total, loss: None,
-) -> AtWidths:
-    """Train the network that is loaded as in a round.
-
-    draw: returns the place in ``below`` of a step's width; the network's own is the one after the last. distils: how;
-    None: not at all. Raises TrainingDiverged.
-    """
-    manifest, total = engine.manifest, count_steps(settings, batches)
-    names = [spec.name for spec in manifest.tensors if spec.trainable]
-    weights: Weights = {name: np.array(tensor, np.float32) for name, tensor in engine.read().items() if name in names}
-    optimiser = Optimiser(rule_of(settings, learning_rate), weights)
-    diverged = Divergence(settings, learning_rate, total)
-    inner: dict[int, _Inner] = {}
+def take_steps_at(job: Job, below: Sequence[NeuronMask], draw: Callable[[], int]) -> AtWidths:
+    """Train the network that is loaded as in a round. draw: returns the place in ``below`` of a step's width; the
+    network's own is the one after the last."""
+    engine, own, widest = job.engine, job.own(Settings), len(below)
+    distils, weights = job.task.classification and own.distil, trained_weights(engine)
+    optimiser, inner = optimiser_of(job, weights), dict[int, _Inner]()
     steps, samples = Counter[int](), Counter[int]()
-    loss_sum = 0.0
-    for step, batch in enumerate(islice(engine.epochs(batches, seed), total), start=1):
-        width, gradients, loss = draw(), Weights(), 0.0
+
+    def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
+        batch, width, found, loss = next(batches), draw(), Weights(), 0.0
         teacher: Teacher | None = None
-        if width == len(below) or distils:
-            loss, outputs = engine.differentiate([batch], names, partial(_keep, gradients), moves=True)
+        if width == widest or distils:
+            loss, found = gradients.of(batch, weights, moves=True)
             if distils:
-                teacher = Teacher(outputs, distils.distil_weight, distils.distil_temperature)
-        if width < len(below):
+                assert gradients.outputs is not None, "of the batch"
+                teacher = Teacher(gradients.outputs, own.distil_weight, own.distil_temperature)
+        if width < widest:
             if width not in inner:
                 inner[width] = _Inner(engine, below[width])
-            loss += inner[width].add(batch, weights, gradients, teacher)
-        if not np.isfinite(loss):
-            raise diverged.of_loss(loss, step, inputs_finite=bool(np.isfinite(np.asarray(batch[0])).all()))
-        optimiser.step(gradients)
+            loss += inner[width].add(batch, weights, found, teacher)
+            gradients.check(loss, batch)
+        optimiser.step(found)
         engine.load(weights)
         steps[width] += 1
         samples[width] += len(batch[1])
-        loss_sum += loss * len(batch[1])
-        progress(step, total, loss_sum / samples.total())
-    for name, tensor in engine.read().items():
-        if not np.isfinite(tensor).all():
-            raise diverged.of_tensor(name)
-    result = LocalResult(count_examples(batches), samples.total(), total, loss_sum / samples.total())
-    flops = training_flops(manifest, result.samples if distils else samples[len(below)])
+        return loss, len(batch[1])
+
+    result = replace(take_steps(job, step), samples=samples.total())
+    flops = training_flops(job.manifest, result.samples if distils else samples[widest])
     flops += sum(training_flops(network.manifest, samples[width]) for width, network in inner.items())
-    narrow_steps = total - steps[len(below)]
+    narrow_steps = result.steps - steps[widest]
     distilled = narrow_steps if distils else 0
     counts = {"narrow_steps": narrow_steps, "widths_drawn": len(steps), "distilled_steps": distilled}
     return AtWidths(result, flops, counts)
 
 
 class _Inner:
-    """The network of some neurons of an engine's. Its running statistics are forgotten. Raises CannotNarrow."""
+    """The network of some neurons of an engine's. Its running statistics are forgotten."""
 
     def __init__(self, engine: Engine, mask: NeuronMask) -> None:
         self._engine = engine.narrow(mask, None).engine
@@ -214,10 +167,6 @@ class _Inner:
         return self._engine.differentiate([batch], list(specs), add, teacher=teacher)[0]
 
 
-def _keep(gradients: Weights, name: str, gradient: NDArray[Any]) -> None:
-    gradients[name] = np.array(gradient, np.float32)
-
-
 def adapt(job: Job) -> DeviceState:
     """Train the narrow part of the finished global model that a device of this budget has, as in a round."""
     return adapt_narrow(job, train)
@@ -232,54 +181,34 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     if own.widths == "fixed":
         return fixed
     below = [first_neurons(rehearsal.manifest, each) for each in widths_below(budget, own.width_steps)]
-    return _WidthsEffort(rehearsal, fixed, mask, below, own if own.distil and rehearsal.task.classification else None)
+    return _WidthsEffort(rehearsal, fixed, mask, below)
 
 
 class _WidthsEffort:
-    """Steps at each width in turn, where a round draws them: the first two hold the most at once. fixed: steps at the
-    device's own width alone."""
+    """Steps at each width in turn: the first two hold the most at once. fixed: at the device's own width alone."""
 
-    def __init__(
-        self,
-        rehearsal: Rehearsal,
-        fixed: Effort,
-        mask: NeuronMask,
-        below: Sequence[NeuronMask],
-        distils: Settings | None,
-    ) -> None:
-        self._rehearsal, self._mask, self._below, self._distils = rehearsal, mask, below, distils
+    def __init__(self, rehearsal: Rehearsal, fixed: Effort, mask: NeuronMask, below: Sequence[NeuronMask]) -> None:
+        self._rehearsal, self._mask, self._below = rehearsal, mask, below
         self.values, self.judge = fixed.values, fixed.judge
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
         """Take steps, the widest first."""
-        work, places = self._work(steps, samples)
-        turns = cycle(reversed(range(places + 1)))
-        return self._rehearsal.timed(lambda progress: work(partial(next, turns), progress))
+        job, below = self._job(steps, samples)
+        draw = partial(next, cycle(reversed(range(len(below) + 1))))
+        return self._rehearsal.timed(lambda progress: take_steps_at(replace(job, progress=progress), below, draw))
 
     def flops(self) -> int:
         """Return the mean over the widths."""
-        work, places = self._work(1, None)
+        job, below = self._job(1, None)
+        found = list[int]()
+        work = (take_steps_at(job, below, partial(int, width)).flops for width in range(len(below) + 1))
+        self._rehearsal.timed(lambda progress: found.extend(work))
+        return sum(found) // len(found)
 
-        def of(width: int) -> int:
-            found: list[AtWidths] = []
-            self._rehearsal.timed(lambda progress: found.append(work(partial(int, width), progress)))
-            return found[0].flops
-
-        return sum(map(of, range(places + 1))) // (places + 1)
-
-    def _work(self, steps: int, samples: int | None) -> tuple[Callable[[Callable[[], int], Progress], AtWidths], int]:
-        """Return a function of a draw and of what is told of progress, and how many narrower widths there are."""
-        rehearsal = self._rehearsal
-        engine = rehearsal.engine(self._mask)
-        settings = rehearsal.settings.model_copy(update={"local_steps": steps})
-        batches, below = [rehearsal.batch(samples)], _narrower(engine.manifest, self._below)
-
-        def work(draw: Callable[[], int], progress: Progress) -> AtWidths:
-            return take_steps_at(
-                engine, batches, settings, below, draw, self._distils, learning_rate=0.0, seed=0, progress=progress
-            )
-
-        return work, len(below)
+    def _job(self, steps: int, samples: int | None) -> tuple[Job, list[NeuronMask]]:
+        """Return so many steps of the device's own network, and the narrower ones."""
+        engine = self._rehearsal.engine(self._mask)
+        return rehearsed(self._rehearsal, engine, steps, samples), _narrower(engine.manifest, self._below)
 
 
 FJORD = DeviceMethod(

@@ -1,26 +1,33 @@
-"""Helpers of methods that make their steps of several gradients: of one batch (pFedMe), or of several (Per-FedAvg)."""
+"""Helpers of methods that take gradients themselves: for steps of their own, or to learn what weights are worth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.masks import count_values
-from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.messages import Assignment, Kind
 
-from ..engines import Engine, Progress
-from ..engines.training import Batch, Divergence, LocalResult, count_steps
-from ..tasks import Batches, count_examples
+from ..engines import Engine
+from ..engines.optimiser import Optimiser, rule_of
+from ..engines.training import GRADIENTS, Batch, Divergence, LocalResult, TrainingDiverged, count_steps
+from ..tasks import count_examples
+from . import DeviceState, Job
 
 if TYPE_CHECKING:
     from ..engines.rehearsal import Rehearsal
 
 Weights = dict[str, NDArray[np.float32]]
 """Trained parameters, or gradients of them, by name."""
+
+STANDSTILL = 1e-30
+"""A learning rate at which no weight moves: that of rehearsals."""
 
 
 def trained_weights(engine: Engine) -> Weights:
@@ -29,32 +36,50 @@ def trained_weights(engine: Engine) -> Weights:
     return {spec.name: np.array(tensors[spec.name], np.float32) for spec in engine.manifest.tensors if spec.trainable}
 
 
+def optimiser_of(job: Job, weights: Weights) -> Optimiser:
+    """Return the federation's optimiser of ``weights``, which it moves in place, for this round."""
+    settings = job.assignment.settings
+    return Optimiser(rule_of(settings, settings.learning_rate_of(job.assignment.round)), weights)
+
+
+def in_silence(job: Job) -> Job:
+    """Return the same work, of whose progress nobody hears."""
+    return replace(job, progress=lambda done, total, loss: None)
+
+
+@dataclass
 class Gradients:
-    """Gradients of the engine's model, of all that it trains. samples: those of all gradients so far, for FLOPs."""
+    """Gradients of the engine's model with respect to the parameters ``names``.
 
-    def __init__(self, engine: Engine, diverged: Divergence) -> None:
-        self.engine, self.samples, self.step = engine, 0, 0
-        self._diverged = diverged
-        self._names = [spec.name for spec in engine.manifest.tensors if spec.trainable]
+    samples: those of all gradients so far, for FLOPs. step: of the round, from 1. outputs: those of the last batch.
+    """
 
-    def of(self, batch: Batch, at: Mapping[str, NDArray[Any]], *, moves: bool = False) -> tuple[float, Weights]:
-        """Return loss and gradient on a batch with the parameters ``at``, which the model has from now on.
+    engine: Engine
+    diverged: Divergence
+    names: Sequence[str]
+    samples: int = 0
+    step: int = 0
+    outputs: NDArray[Any] | None = None
 
-        moves: running statistics do, as in a step. A parameter that the loss does not depend on may be missing. Raises
-        TrainingDiverged for a loss that is not finite.
-        """
+    def of(self, batch: Batch, at: Mapping[str, NDArray[Any]], **how: Any) -> tuple[float, Weights]:
+        """Return loss and gradient on a batch with the parameters ``at``, which the model has from now on. how: as
+        ``Engine.differentiate`` takes it. A parameter that the loss does not depend on may be missing."""
         found: Weights = {}
 
         def keep(name: str, gradient: NDArray[Any]) -> None:
             found[name] = np.array(gradient, np.float32)
 
         self.engine.load(at)
-        loss, _ = self.engine.differentiate([batch], self._names, keep, moves=moves)
+        loss, self.outputs = self.engine.differentiate([batch], self.names, keep, **how)
         self.samples += len(batch[1])
+        self.check(loss, batch)
+        return loss, found
+
+    def check(self, loss: float, batch: Batch) -> None:
+        """Raise TrainingDiverged for a loss that is not finite."""
         if not math.isfinite(loss):
             finite = bool((batch[0] - batch[0] == 0).all())  # of an array or a tensor, wherever it is
-            raise self._diverged.of_loss(loss, self.step, inputs_finite=finite)
-        return loss, found
+            raise self.diverged.of_loss(loss, self.step, inputs_finite=finite)
 
 
 Step = Callable[[Gradients, Iterator[Batch]], tuple[float, int]]
@@ -62,57 +87,78 @@ Step = Callable[[Gradients, Iterator[Batch]], tuple[float, int]]
 
 
 def take_steps(
-    engine: Engine,
-    batches: Batches,
-    settings: FederationSettings,
+    job: Job,
     step: Step,
     *,
-    learning_rate: float,
-    seed: int,
-    progress: Progress = lambda done, total, loss: None,
+    purpose: str = "train",
+    names: Sequence[str] | None = None,
+    trained: Mapping[str, NDArray[Any]] | None = None,
 ) -> LocalResult:
-    """Take as many steps as ``Engine.train`` does.
-
-    learning_rate: for advice alone. The result's samples are those of all gradients. Raises TrainingDiverged for a loss
-    or weight that is not finite, ValueError where there is nothing to train on.
-    """
-    total = count_steps(settings, batches)
-    diverged = Divergence(settings, learning_rate, total)
-    gradients, coming = Gradients(engine, diverged), engine.epochs(batches, seed)
+    """Take as many steps as ``Engine.train`` does from the model that is loaded. purpose: what batches and dropout are
+    drawn for. names: of the parameters to differentiate; by default all that train. trained: what must be finite in the
+    end; by default the model. The result's samples are those of all gradients."""
+    settings, engine, data = job.assignment.settings, job.engine, job.task.train
+    total = count_steps(settings, data)
+    diverged = Divergence(settings, settings.learning_rate_of(job.assignment.round), total)
+    names = names or [spec.name for spec in engine.manifest.tensors if spec.trainable]
+    gradients, coming = Gradients(engine, diverged, names), engine.epochs(data, job.seed(purpose))
     seen, loss_sum = 0, 0.0
     for gradients.step in range(1, total + 1):
         loss, samples = step(gradients, coming)
         seen += samples
         loss_sum += loss * samples
-        progress(gradients.step, total, loss_sum / seen)
-    for name, tensor in engine.read().items():
+        job.progress(gradients.step, total, loss_sum / seen)
+    for name, tensor in (engine.read() if trained is None else trained).items():
         if not np.isfinite(tensor).all():
             raise diverged.of_tensor(name)
-    return LocalResult(count_examples(batches), gradients.samples, total, loss_sum / seen)
+    return LocalResult(count_examples(data), gradients.samples, total, loss_sum / seen)
+
+
+def pass_over(
+    job: Job,
+    names: Sequence[str],
+    visit: Callable[[str, NDArray[Any]], None],
+    *,
+    purpose: str,
+    batches: int | None = None,
+) -> int:
+    """Hand ``visit`` the gradients on each batch of the training data, or on the first so many; return how many
+    samples."""
+    samples, count = 0, len(job.task.train)
+    for batch in islice(job.engine.epochs(job.task.train, job.seed(purpose)), min(batches or count, count)):
+        job.engine.differentiate([batch], names, visit)
+        samples += len(batch[1])
+    return samples
+
+
+def check_finite(arrays: Mapping[str, NDArray[Any]], what: str, advice: str | None = None) -> None:
+    """Raise TrainingDiverged, naming it, for an array that is not finite."""
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise TrainingDiverged(f"{name}: {what} is not finite", advice, failure=GRADIENTS)
+
+
+def rehearsed(rehearsal: Rehearsal, engine: Engine, steps: int, samples: int | None, budget: float = 1.0) -> Job:
+    """Return a round of so many steps on so many samples, to be rehearsed: it leaves the engine's model as it is."""
+    settings = rehearsal.settings.model_copy(update={"local_steps": steps, "learning_rate": STANDSTILL})
+    assignment = Assignment(
+        assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
+    )
+    task = replace(rehearsal.task, train=[rehearsal.batch(samples)])
+    return Job(assignment, engine.manifest, task, engine, DeviceState(), None, budget=budget)
 
 
 class StepsEffort:
-    """Steps of a method's own, to be rehearsed: an ``Effort`` of the whole model.
+    """Steps of a method's own: an ``Effort`` of the whole model. gradients: how many ``work`` takes in a step."""
 
-    work: takes a round's steps on (engine, batches, settings, progress), with a learning rate of 0. gradients: how many
-    a step takes, each on a batch.
-    """
-
-    def __init__(
-        self,
-        rehearsal: Rehearsal,
-        work: Callable[[Engine, Batches, FederationSettings, Progress], object],
-        gradients: int,
-    ) -> None:
+    def __init__(self, rehearsal: Rehearsal, work: Callable[[Job], object], gradients: int) -> None:
         self._rehearsal, self._work, self._gradients = rehearsal, work, gradients
         self.values = count_values(rehearsal.manifest, None)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
         """Take steps."""
-        rehearsal = self._rehearsal
-        engine, batches = rehearsal.engine(), [rehearsal.batch(samples)]
-        settings = rehearsal.settings.model_copy(update={"local_steps": steps})
-        return rehearsal.timed(lambda progress: self._work(engine, batches, settings, progress))
+        job = rehearsed(self._rehearsal, self._rehearsal.engine(), steps, samples)
+        return self._rehearsal.timed(lambda progress: self._work(replace(job, progress=progress)))
 
     def flops(self) -> int:
         """Return the FLOPs of a step."""

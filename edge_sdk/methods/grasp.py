@@ -37,16 +37,16 @@ from sparrow.protocol.flops import training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.sparsity import keep_by_score, weight_budget
 
-from ..engines import Engine, Progress
 from ..engines.training import GRADIENTS, Batch, TrainingDiverged
-from ..tasks import Batches, count_examples
+from ..tasks import count_examples
 from . import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
+from .gradients import check_finite
 from .merging import whole_model
 from .whole import adapt_global, evaluate_global, train_pulled
 
 PASSES = 4
-"""What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,
-and two for that, since each of its products has two factors."""
+"""Training passes that scoring a sample takes: for g, for the gradient that H g is differentiated from, and two for
+that."""
 
 
 class Settings(MethodSettings):
@@ -58,25 +58,16 @@ class Settings(MethodSettings):
 
 
 def prepare(job: Job) -> Trained:
-    """Score the weights and choose. Raises BundleError for a payload that does not fit, TrainingDiverged, and
-    UnknownWork for a model that cannot be differentiated twice."""
+    """Score the weights and choose. Raises UnknownWork for a model that cannot be differentiated twice."""
     received = whole_model(job.manifest, job.received)
     job.engine.load(received)
-    own = job.own(Settings)
     try:
-        scored = score(
-            job.engine,
-            job.task.train,
-            own.score_batches,
-            own.temperature,
-            seed=job.seed("score"),
-            progress=job.progress,
-        )
+        scored = score(job)
     except NoCurvature as error:
         raise UnknownWork(
             f"GraSP differentiates the loss twice, which this model does not take: {error}", failure=error.failure
         ) from error
-    mask = keep_by_score(scored.scores, weight_budget(job.manifest, own.density))
+    mask = keep_by_score(scored.scores, weight_budget(job.manifest, job.own(Settings).density))
     return Trained(
         state=job.state,
         update=Update(pack(job.manifest, received, mask), mask),
@@ -93,40 +84,30 @@ def prepare(job: Job) -> Trained:
 
 @dataclass(frozen=True)
 class Scored:
-    """scores: name -> float32, of every maskable tensor. loss: of the model as it is, without a temperature."""
+    """The scores of every maskable tensor, and the loss of the model without a temperature."""
 
     scores: dict[str, NDArray[np.float32]]
     samples: int
     loss: float
 
 
-def score(
-    engine: Engine,
-    batches: Batches,
-    count: int,
-    temperature: float,
-    *,
-    seed: int,
-    progress: Progress = lambda done, total, loss: None,
-) -> Scored:
-    """Return θ ⊙ H g of the model that is loaded, which is left as it is.
-
-    count: of the batches, the first so many; 0: all. Raises ValueError where there is none, NoCurvature,
-    TrainingDiverged.
-    """
-    number = min(count or len(batches), len(batches))
+def score(job: Job) -> Scored:
+    """Return θ ⊙ H g of the model that is loaded, which is left as it is. Raises ValueError without data,
+    NoCurvature."""
+    engine, batches, own = job.engine, job.task.train, job.own(Settings)
+    number = min(own.score_batches or len(batches), len(batches))
     if number == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
-    cool = engine.scaled(np.array(1 / temperature, np.float32))
+    cool = engine.scaled(np.array(1 / own.temperature, np.float32))
     names = [spec.name for spec in engine.manifest.maskable]
     weights = {name: np.asarray(tensor, np.float32) for name, tensor in engine.read().items() if name in names}
     seen, loss_sum = 0, 0.0
 
     def mean(of_batch: Callable[[Batch, Callable[[str, NDArray[Any]], None]], None], done: int) -> dict[str, Any]:
         sums = {name: np.zeros_like(weight) for name, weight in weights.items()}
-        for step, batch in enumerate(islice(cool.epochs(batches, seed), number), start=done + 1):
+        for step, batch in enumerate(islice(cool.epochs(batches, job.seed("score")), number), start=done + 1):
             of_batch(batch, partial(_add, sums, np.float32(len(batch[1]))))
-            progress(step, 2 * number, loss_sum / seen)
+            job.progress(step, 2 * number, loss_sum / seen)
         return {name: total / np.float32(seen) for name, total in sums.items()}
 
     def slope(batch: Batch, add: Callable[[str, NDArray[Any]], None]) -> None:
@@ -147,10 +128,7 @@ def score(
             add(name, part)
 
     scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
-    for name, each in scores.items():
-        if not np.isfinite(each).all():
-            advice = "publish a sound model, or raise temperature"
-            raise TrainingDiverged(f"{name}: a score is not finite", advice, failure=GRADIENTS)
+    check_finite(scores, "a score", "publish a sound model, or raise temperature")
     return Scored(scores, seen, loss_sum / seen)
 
 

@@ -75,12 +75,8 @@ train_once = partial(train_chosen, score=score)
 
 
 def train(job: Job) -> Trained:
-    """Train one round; prune before, where that is due.
-
-    Counts ``pruning_steps``, ``pruning_steps_rejected`` (the accuracy was below the threshold) and ``neurons_pruned``.
-    Raises BundleError for a payload that does not fit, UnknownWork for a task without accuracy, CannotNarrow for a
-    model that does not run with fewer neurons, TrainingDiverged.
-    """
+    """Train one round; prune before, if that is due. Counts ``pruning_steps``, ``pruning_steps_rejected`` (accuracy
+    below the threshold) and ``neurons_pruned``. Raises UnknownWork for a task without accuracy."""
     rules = job.own(Settings)
     if rules.pruning == "once":
         return train_once(job)

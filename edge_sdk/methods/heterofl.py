@@ -45,8 +45,7 @@ from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
-    with fewer neurons, TrainingDiverged when the round failed."""
+    """Train one round."""
     ratio, seen = drawn(job).ratio, _seen(job)
     mask = first_neurons_up(job.manifest, ratio)
     sent = NeuronMask({**mask.active, CLASSES: seen}) if CLASSES in mask.active else mask

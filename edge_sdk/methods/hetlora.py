@@ -20,8 +20,7 @@ from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
-    with fewer ranks, TrainingDiverged when the round failed."""
+    """Train one round."""
     trained = train_narrow(job, first_neurons_up(job.manifest, drawn(job).ratio))
     return replace(trained, state=replace(trained.state, personal=None))
 

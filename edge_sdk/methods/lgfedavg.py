@@ -24,10 +24,7 @@ from .rounds import conclude, train_loaded
 
 
 def train(job: Job) -> Trained:
-    """Train both parts together for one round; send both in FedAvg's rounds, and else the head.
-
-    Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed.
-    """
+    """Train both parts together for one round; send both in FedAvg's rounds, and else the head."""
     if not job.manifest.blocks or not job.planned("apart", 1):
         return train_together(job)
     received, own = _newest(job), job.state.personal

@@ -13,8 +13,7 @@ from .rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
 
 
 def personalise(job: Job) -> Trained:
-    """Train the personal model for one round. Raises BundleError where there is none yet and no whole payload either,
-    TrainingDiverged when the round failed."""
+    """Train the personal model for one round."""
     if job.state.personal is None:
         job.engine.load(whole_model(job.manifest, job.received))
     else:

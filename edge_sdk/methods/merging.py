@@ -15,11 +15,8 @@ __all__ = ["merge", "mixed", "whole_model"]
 
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
-    """Return a full payload as tensors by name, views into it where it is dense.
-
-    What does not exist of a sparse model is zero. Tensors that never travel (running statistics that stay local) are
-    not among them. Raises BundleError for a payload that is partial or missing.
-    """
+    """Return a full payload as tensors by name, views into it if it is dense. What does not exist of a sparse model is
+    zero; tensors that never travel are left out. Raises BundleError."""
     if received is None:
         raise BundleError("the assignment came without its payload; fetch the payload and try again")
     if not is_whole(manifest, received):
@@ -33,10 +30,8 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
-    """Return what was received where ``mask`` is, packed, and 0 where nothing was: what an update differs from.
-
-    Raises BundleError for a payload that is missing, or is a part of the model under another mask.
-    """
+    """Return what was received where ``mask`` is, packed, and 0 elsewhere: what an update differs from. Raises
+    BundleError."""
     if received is not None and same_mask(received.mask, mask):
         return received.values
     return pack(manifest, whole_model(manifest, received), mask)
@@ -44,11 +39,7 @@ def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) 
 
 def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: NeuronMask | None) -> Tensors:
     """Return ŵ = where(m, w^t, w_k^t): a copy of ``personal`` with the values received under ``mask`` (FedSPU,
-    Algorithm 1).
-
-    A payload of the whole model, sent again to a device that was thought to have lost its own, counts under ``mask``
-    only: the rest is not this round's business. Raises BundleError for a payload that is missing or of another mask.
-    """
+    Algorithm 1). A payload of the whole model counts under ``mask`` only. Raises BundleError."""
     if received is None or is_whole(manifest, received):
         values: Array = pack(manifest, whole_model(manifest, received), mask)
     elif same_mask(received.mask, mask):
@@ -65,10 +56,7 @@ GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
-    """Return personal + share·(received - personal), float32 by name; what was not received stays personal.
-
-    share: 0 to 1. received: every shared tensor of the model.
-    """
+    """Return personal + share·(received - personal), float32 by name, share in 0..1."""
     mixture = dict(personal)
     for name, tensor in received.items():
         own, shared = personal[name].astype(np.float32), tensor.astype(np.float32)

@@ -31,7 +31,7 @@ def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
 
 
 def drawn(job: Job) -> NeuronDraw:
-    """Return the seed of the neurons that this assignment trains. Raises BundleError where it names none."""
+    """Return the seed of the neurons that this assignment trains."""
     if job.assignment.work is None:
         raise BundleError("the assignment does not say how many neurons to train; update the coordinator, or this SDK")
     return NeuronDraw(**job.assignment.work.model_dump())
@@ -51,12 +51,10 @@ def train_narrow(
     sent: NeuronMask | None = None,
     train: Callable[[Job], Trained] = train_plainly,
 ) -> Trained:
-    """Receive, train with ``train`` and send the network of ``mask``; count ``neurons_left_out`` of the whole model's.
+    """Receive, train with ``train`` and send the network of ``mask``; count ``neurons_left_out``.
 
-    draw: the mask's seed form, if any. sent: what of it goes up, where that is less. ``train`` is given the same job of
-    the narrow network: engine and manifest are those of one that is so small; its FLOPs count. The state that
-    comes back has the whole personal model, zero where neurons are dropped. Raises BundleError, CannotNarrow,
-    TrainingDiverged.
+    draw: the mask's seed form. sent: what of it goes up, if less. ``train`` is given the same job of the narrow
+    network, whose FLOPs count. The state that comes back has the whole personal model, zero where neurons are dropped.
     """
     start = merge(job.manifest, _nothing(job), job.received, mask)
     job.engine.load(start)

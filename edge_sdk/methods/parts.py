@@ -27,22 +27,19 @@ def _flags(manifest: Manifest, names: Collection[str]) -> dict[str, Flags]:
 
 
 def joined(job: Job) -> Tensors:
-    """Return the device's model with what was received in its place. Raises BundleError for a payload that does not
-    fit."""
+    """Return the device's model with what was received in its place."""
     return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
 
 
 def own_tensors(job: Job) -> Tensors:
-    """Return the device's model as it was kept, or before its first round its own part as it begins: alike on all
-    devices, although each engine draws from recipes its own way."""
+    """Return the device's model as it was kept, or its own part as it begins, alike on all devices."""
     if job.state.personal is not None:
         return job.state.personal
     return own_initial_values(job.manifest, job.assignment.settings.seed, job.engine.read())
 
 
 def train_together(job: Job) -> Trained:
-    """Train both parts together for one round, and send the shared one. Raises BundleError for a payload that does not
-    fit, TrainingDiverged when the round failed."""
+    """Train both parts together for one round, and send the shared one."""
     job.engine.load(joined(job))
     return send_shared(job, train_loaded(job))
 
@@ -61,11 +58,8 @@ def send_shared(job: Job, result: LocalResult) -> Trained:
 
 
 def evaluate_tuned(job: Job) -> Evaluated:
-    """Judge the device's model and, with ``finetune_epochs``, a copy that a last local stage has trained, both parts.
-
-    What ``choose_copy`` chooses is then the personal model, and is thrown away. ``others`` has the one that training
-    has left as ``untuned``, and the copy as ``copy`` if another was chosen.
-    """
+    """Judge the device's model and, with ``finetune_epochs``, what ``choose_copy`` chooses of it and a copy that a last
+    local stage has trained. ``others`` has the first as ``untuned``, and the copy if another was chosen."""
     untuned = evaluate_both(job)
     if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
         return untuned

@@ -42,23 +42,11 @@ import numpy as np
 from sparrow.protocol.flops import training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.messages import Evaluation
-from sparrow.protocol.settings import FederationSettings
 
-from ..engines import Engine, Progress
-from ..engines.optimiser import Optimiser, rule_of
+from ..engines.optimiser import Optimiser
 from ..engines.training import Batch, LocalResult, derive_seed
-from ..tasks import Batches
-from . import (
-    DeviceMethod,
-    DeviceState,
-    Evaluated,
-    Job,
-    MethodSettings,
-    Trained,
-    Update,
-    own_settings,
-)
-from .gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from . import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update, own_settings
+from .gradients import Gradients, StepsEffort, Weights, in_silence, optimiser_of, take_steps, trained_weights
 from .merging import whole_model
 from .rounds import conclude, judge_held_out
 
@@ -77,8 +65,8 @@ class Settings(MethodSettings):
 
 @dataclass
 class Meta:
-    """A round's local steps. weights: w, which ``optimiser`` moves in place. seed: dropout of differences follows from
-    it. moved: the steps whose u was not w; curved: those with a Hessian's part."""
+    """A round's local steps. weights: w, which ``optimiser`` moves. seed: for dropout of differences. moved: steps
+    whose u was not w; curved: those with a Hessian's part."""
 
     weights: Weights
     optimiser: Optimiser
@@ -122,36 +110,17 @@ def moved(weights: Weights, direction: Weights, length: float) -> Weights:
     }
 
 
-def take_meta_steps(
-    engine: Engine,
-    batches: Batches,
-    settings: FederationSettings,
-    own: Settings,
-    *,
-    learning_rate: float,
-    seed: int,
-    progress: Progress,
-) -> tuple[LocalResult, Meta]:
-    """Take a round's steps from the model that the engine holds. Raises TrainingDiverged."""
-    weights = trained_weights(engine)
-    meta = Meta(weights, Optimiser(rule_of(settings, learning_rate), weights), own, seed)
-    result = take_steps(engine, batches, settings, meta.step, learning_rate=learning_rate, seed=seed, progress=progress)
-    return result, meta
+def take_meta_steps(job: Job) -> tuple[LocalResult, Meta]:
+    """Take a round's steps from the model that is loaded."""
+    weights = trained_weights(job.engine)
+    meta = Meta(weights, optimiser_of(job, weights), job.own(Settings), job.seed("train"))
+    return take_steps(job, meta.step), meta
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-    settings = job.assignment.settings
+    """Train one round."""
     job.engine.load(whole_model(job.manifest, job.received))
-    result, meta = take_meta_steps(
-        job.engine,
-        job.task.train,
-        settings,
-        job.own(Settings),
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        seed=job.seed("train"),
-        progress=job.progress,
-    )
+    result, meta = take_meta_steps(job)
     trained, adapting = job.engine.read(), 0
 
     def judge() -> Evaluation:
@@ -168,11 +137,8 @@ def train(job: Job) -> Trained:
 
 
 def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
-    """Take so many plain gradient steps from the model that the engine holds; the same ones whenever a round asks.
-
-    Raises TrainingDiverged.
-    """
-    settings = job.assignment.settings.model_copy(update={"local_steps": steps})
+    """Take so many plain gradient steps from the model that is loaded; the same ones whenever a round asks."""
+    inner = in_silence(job.with_settings(local_steps=steps, learning_rate=rate, learning_rate_decay=1.0))
     weights = trained_weights(job.engine)
 
     def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
@@ -182,11 +148,11 @@ def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
         gradients.engine.load(weights)
         return loss, len(batch[1])
 
-    return take_steps(job.engine, job.task.train, settings, step, learning_rate=rate, seed=job.seed("finetune"))
+    return take_steps(inner, step, purpose="finetune")
 
 
 def adapt_loaded(job: Job) -> LocalResult:
-    """Adapt the global model, which the engine holds, to the device's data. Raises TrainingDiverged."""
+    """Adapt the global model, which the engine holds, to the device's data."""
     settings, own = job.assignment.settings, job.own(Settings)
     steps = settings.finetune_epochs * len(job.task.train) or own.adaptation_steps
     return take_inner_steps(job, steps, settings.finetune_learning_rate or own.inner_rate)
@@ -211,11 +177,7 @@ def adapt(job: Job) -> DeviceState:
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds take them."""
     own = own_settings(rehearsal.settings, Settings)
-
-    def work(engine: Engine, batches: Batches, settings: FederationSettings, progress: Progress) -> object:
-        return take_meta_steps(engine, batches, settings, own, learning_rate=0.0, seed=0, progress=progress)
-
-    return StepsEffort(rehearsal, work, 4 if own.hessian == "hessian_free" else 2)
+    return StepsEffort(rehearsal, take_meta_steps, 4 if own.hessian == "hessian_free" else 2)
 
 
 PERFEDAVG = DeviceMethod(train=train, evaluate=evaluate, adapt=adapt, effort=effort, acts=("meta_steps",), sums=True)

@@ -34,22 +34,12 @@ from sparrow.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
 from sparrow.protocol.flops import block_flops, budget_groups
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import merge_in_place, pack, unpack_whole
-from sparrow.protocol.messages import Assignment, Kind
 
 from ..engines.rehearsal import Effort, Rehearsal
 from ..engines.training import LocalResult, derive_seed
 from ..publishing.modes import buffers_kept
 from ..tasks import Batches
-from ..training.engine import TorchEngine
-from ..training.gates.gated import (
-    PROBE,
-    Budget,
-    Gated,
-    GatedOptimisation,
-    Gates,
-    gate_tensors,
-    load_gate,
-)
+from ..training.gates.gated import PROBE, Budget, Gated, GatedOptimisation, Gates, gate_tensors, load_gate
 from ..training.gates.gating import GatingLayer, Sees, fitting_pool
 from ..training.gates.network import check_gated
 from ..training.local import as_tensor, evaluate, take_steps
@@ -66,6 +56,7 @@ from . import (
     own_settings,
     torch_engine,
 )
+from .gradients import rehearsed
 from .merging import is_whole, whole_model
 from .rounds import conclude, train_loaded
 
@@ -109,8 +100,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
-    BudgetTooSmall."""
+    """Train one round. Raises BudgetTooSmall."""
     if job.planned("dense", 1):
         return _train_dense(job)
     received, settings = newest_model(job), job.assignment.settings
@@ -140,8 +130,8 @@ def _train_dense(job: Job) -> Trained:
 
 
 def _counts(job: Job, gated: Gated) -> dict[str, int]:
-    """Return a round's counts: values (all, of touched blocks, and kept by a batch on average; the latter for each of
-    the COUNTED_LAYERS largest layers, too, and for the others together), and what the gate chose."""
+    """Return a round's counts: values (all, of touched blocks, kept by a batch on average; also of the largest layers),
+    and what the gate chose."""
     sizes, samples = gated.table.sizes, int(gated.used.max())  # first blocks are always on
     counts = {
         "values": int(sizes.sum()),
@@ -159,10 +149,8 @@ def _counts(job: Job, gated: Gated) -> dict[str, int]:
 
 
 def evaluate_gated(job: Job) -> Evaluated:
-    """Judge the newest θ with the device's gate, in four ways; nothing where the device has no gate yet.
-
-    After a last round without gates θ by itself is the global model, and the device's own is what it trained before.
-    """
+    """Judge the newest θ with the device's gate, in four ways; nothing before there is a gate. After a last round
+    without gates θ by itself is the global model."""
     if job.own(Settings).dense_last and job.assignment.round >= job.assignment.settings.rounds:
         return _evaluate_dense(job)
     if job.state.personal is None:
@@ -194,11 +182,8 @@ def _evaluate_dense(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a gate for the finished θ, which stays as it is.
-
-    So does one whose budget is too small for rounds; its gate then is of the federation's smallest budget, for θ
-    is cut for that: with less a model is left that answers worse than θ as it is.
-    """
+    """Train a gate for the finished θ, which stays as it is. A device whose budget is too small has a gate of the
+    federation's smallest budget, which θ is cut for."""
     job = _reaching(job)
     received = newest_model(job)
     gated = gated_model(job, received)
@@ -226,7 +211,7 @@ def _reaching(job: Job) -> Job:
 
 
 def newest_model(job: Job) -> Tensors:
-    """Return the newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
+    """Return the newest θ: what came, or what changed of it on top of what the device holds."""
     if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
         return whole_model(job.manifest, job.received)
     held = _trained(job)
@@ -242,8 +227,8 @@ def _trained(job: Job) -> Tensors:
 
 
 def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
-    """Return the state to keep: θ as ``trained`` here, what was ``received`` where it has changed since, the gate,
-    and the model under the mean ``gates``, for which ``trained`` is overwritten."""
+    """Return the state to keep: θ as ``trained``, what was ``received`` where it has changed since, the gate, and the
+    model under the mean ``gates``, for which ``trained`` is overwritten."""
     touched = BlockMask(gated.touched)
     own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
     own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
@@ -255,8 +240,7 @@ def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Ten
 
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:
-    """Return the model, loaded with ``tensors``, under the device's gate and within its budget. Raises
-    BudgetTooSmall."""
+    """Return the model with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
     rules, manifest = job.own(Settings), job.manifest
     job.engine.load({**(job.state.personal or {}), **tensors})
     table, paths = manifest.block_table, rules.gate_paths
@@ -319,7 +303,7 @@ def _costs(job: Job) -> Costs | None:
 
 
 def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
-    """Take a round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
+    """Take a round's steps of the gate and, at ``model_rate``, of the model."""
     settings = job.assignment.settings
     rate = job.own(Settings).gate_learning_rate
     decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate
@@ -374,19 +358,7 @@ class _GatedEffort:
 
     def _job(self, steps: int, samples: int | None) -> Job:
         rehearsal = self._rehearsal
-        settings = rehearsal.settings.model_copy(update={"local_steps": steps})
-        task = replace(rehearsal.task, train=[rehearsal.batch(samples)])
-        return Job(
-            assignment=Assignment(
-                assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
-            ),
-            manifest=rehearsal.manifest,
-            task=task,
-            engine=TorchEngine(task, rehearsal.manifest),
-            state=DeviceState(),
-            received=None,
-            budget=self._budget,
-        )
+        return rehearsed(rehearsal, rehearsal.engine(), steps, samples, self._budget)
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:

@@ -37,14 +37,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparrow.protocol.masks import pack
-from sparrow.protocol.settings import FederationSettings
 
-from ..engines import Engine, Progress
-from ..engines.optimiser import Optimiser, rule_of
+from ..engines.optimiser import Optimiser
 from ..engines.training import Batch, LocalResult
-from ..tasks import Batches
 from . import DeviceMethod, DeviceState, Job, MethodSettings, Trained, Update, own_settings
-from .gradients import Gradients, StepsEffort, Weights, take_steps, trained_weights
+from .gradients import Gradients, StepsEffort, Weights, optimiser_of, take_steps, trained_weights
 from .merging import whole_model
 from .rounds import conclude, evaluate_both, fine_tuning, train_loaded
 from .whole import pull_of
@@ -63,8 +60,8 @@ class Settings(MethodSettings):
 
 @dataclass
 class Envelope:
-    """A round's local steps. local: w_i, moved in place. personal: θ, which ``optimiser`` moves in place. share: ηλ.
-    moved: the steps in which w_i did."""
+    """A round's local steps. local: w_i, moved in place. personal: θ, moved by ``optimiser``. share: ηλ. moved: steps
+    of w_i."""
 
     local: Weights
     personal: Weights
@@ -93,51 +90,28 @@ class Envelope:
         return first, len(batch[1])
 
 
-def take_envelope_steps(
-    engine: Engine,
-    batches: Batches,
-    settings: FederationSettings,
-    own: Settings,
-    *,
-    learning_rate: float,
-    outer_rate: float,
-    seed: int,
-    progress: Progress,
-) -> tuple[LocalResult, Envelope]:
-    """Take a round's steps from the model that the engine holds, which is θ afterwards. Raises TrainingDiverged."""
-    local, personal = trained_weights(engine), trained_weights(engine)
-    optimiser = Optimiser(rule_of(settings, learning_rate), personal)
+def take_envelope_steps(job: Job) -> tuple[LocalResult, Envelope]:
+    """Take a round's steps from the model that is loaded, which is θ afterwards."""
+    settings, own = job.assignment.settings, job.own(Settings)
+    rate = own.outer_rate * settings.learning_rate_of(job.assignment.round) / settings.learning_rate
+    local, personal = trained_weights(job.engine), trained_weights(job.engine)
     weight = own.proximal_weight
-    envelope = Envelope(local, personal, optimiser, weight, own.inner_steps, outer_rate * weight)
-    result = take_steps(
-        engine, batches, settings, envelope.step, learning_rate=learning_rate, seed=seed, progress=progress
-    )
-    return result, envelope
+    envelope = Envelope(local, personal, optimiser_of(job, personal), weight, own.inner_steps, rate * weight)
+    return take_steps(job, envelope.step), envelope
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-    settings, own = job.assignment.settings, job.own(Settings)
-    rate = settings.learning_rate_of(job.assignment.round)
+    """Train one round."""
     job.engine.load({**(job.state.personal or {}), **whole_model(job.manifest, job.received)})
-    result, envelope = take_envelope_steps(
-        job.engine,
-        job.task.train,
-        settings,
-        own,
-        learning_rate=rate,
-        outer_rate=own.outer_rate * rate / settings.learning_rate,
-        seed=job.seed("train"),
-        progress=job.progress,
-    )
+    result, envelope = take_envelope_steps(job)
     personal = job.engine.read()
     update = Update(pack(job.manifest, {**personal, **envelope.local}, None))
-    counts = {"pulled_steps": result.steps * own.inner_steps, "envelope_steps": envelope.moved}
+    counts = {"pulled_steps": result.steps * envelope.inner_steps, "envelope_steps": envelope.moved}
     return conclude(job, result, personal=personal, update=update, counts=counts)
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a personal model for the finished global one, pulled to it. Raises BundleError, TrainingDiverged."""
+    """Train a personal model for the finished global one, pulled to it."""
     job.engine.load(whole_model(job.manifest, job.received))
     train_loaded(fine_tuning(job), purpose="adapt", pull=pull_of(job.own(Settings).proximal_weight))
     return replace(job.state, personal=job.engine.read())
@@ -145,14 +119,7 @@ def adapt(job: Job) -> DeviceState:
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
     """Return steps as rounds take them."""
-    own = own_settings(rehearsal.settings, Settings)
-
-    def work(engine: Engine, batches: Batches, settings: FederationSettings, progress: Progress) -> object:
-        return take_envelope_steps(
-            engine, batches, settings, own, learning_rate=0.0, outer_rate=0.0, seed=0, progress=progress
-        )
-
-    return StepsEffort(rehearsal, work, own.inner_steps)
+    return StepsEffort(rehearsal, take_envelope_steps, own_settings(rehearsal.settings, Settings).inner_steps)
 
 
 PFEDME = DeviceMethod(

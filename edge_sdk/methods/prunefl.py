@@ -24,7 +24,6 @@ Where the paper is silent:
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -35,8 +34,9 @@ from sparrow.protocol.flops import growth_flops, training_flops
 from sparrow.protocol.masks import pack
 from sparrow.protocol.sparsity import prunefl_interval, readjust
 
-from ..engines.training import GRADIENTS, LocalResult, TrainingDiverged
+from ..engines.training import LocalResult
 from . import DeviceMethod, Job, MethodSettings, Trained, Update
+from .gradients import check_finite, pass_over
 from .merging import whole_model
 from .whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
 
@@ -58,7 +58,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    """Train one round."""
     if not job.assignment.plan.get("gradients"):
         return train_pulled(job)
     mask = sparse_mask(job)
@@ -75,7 +75,7 @@ def train(job: Job) -> Trained:
 
 
 def prepare(job: Job) -> Trained:
-    """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
+    """Train alone and prune."""
     own = job.own(Settings)
     rounds, interval = own.prepare_rounds, prunefl_interval(own.adjust_interval, job.assignment.settings.rounds)
     job.engine.load(whole_model(job.manifest, job.received))
@@ -108,23 +108,17 @@ def prepare(job: Job) -> Trained:
 
 
 def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.float32]], int]:
-    """Return g² of every maskable tensor, by name, of its shape; and the samples it took. The model is left as it is.
-
-    purpose: what shuffling and dropout are drawn for. Raises TrainingDiverged for squares that are not finite.
-    """
+    """Return g² of every maskable tensor, and the samples it took. purpose: what shuffling and dropout are drawn
+    for."""
     squares = {spec.name: np.zeros(spec.shape, np.float32) for spec in job.manifest.maskable}
 
     def add(name: str, gradient: NDArray[np.float32]) -> None:
         squares[name] += np.square(gradient)
 
-    samples, batches = 0, len(job.task.train)
-    for batch in islice(job.engine.epochs(job.task.train, job.seed(purpose)), batches):
-        job.engine.differentiate([batch], list(squares), add)
-        samples += len(batch[1])
-    for name, total in squares.items():
-        if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a squared gradient is not finite", failure=GRADIENTS)
-        total /= np.float32(batches)
+    samples = pass_over(job, list(squares), add, purpose=purpose)
+    check_finite(squares, "a squared gradient")
+    for total in squares.values():
+        total /= np.float32(len(job.task.train))
     return squares, samples
 
 

@@ -52,12 +52,9 @@ def score(weight: Weights, gradient: Weights) -> Weights:
 
 
 def train(job: Job) -> Trained:
-    """Train one round; where the whole model comes, gather importance and choose before.
-
-    Counts ``adjustments``, choices after the first one; ``neurons_replaced`` by them; and ``neurons_pruned``: those
-    replaced or, by the choice once, those beyond the budget. Raises BundleError for a payload that does not fit,
-    CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged.
-    """
+    """Train one round; if the whole model comes, gather importance and choose before. Counts ``adjustments``, choices
+    after the first one; ``neurons_replaced`` by them; and ``neurons_pruned``, those or, by the choice once, those
+    beyond the budget."""
     if job.own(Settings).importance == "once":
         return train_chosen(job, score)
     manifest, ratio, held = job.manifest, drawn(job).ratio, job.state.neurons

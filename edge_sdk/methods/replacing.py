@@ -24,11 +24,8 @@ Rule = Callable[[int, str, Flat, Flat, Flags], tuple[Pruned, Grown]]
 
 
 class Replacing:
-    """An ``Adjustment`` that replaces weights by ``rule`` after ``steps``, in every layer that is not dense.
-
-    mask: what exists now. counts: how many weights were dropped, revived, how many of them guided, and how many
-    positions are new. flops: of the batches whose whole gradients were taken.
-    """
+    """An ``Adjustment`` that replaces weights by ``rule`` after ``steps``, in every layer that is not dense. mask: what
+    exists now. counts: weights dropped, revived, guided, and new positions. flops: of whole gradients."""
 
     def __init__(
         self, engine: Engine, mask: ElementMask, *, steps: Collection[int], rule: Rule, batches: int = 1
@@ -41,7 +38,7 @@ class Replacing:
         self._engine, self._rule = engine, rule
 
     def decide(self, step: int, batches: Sequence[Batch]) -> Change:
-        """Drop and revive. Raises TrainingDiverged for weights or gradients that are not finite."""
+        """Drop and revive."""
         sparse = [name for name, count in self.mask.counts.items() if count < self.mask.exists[name].size]
         exists: dict[str, Any] = dict(self.mask.exists)
         renewed: dict[str, Flags] = {}

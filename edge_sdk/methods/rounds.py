@@ -30,11 +30,8 @@ def train_loaded(
     pull: Pull | None = None,
     adjustment: Adjustment | None = None,
 ) -> LocalResult:
-    """Train a part of the model, loaded with what the round starts from, as the federation's settings say for this
-    round.
-
-    purpose: what batches and dropout are drawn for. The rest is ``Engine.train``'s, whose errors it raises.
-    """
+    """Train a part of the model, loaded with what the round starts from, by the settings of this round. purpose: what
+    batches and dropout are drawn for."""
     settings = job.assignment.settings
     return job.engine.train(
         job.task.train,
@@ -49,12 +46,12 @@ def train_loaded(
 
 
 def fine_tune(job: Job, part: Part = EVERYTHING, *, purpose: str = "adapt") -> LocalResult:
-    """Train a part of the model, a global one loaded, as ``fine_tuning`` says. Raises what ``train_loaded`` does."""
+    """Train a part of the model, a global one loaded, as ``fine_tuning`` says."""
     return train_loaded(fine_tuning(job), part, purpose=purpose)
 
 
 def fine_tuning(job: Job) -> Job:
-    """Return the same work, for ``finetune_epochs`` with ``finetune_learning_rate``; each as in a round where it is
+    """Return the same work, for ``finetune_epochs`` with ``finetune_learning_rate``; as in a round if they are
     unset."""
     settings = job.assignment.settings
     epochs, rate = settings.finetune_epochs, settings.finetune_learning_rate
@@ -75,9 +72,8 @@ def conclude(
 ) -> Trained:
     """Return the outcome of a round whose training has left the engine's model as it is, judged by the stop rule.
 
-    personal: the model that the device keeps until the next round, which is then the engine's as it is; its own
-    arrays stay as they are. The FLOPs are those of the samples seen, weight gradients only of what the
-    update's mask lets train. judge: measures the model on validation data, where ``Engine.evaluate`` does not.
+    personal: the model that the device keeps, which is the engine's. FLOPs are of the samples seen, weight gradients of
+    what the update's mask lets train. judge: measures the model on validation data.
     """
     settings = job.assignment.settings
     judged = judge_round(
@@ -118,8 +114,7 @@ def evaluate_both(job: Job) -> Evaluated:
 
 
 def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) -> tuple[Tensors, int]:
-    """Train a part of a model once more, at the end, as ``fine_tuning`` says; return the model and the FLOPs. Raises
-    TrainingDiverged."""
+    """Train a part of a model once more, at the end, as ``fine_tuning`` says; return the model and the FLOPs."""
     job.engine.load(tensors)
     result = fine_tune(job, Part(mask), purpose="finish")
     return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
@@ -127,11 +122,8 @@ def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) 
 
 def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
     """Return a fine-tuned copy, the model that it was made of, or one of their mixtures: the one of the least loss on
-    validation data, which trained none of them; of equally good ones the one with the larger share of the copy.
-
-    That is the choice which FedSPU's devices have at their end. With ``personal_model=last``, as in the papers, the
-    copy. Raises TrainingDiverged if the copy's loss is not finite: its training has failed then.
-    """
+    validation data, of equal ones with more of the copy. With ``personal_model=last``, as in the papers, the copy.
+    Raises TrainingDiverged if the copy's loss is not finite."""
     if job.assignment.settings.personal_model == "last":
         return copy
     job.engine.load(copy)
@@ -153,8 +145,8 @@ def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
 def judge_choice_of_copy(
     job: Job, copy: Tensors, start: Tensors
 ) -> tuple[Evaluation, Evaluation, dict[str, Evaluation]]:
-    """Judge what ``choose_copy`` chooses on held-out and on validation data; and, as ``copy``, the copy on held-out
-    data if another was chosen."""
+    """Judge what ``choose_copy`` chooses on held-out and validation data and, as ``copy``, a copy that was not
+    chosen."""
     chosen = choose_copy(job, copy, start)
     others = {}
     if chosen is not copy:
@@ -170,10 +162,7 @@ def judge_held_out(job: Job) -> tuple[Evaluation, Evaluation]:
 
 
 def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
-    """Fine-tune the received model under ``mask``, as ``fine_tuning`` says, and keep what ``choose_copy`` makes of it.
-
-    Raises BundleError for a payload that is missing or partial, TrainingDiverged.
-    """
+    """Fine-tune the received model under ``mask``, and keep what ``choose_copy`` makes of it."""
     job.engine.load(whole_model(job.manifest, job.received))
     start = job.engine.read()
     fine_tune(job, Part(mask))

@@ -50,11 +50,7 @@ class SparseTrainingSettings(MethodSettings):
 
 
 def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> Trained:
-    """Train what exists of the model received, replace weights on the way, and send what exists then.
-
-    Between rounds a device keeps how many epochs it has trained, and the mask by name. Raises BundleError for a payload
-    that does not fit, TrainingDiverged when the round failed.
-    """
+    """Train what exists of the model received, replace weights on the way, and send what exists then."""
     job.engine.load(whole_model(job.manifest, job.received))
     result = train_loaded(job, part_of(sparse_mask(job)), pull=pull_of(proximal_weight), adjustment=replacing)
     update = Update(pack(job.manifest, job.engine.read(), replacing.mask), replacing.mask)
@@ -71,11 +67,8 @@ def replacing_of(
     share: float = 0.0,
     basis: Literal["total", "moved"] = "total",
 ) -> Replacing:
-    """Return what replaces weights in this round: Eq. 1-4 of FedSGC, of which directions guide ``share``.
-
-    basis: of what ``share`` is a share (``protocol.sparsity.prune``). Raises BundleError for a payload without a mask
-    of elements, or with a direction map of another size.
-    """
+    """Return what replaces weights in this round: Eq. 1-4 of FedSGC, of which directions guide ``share``. basis: of
+    what that is a share. Raises BundleError."""
     mask = sparse_mask(job)
     rule = _Rule(job, mask, rules, share, basis)
     return Replacing(job.engine, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
@@ -87,10 +80,8 @@ def _epochs(job: Job) -> int:
 
 
 class _Rule:
-    """Eq. 1-4, for a round of which the plan and the device's epochs say when weights are replaced.
-
-    times: local step after which they are -> epochs of the device, by the cosine's clock.
-    """
+    """Eq. 1-4 for a round. times: local step after which weights are replaced -> epochs of the device, by the cosine's
+    clock."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ the rule by which votes decide.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,8 @@ from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.flops import growth_flops
 from sparrow.protocol.sparsity import ballot, draw_candidates, elections
 
-from ..engines.training import GRADIENTS, TrainingDiverged
 from . import DeviceMethod, Job, Trained
+from .gradients import check_finite, pass_over
 from .merging import whole_model
 from .whole import PullSettings, adapt_global, evaluate_global, sparse_mask, train_pulled
 
@@ -38,8 +37,7 @@ class Settings(PullSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round, and vote where it is planned. Raises BundleError for a payload that does not fit, ProtocolError
-    for a plan that does not, TrainingDiverged when the round failed."""
+    """Train one round, and vote if that is planned. Raises ProtocolError for a plan that does not fit."""
     if not job.assignment.plan.get("votes"):
         return train_pulled(job)
     job.engine.load(whole_model(job.manifest, job.received))
@@ -70,13 +68,8 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
     def add(name: str, gradient: NDArray[np.float32]) -> None:
         sums[name] += np.take(gradient, candidates[name])
 
-    samples = 0
-    for batch in islice(job.engine.epochs(job.task.train, job.seed("votes")), len(job.task.train)):
-        job.engine.differentiate([batch], list(sums), add)
-        samples += len(batch[1])
-    for name, total in sums.items():
-        if not np.isfinite(total).all():
-            raise TrainingDiverged(f"{name}: a gradient is not finite", failure=GRADIENTS)
+    samples = pass_over(job, list(sums), add, purpose="votes")
+    check_finite(sums, "a gradient")
     return np.concatenate([ballot(sums[name], vote.seats) for name, vote in votes.items()]), samples
 
 

@@ -14,14 +14,7 @@ from ..engines.training import LocalResult, Part, Pull
 from . import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
 from .adaptive import base_entropies, judge_choice
 from .merging import whole_model
-from .rounds import (
-    choose_copy,
-    conclude,
-    fine_tune,
-    judge_choice_of_copy,
-    judge_held_out,
-    train_loaded,
-)
+from .rounds import choose_copy, conclude, fine_tune, judge_choice_of_copy, judge_held_out, train_loaded
 
 __all__ = ["adapt_global", "evaluate_global", "train_whole"]
 
@@ -33,11 +26,7 @@ class PullSettings(MethodSettings):
 
 
 def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
-    """Train the model received, and send it. What does not exist of a sparse one is neither trained nor sent.
-
-    proximal_weight: μ of the pull back to the weights received. Raises BundleError for a payload that does not fit,
-    TrainingDiverged when the round failed.
-    """
+    """Train the model received, and send it; of a sparse one what exists. proximal_weight: μ of the pull back."""
     job.engine.load(whole_model(job.manifest, job.received))
     mask = existing(job)
     result = train_loaded(job, part_of(mask), pull=pull_of(proximal_weight))
@@ -61,17 +50,15 @@ def pulled(result: LocalResult, proximal_weight: float) -> dict[str, int]:
 
 
 def train_pulled(job: Job) -> Trained:
-    """Train the model received, pulled back to it by ``proximal_weight``, and send it. Raises as ``train_whole``."""
+    """Train the model received, pulled back to it by ``proximal_weight``, and send it."""
     return train_whole(job, job.own(PullSettings).proximal_weight)
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it, or what
-    ``choose_copy`` chooses.
+    """Judge the global model and, with ``finetune_epochs``, what ``choose_copy`` chooses of it and a fine-tuned copy.
 
-    ``others`` has the fine-tuned copy as ``copy`` if another was chosen and, of a classification, DM-PFL+'s choice
-    between copy and global model, sample by sample, by base entropies of the training data, as ``adaptive``
-    (FedAvg+FT+).
+    ``others`` has a ``copy`` that was not chosen and, of a classification, as ``adaptive`` DM-PFL+'s choice between
+    copy and global model, sample by sample (FedAvg+FT+).
     """
     task, manifest = job.task, job.manifest
     job.engine.load(whole_model(manifest, job.received))
@@ -91,7 +78,7 @@ def evaluate_global(job: Job) -> Evaluated:
 
 
 def adapt_global(job: Job) -> DeviceState:
-    """Keep what ``choose_copy`` makes of the finished global model with ``finetune_epochs``, or the model as it is."""
+    """Keep the finished global model or, with ``finetune_epochs``, what ``choose_copy`` makes of it."""
     job.engine.load(whole_model(job.manifest, job.received))
     whole = job.engine.read()
     if not job.assignment.settings.finetune_epochs:
@@ -107,7 +94,7 @@ def existing(job: Job) -> ElementMask | None:
 
 
 def sparse_mask(job: Job) -> ElementMask:
-    """Return what exists of a model that must be sparse. Raises BundleError where all does."""
+    """Return what exists of a model that must be sparse."""
     mask = existing(job)
     if mask is None:
         raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
@@ -115,5 +102,5 @@ def sparse_mask(job: Job) -> ElementMask:
 
 
 def _fine_tune(job: Job) -> LocalResult:
-    """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
+    """Fine-tune the loaded global model; the same copy whenever it is asked for in this round."""
     return fine_tune(job, part_of(existing(job)), purpose="finetune")

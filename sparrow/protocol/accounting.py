@@ -15,11 +15,8 @@ SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
 
 @lru_cache(maxsize=1024)
 def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
-    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each a pair of its noise and how often it ran.
-
-    The noise is the deviation over the sensitivity. Without any run epsilon is 0. Raises MissingPart without the
-    accountant.
-    """
+    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each a pair of its noise, the deviation over the
+    sensitivity, and how often it ran. Raises MissingPart."""
     check_accountant()
     from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

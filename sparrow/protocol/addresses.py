@@ -32,8 +32,8 @@ def means_caller(host: str) -> bool:
 
 
 def in_network(*versions: int) -> str | None:
-    """Return the address of this machine in its network, of the first of these versions of IP that it has; by default
-    4, then 6. None without a network."""
+    """Return the address of this machine in its network, of the first of these versions of IP that it has; None without
+    one."""
     for version in versions or (4, 6):
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:  # no network, or none of this kind

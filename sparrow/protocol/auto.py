@@ -20,20 +20,16 @@ LOGIT_ADJUSTMENT = 1.0
 LEAST_SKEW = 0.06
 """Label skew from which outputs are adjusted: that of a Dirichlet partition of ten classes with concentration 1.6."""
 AVERAGED_PART, AVERAGED_FROM = 3, 60
-"""FedSPU finishes with the mean of the last rounds' models, one in so many, where there are so many rounds: models of
-shorter runs still improve, and a mean is behind them."""
+"""FedSPU finishes with the mean of the last rounds' models, one in so many, but not of shorter runs, which still
+improve."""
 
 
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
     """Return settings whose method is not ``auto``; those of another method as they are.
 
-    It is FedSPU where the manifest says which neurons feed which weights, otherwise FedAvg, with updates in int8, but
-    for secure rounds, which have a format of their own. classes: whether the model's outputs are scores of classes
-    that follow its last bias; then outputs are adjusted with ``LOGIT_ADJUSTMENT`` from a skew of ``LEAST_SKEW`` on,
-    but not under differential privacy. Nobody stops early. The end is ``FINETUNE_EPOCHS`` of training; under FedSPU
-    of the mean of the last rounds' models, of one in ``AVERAGED_PART`` of at least ``AVERAGED_FROM``, and one of the
-    candidates of a device, beside a model that it has trained alone. Settings that were given stay, those that are as
-    by default among them.
+    It is FedSPU if the manifest says which neurons feed which weights, otherwise FedAvg; with updates in int8, except
+    in secure rounds. classes: whether outputs are scores of classes that follow its last bias, and may be adjusted.
+    Settings that were given stay, even those that equal a default.
     """
     if settings.method != AUTO:
         return settings

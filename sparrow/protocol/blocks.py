@@ -29,8 +29,8 @@ Groups = Mapping[str, NDArray[np.intp]]
 """Name -> the numbers of its blocks; groups are apart, and together all blocks."""
 
 RULES: Mapping[Importance, Rule] = {"per_block": "exact", "per_weight": "greedy"}
-"""How the knapsack is solved. Of values per weight an exact solution is one that fills the budget to the last weight:
-it is decided by sizes, not by importances."""
+"""How the knapsack is solved. An exact solution of values per weight fills the budget to the last weight: sizes
+decide."""
 
 LARGEST_FRONT = 50_000
 """Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one."""
@@ -40,11 +40,8 @@ TIE = 1e-9
 
 
 def split(size: int, count: int, smallest_share: float) -> tuple[int, ...]:
-    """Sizes of the at most ``count`` blocks of a tensor of ``size`` values (section 5.2.2).
-
-    The first holds ``smallest_share`` of them (s_min, in (0, 1]), the others equal parts of the rest, the last what is
-    left. A tensor smaller than ``count`` has blocks of one value.
-    """
+    """Return the sizes of at most ``count`` blocks of a tensor (section 5.2.2): the first holds ``smallest_share`` of
+    its values, the others equal parts of the rest. A smaller tensor has blocks of one value."""
     first = min(size, max(1, math.floor(size * smallest_share + 1e-9)))
     rest = size - first
     parts = min(count - 1, rest)
@@ -77,10 +74,8 @@ class BlockTable:
         align_rows: bool = False,
     ) -> BlockTable:
         """Return the table of tensors of ``shapes``: ``count`` blocks for each (B of the paper), see ``split``.
-
-        ``smallest_share`` is 1 / ``count`` unless given. ``align_rows`` lets no block end inside an output row or
-        channel, so that what is off need not be computed. Raises ValueError for numbers out of range.
-        """
+        smallest_share: by default 1 / ``count``. align_rows: blocks end with output rows, so that what is off need not
+        be computed. Raises ValueError."""
         share = 1 / count if smallest_share is None and count > 0 else smallest_share
         if count < 1 or share is None or not 0 < share <= 1:
             raise ValueError(f"{count} blocks of which the first holds {share}: give at least 1, and a share in (0, 1]")
@@ -116,11 +111,9 @@ class BlockTable:
     def capacity(
         self, share: float, costs: Costs | None = None, blocks: NDArray[np.intp] | None = None, of: str = ""
     ) -> int:
-        """Return the cost that blocks which are not forced may have at a budget of ``share`` (s, in (0, 1]).
-
-        costs: whole numbers [L] >= 0; those of values, W, unless given. blocks: those that the budget is for, called
-        ``of``, and not all. Raises ValueError, which names the smallest budget, where not even the forced blocks fit.
-        """
+        """Return the cost that blocks which are not forced may have at a budget of ``share``, s. costs: integers [L] >=
+        0; by default those of values. blocks: those that the budget is for, called ``of``. Raises ValueError, naming
+        the smallest budget, if not even the forced blocks fit."""
         costs, forced = self.sizes if costs is None else costs, self.forced
         if blocks is not None:
             costs, forced = costs[blocks], forced[blocks]
@@ -152,14 +145,10 @@ class BlockTable:
         importance: Importance = "per_block",
         groups: Groups | None = None,
     ) -> Selection:
-        """Return the blocks that are on: the forced ones and the most important others that fit in ``share``.
-
-        ``importances`` [..., L] are G, in (0, 1), and the answer has their shape; those of forced blocks
-        are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
-        rule: how the knapsack is solved, see ``knapsack``; RULES' unless given. importance: see ``values_of``.
-        groups: of blocks that have ``share`` each for themselves, and not together. Raises ValueError where the
-        budget is too small.
-        """
+        """Return the blocks that are on, of the shape of ``importances`` [..., L] in (0, 1), G: the forced ones and the
+        most important others within ``share``. costs: see ``capacity``. among: no others may be on. rule: see
+        ``knapsack``; by default RULES'. groups: of blocks that have ``share`` each for themselves. Raises ValueError
+        for a budget that is too small."""
         costs = self.sizes if costs is None else costs
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
         free = ~self.forced if among is None else ~self.forced & among
@@ -187,10 +176,8 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Runs:
-    """The places of the blocks of one tensor that a mask names; has the methods of ``masks.Block``.
-
-    view: the tensor's shape. spans: (start, stop) of runs of its values in row-major order, sorted, apart.
-    """
+    """The places of a mask's blocks in one tensor; has the methods of ``masks.Block``. spans: sorted (start, stop) of
+    runs of its values in row-major order."""
 
     view: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
@@ -236,10 +223,8 @@ class Runs:
             run[:] = packed[place]
 
     def add(self, tensor: NDArray[np.float64], values: NDArray[np.generic] | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to those of ``tensor``, in place.
-
-        Products and sums are float64, whatever the values' type.
-        """
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to those of ``tensor``, in place and in
+        float64."""
         flat, done = tensor.reshape(-1), 0
         packed = np.broadcast_to(np.asarray(values).reshape(-1), self.size)
         for start, stop in self.spans:
@@ -248,26 +233,20 @@ class Runs:
 
 
 def values_of(importances: NDArray[np.floating], costs: Costs, importance: Importance) -> NDArray[np.floating]:
-    """Return what each block [..., L] is worth in the knapsack; of equal ones the first is worth more (TIE).
-
-    ``per_block`` (Eq. 6): its importance. A choice then holds as many blocks as it can, so that one large block never
-    beats ten small ones. ``per_weight``: its importance times its cost, so that blocks of any size compete by
-    importance alone.
-    """
+    """Return the worth of each block [..., L] in the knapsack; of equal ones the first is worth more. ``per_block``
+    (Eq. 6): its importance, so that one large block never beats ten small ones. ``per_weight``: its importance times
+    its cost."""
     worth = importances - TIE * np.arange(len(costs))
     return worth * np.maximum(costs, 1) if importance == "per_weight" else worth
 
 
 def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
-    """Return the items whose ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
+    """Return, for each problem, the items whose ``sizes`` [n] add up to at most ``capacity`` and their values
+    [problems, n] to the most; of equal values the first.
 
-    values: [problems, n], several problems with the same items; the answer is [problems, n]. Of equal values the first
-    wins.
-
-    Exact. Of items of one size the most valuable come first, so a choice says how many of each size; of these partial
-    choices those are dropped that another one beats, being no larger and no less valuable (Pareto dominance), or that
-    even all the rest would not lift above one that has room for the rest. Blocks of a tensor share one size and the
-    small ones all fit, so few remain. With more than LARGEST_FRONT of them, or by the rule ``greedy``, ``_greedy``.
+    Of items of one size the most valuable come first, so a choice is a count of each size. Partial choices are dropped
+    if another one is no larger and no less valuable, or if even all the rest would not lift them above one that has
+    room for the rest. With more than LARGEST_FRONT of them, or by the rule ``greedy``, see ``_greedy``.
     """
     problems = len(values)
     if sizes.sum() <= capacity or not problems:

@@ -45,7 +45,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
@@ -53,7 +53,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import BlockMask
-from .elements import ElementMask, apply_difference, difference, from_bits
+from .elements import ElementMask, apply_difference, difference, from_bits, unpack_flags
 from .errors import BundleError, ManifestError
 from .manifest import Array, Manifest
 from .masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
@@ -91,13 +91,12 @@ NO_PARTS: Mapping[str, Expected] = {}
 
 @dataclass(frozen=True)
 class Bundle:
-    """A decoded bundle: checked, so that nobody behind it needs to check again.
+    """A decoded and checked bundle.
 
-    values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
-    everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
-    masked: whole numbers of secure aggregation, uint16 or uint32, as many as the mask covers, in place of values; then
-    extras of the same type, however many (``secure.fine``).
-    parts: a method's, by name. sizes: the bytes of header, values, mask and so on, by name.
+    values: float32 [count_values(manifest, mask)], finite; of precision int8 a difference. mask: None if everything is
+    active. draw: the seed form, if the mask came as one. masked: integers of secure aggregation in place of values,
+    then extras of their type (``secure.fine``). parts: a method's, by name. sizes: bytes of header, values, mask and so
+    on.
     """
 
     values: NDArray[np.float32]
@@ -123,13 +122,11 @@ def encode(
     parts: Mapping[str, Numbers] | None = None,
     extras: Words | None = None,
 ) -> bytes:
-    """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
+    """Return packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    Values of type uint16 or uint32 are those of secure aggregation, and travel as they are, with extras of the same
-    type. ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. known:
-    the mask of elements that the reader holds. parts: a method's, by name: float32 [n], or signs, int8 [n] in -1..1.
-    Quantised values have precision int8, whatever is given. Raises BundleError when a value is not finite, or becomes
-    infinite in the chosen precision.
+    Values of type uint16 or uint32 are those of secure aggregation, as are extras. draw: what ``mask`` was drawn from,
+    used if it is the shortest form. known: the mask of elements that the reader holds. parts: a method's, by name.
+    Quantised values have precision int8. Raises BundleError for a value that is not finite in the precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
@@ -199,10 +196,8 @@ def decode(
 ) -> Bundle:
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
-    known: the mask of elements that this side holds, which a bundle may name, or differ from. parts: those of a method
-    that a bundle may bring, with at most so many numbers. intact: that this side has found these bytes to have their
-    digest already, which takes longer than all else. Raises BundleError, saying what was met and what to do. Memory:
-    see the module's first page.
+    known: the mask of elements that this side holds. parts: those that a bundle may bring. intact: these bytes were
+    found to have their digest. Raises BundleError.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
@@ -295,10 +290,8 @@ def largest_bundle(
     elements: bool = False,
     parts: Mapping[str, Expected] = NO_PARTS,
 ) -> int:
-    """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread.
-
-    elements: whether it may bring a mask of elements. parts: those of its method that it may bring.
-    """
+    """Return an upper bound on the bytes of a bundle of ``values`` values. elements: it may bring a mask of
+    elements."""
     rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
     scales = 4 * rows if precision == "int8" else 0
     weights = manifest.maskable_values
@@ -309,9 +302,7 @@ def largest_bundle(
 
 
 def largest_payload(manifest: Manifest, parts: Mapping[str, Expected] = NO_PARTS) -> int:
-    """Upper bound on the bytes of what a coordinator sends of this model: a longer payload can be refused unread.
-
-    parts: those of the method that it may bring."""
+    """Return an upper bound on the bytes of what a coordinator sends of this model."""
     values = manifest.shared_values
     return max(largest_bundle(values, "fp32", manifest, elements=elements, parts=parts) for elements in (False, True))
 
@@ -330,8 +321,7 @@ def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memor
 
 
 def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
-    """Without an array of flags: NaN and infinity come through the sum, or, where finite values are too large for it,
-    through the smallest or the largest value."""
+    """Return whether all are finite, without an array of flags: by the sum or, if that overflows, by the extremes."""
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum()):
             return True
@@ -508,15 +498,24 @@ def _decode_mask(
         description = json.loads(text)
     except (ValueError, RecursionError):
         raise BundleError("the mask's description is not JSON; encode with protocol.bundle") from None
+    try:
+        return _mask_of(description, manifest, data, known)
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+
+
+def _mask_of(
+    description: object, manifest: Manifest, data: memoryview, known: ElementMask | None
+) -> tuple[Mask | None, NeuronDraw | None]:
     match description:
         case {"form": "bits"} if len(description) == 1:
-            return _mask_from_bits(manifest, data), None
+            return neurons_from_bits(manifest, data), None
         case {"form": "index"} if len(description) == 1:
             return _mask_from_index(manifest, data), None
         case {"form": "blocks"} if len(description) == 1:
-            return _mask_from_block_bits(manifest, data), None
+            return BlockMask(unpack_flags(data, len(manifest.block_table.sizes), "blocks")), None
         case {"form": "elements"} if len(description) == 1:
-            return _elements(lambda: from_bits(manifest, data)), None
+            return from_bits(manifest, data), None
         case {"form": "changed", "digest": str(digest)} if len(description) == 2:
             old = _held(known, digest)
             if len(data) > len(old.bits):
@@ -524,7 +523,7 @@ def _decode_mask(
                     f"the mask's difference has {len(data)} bytes, all of its bits {len(old.bits)}; encode with "
                     f"protocol.bundle"
                 )
-            return _elements(lambda: apply_difference(manifest, old, data)), None
+            return apply_difference(manifest, old, data), None
     if len(data):
         raise BundleError("a mask tensor is not allowed in this form of mask; encode with protocol.bundle")
     match description:
@@ -534,11 +533,11 @@ def _decode_mask(
             return None, None
         case {"form": "first", "counts": list(counts)} if len(description) == 2:
             return _mask_of_first(manifest, counts), None
-        case {"form": "draw", "key": str(key), "ratio": float() | int()}:
+        case {"form": "draw", "key": str(key), "ratio": float() | int() as ratio}:
             if len(description) != 3:
                 raise BundleError("a draw has exactly key and ratio; encode with protocol.bundle")
             try:
-                draw = NeuronDraw(key, float(description["ratio"]))
+                draw = NeuronDraw(key, float(ratio))
                 return draw_neurons(manifest, draw), draw
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
@@ -555,30 +554,6 @@ def _held(known: ElementMask | None, digest: str) -> ElementMask:
             f"naming the mask that is"
         )
     return known
-
-
-def _elements(read: Callable[[], ElementMask]) -> ElementMask:
-    try:
-        return read()
-    except ManifestError as error:
-        raise BundleError(str(error)) from None
-
-
-def _mask_from_block_bits(manifest: Manifest, data: memoryview) -> BlockMask:
-    length = len(manifest.block_table.sizes)
-    if len(data) != (length + 7) // 8:
-        raise BundleError(f"the mask has {len(data)} bytes, {length} blocks take {(length + 7) // 8}")
-    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
-    if flags[length:].any():
-        raise BundleError("the mask's padding bits must be zero")
-    return BlockMask(flags[:length])
-
-
-def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:
-    try:
-        return neurons_from_bits(manifest, data)
-    except ManifestError as error:
-        raise BundleError(str(error)) from None
 
 
 def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
@@ -609,13 +584,6 @@ def _mask_from_index(manifest: Manifest, data: memoryview) -> NeuronMask:
         start = end
     if start != len(data):
         raise BundleError(f"the mask has {len(data)} bytes, its index lists end after {start}")
-    return _checked(manifest, active)
-
-
-def _checked(manifest: Manifest, active: dict[str, NDArray[np.intp]]) -> NeuronMask:
     mask = NeuronMask(active)
-    try:
-        check_mask(manifest, mask)
-    except ManifestError as error:
-        raise BundleError(str(error)) from None
+    check_mask(manifest, mask)
     return mask

@@ -28,10 +28,8 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class ElementMask:
-    """Name of every maskable tensor, in manifest order -> bool of its shape, C-contiguous: the elements that exist.
-
-    Nobody writes to the arrays once a mask is made: what follows from them is remembered.
-    """
+    """Name of every maskable tensor, in manifest order -> bool of its shape, C-contiguous: the elements that exist. The
+    arrays are not written to any more."""
 
     exists: Mapping[str, Flags]
 
@@ -77,10 +75,8 @@ class ElementMask:
 
 @dataclass(frozen=True)
 class Points:
-    """The places of the existing elements of one tensor; has the methods of ``masks.Block``.
-
-    ``index`` are flat positions, sorted and different. ``view`` is the tensor's shape.
-    """
+    """The places of the existing elements of one tensor; has the methods of ``masks.Block``. index: flat positions,
+    sorted and different."""
 
     view: tuple[int, ...]
     index: Index
@@ -109,10 +105,8 @@ class Points:
         tensor.reshape(-1)[self.index] = values.reshape(-1)
 
     def add(self, tensor: NDArray[np.float64], values: Array | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to the elements of ``tensor``, in place.
-
-        Products and sums are float64, whatever the values' type.
-        """
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to the elements, in place and in
+        float64."""
         flat = tensor.reshape(-1)
         flat[self.index] = np.take(flat, self.index) + np.multiply(values, scale, dtype=np.float64)
 
@@ -133,14 +127,18 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
 
 
 def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
-    """Return the mask of these bits. Raises ManifestError where their number is wrong, or padding is set."""
-    total = manifest.maskable_values
-    if len(data) != (total + 7) // 8:
-        raise ManifestError(f"the mask has {len(data)} bytes, {total} weights take {(total + 7) // 8}")
+    """Return the mask of these bits. Raises ManifestError."""
+    return _split(manifest, unpack_flags(data, manifest.maskable_values, "weights"))
+
+
+def unpack_flags(data: bytes | memoryview, count: int, what: str) -> Flags:
+    """Return ``count`` flags of a mask's bits. Raises ManifestError where their number is wrong, or padding is set."""
+    if len(data) != (count + 7) // 8:
+        raise ManifestError(f"the mask has {len(data)} bytes, {count} {what} take {(count + 7) // 8}")
     flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
-    if flags[total:].any():
+    if flags[count:].any():
         raise ManifestError("the mask's padding bits must be zero")
-    return _split(manifest, flags)
+    return flags[:count]
 
 
 def difference(old: ElementMask, new: ElementMask) -> bytes:
@@ -154,9 +152,7 @@ def difference(old: ElementMask, new: ElementMask) -> bytes:
 
 
 def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
-    """Return the mask that differs from ``old`` where ``data`` says. Raises ManifestError for positions beyond the
-    last.
-    """
+    """Return the mask that differs from ``old`` as ``data`` says. Raises ManifestError."""
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):

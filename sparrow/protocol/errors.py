@@ -9,11 +9,8 @@ from .failures import Failure
 
 
 class SdkError(Exception):
-    """Base of every error that a caller can do something about; its text says what.
-
-    exit_code: how a command ends that meets it. failure: what a device reports to its coordinator instead of the text;
-    that of the class, unless the error is made with another one.
-    """
+    """Base of every error that a caller can do something about. exit_code: of a command that ends with it. failure:
+    what a device reports to its coordinator in place of the text."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
     failure = Failure("other")

@@ -31,8 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 GLOBAL = "global"
 CANDIDATES = ("personal", "mixture", "finished", "alone")
-"""What a device may take in place of the global model: its own of its last round, the mean of both, this trained once
-more, and one that it has trained alone."""
+"""A device's choices besides the global model: its own, the mean of both, this trained once more, one trained alone."""
 
 LARGEST_GAIN = 3.0
 """Of a part, in units of the loss."""
@@ -54,8 +53,8 @@ MOMENTS = _COUNT * (_COUNT + 1) // 2
 
 
 class Evidence(BaseModel):
-    """The measurements of a device. gains: of each candidate, the mean over ``parts``; within: the covariances of a
-    part's gains, the upper triangle row by row, unbiased."""
+    """A device's measurements. gains: of each candidate, means over ``parts``. within: covariances of a part's gains,
+    the upper triangle row by row."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -154,7 +153,7 @@ def pool_of(told: Iterable[Evidence]) -> Pool | None:
 
 
 def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] = CANDIDATES) -> str:
-    """Return the candidate that a device takes of those that are ``there``, or ``GLOBAL``. Without a pool one must gain
+    """Return the candidate that a device takes of those that are ``there``, or ``GLOBAL``; without a pool one must gain
     by ``AHEAD`` standard errors."""
     missing = np.array([False, *(name not in there for name in CANDIDATES)])
     if pool is not None:

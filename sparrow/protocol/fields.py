@@ -44,8 +44,7 @@ LONGEST_LINK = 1000
 
 
 class Request(BaseModel):
-    """Base of what is sent to the coordinator, and of settings: unknown fields are refused, and text that cannot be
-    stored."""
+    """Base of requests and settings: unknown fields, and text that cannot be stored, are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -62,10 +61,8 @@ def bounded(loss: float) -> float:
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise ValueError for text that cannot be stored, also in a collection: with NUL, or with half a surrogate pair.
-
-    Models within are left out, as each looks at its own fields.
-    """
+    """Raise ValueError for text, also in a collection, with NUL or half a surrogate pair. Models check their own
+    fields."""
     if isinstance(value, str):
         if "\0" in value or not (value.isascii() or _is_unicode(value)):
             raise ValueError(f"{name}: text with a NUL character or half a surrogate pair cannot be stored; remove it")

@@ -33,12 +33,8 @@ def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
 
 
 def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
-    """FLOPs of one sample's forward pass through a model, of which weights that are zero cost nothing.
-
-    tensors: its values by name; what is not there, as what nobody trains, is taken to be whole. A narrow network that
-    is kept whole, zero where neurons are dropped, thus costs what the narrow one does, and a sparse one what exists of
-    it.
-    """
+    """Return the FLOPs of one sample's forward pass through a model, without weights that are zero. tensors: by name;
+    missing ones count as whole."""
     specs = {spec.name: spec for spec in manifest.tensors}
     return sum(
         2 * layer.positions * (int(np.count_nonzero(tensors[name])) if name in tensors else specs[name].size)
@@ -52,15 +48,11 @@ def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
 def training_flops(
     manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None, narrow: bool = False
 ) -> int:
-    """FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
+    """Return the FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
 
-    weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
-    where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
-    neurons (FedSPU, Eq. 5). Masking a gradient after computing it saves nothing, and counts for nothing.
-    narrow: the rest is not there at all, and costs nothing.
-
-    A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
-    training do (FedSGC, appendix A.1). Dense kernels compute it all the same; docs/architecture.md says which do.
+    weight_gradients: the neurons between which gradients of weights are computed; the error passes through the others
+    (FedSPU, Eq. 5). narrow: the others are not there, and cost nothing; nor does what a mask of elements leaves out
+    (FedSGC, appendix A.1), though dense kernels compute it.
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)
@@ -89,11 +81,8 @@ def block_flops(manifest: Manifest) -> NDArray[np.int64]:
 
 
 def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) -> Groups:
-    """Return the blocks that share a budget, as ``Manifest.block_groups`` has them, at the federation's smallest one.
-
-    All blocks share one where those of a group that are always on take more than its share: a last layer of three
-    classes, say. cost: "parameters", or any other for FLOPs.
-    """
+    """Return ``Manifest.block_groups``, or one group if forced blocks of a group take more than its share of the
+    smallest budget. cost: "parameters", or any other for FLOPs."""
     table, groups = manifest.block_table, manifest.block_groups(per)
     costs = table.sizes if cost == "parameters" else block_flops(manifest)
     fit = all(costs[each][table.forced[each]].sum() <= budget * costs[each].sum() for each in groups.values())
@@ -101,8 +90,7 @@ def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) 
 
 
 def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
-    """FLOPs of a sample's step, of each layer's forward pass and weight gradient: the input of those behind the first
-    that is trained needs a gradient, too."""
+    """Return the FLOPs of a sample's step: layers behind the first that is trained need their input's gradient, too."""
     first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
     return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
 

@@ -120,12 +120,9 @@ Recipe = Annotated[Constant | Uniform | Data, Field(discriminator="kind")]
 class TensorSpec(_Record):
     """One entry of the model's state dict.
 
-    ``policy`` decides what happens to it: ``shared`` values cross the wire and are averaged; ``personal`` ones are kept
-    on the device (batch-norm running statistics where the federation keeps them local, integer and 0-dimensional
-    buffers, which cannot be averaged); ``dropped`` ones are bookkeeping that no forward pass reads
-    (``num_batches_tracked``), or frozen parameters that it leaves out, and live only as long as the process; ``frozen``
-    ones are what nobody trains, parameters with ``requires_grad`` False and buffers that training leaves as they are,
-    which a device downloads once (``protocol.values``). ``trainable`` is False for buffers.
+    policy: ``shared`` values cross the wire and are averaged. ``personal`` ones stay on the device: local running
+    statistics, and integer and 0-dimensional buffers. ``dropped`` ones are read by no forward pass, and are not kept.
+    ``frozen`` ones are trained by nobody, and downloaded once (``protocol.values``). trainable: False for buffers.
     """
 
     name: Name
@@ -174,15 +171,12 @@ InputError = Literal["none", "active", "all"]
 
 
 class Layer(_Record):
-    """A layer with weights: what counting FLOPs, and training that skips what is frozen, need to know about it.
+    """A layer with weights.
 
-    ``positions`` is the number of output positions per sample (H*W of a convolution's output map, 1 for a linear
-    layer, the steps of a recurrent one): one sample costs 2 * positions * active weights FLOPs forward.
-
-    ``input_error`` says which part of the gradient with respect to the layer's input anything below it can use, where
-    only weights between active neurons are trained. ``none``: the input is data. ``active``: the entries of active
-    neurons alone, those that the columns of the layer's weight belong to; below lie only layers whose own input is
-    data, and nothing between them and this layer mixes neurons. ``all``: every entry, which is always right.
+    positions: output positions per sample; one sample costs 2 * positions * active weights FLOPs forward. input_error:
+    the part of the input's gradient that is of use if only weights between active neurons are trained. ``none``: the
+    input is data. ``active``: entries of active neurons, the columns of the weight; below lie only layers whose input
+    is data, and nothing mixes neurons. ``all`` is always right.
     """
 
     name: Name
@@ -195,23 +189,13 @@ class Layer(_Record):
 class Manifest(_Record):
     """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
-    ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
-    pass that is published beside it; ``step_sha256`` and ``evaluation_sha256``, both or neither, the graphs that train
-    it without PyTorch. ``frozen_sha256`` names the file of the frozen tensors' values, where there are any, and
-    ``frozen_precision`` what those with at least two axes are stored in; ``first_sha256`` that of how what stays on
-    devices begins (``protocol.values``). ``blocks`` cut tensors into runs of values, of which a method may use some
-    (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
-    method needs blocks has the rest added.
-
-    ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
-    ``metrics`` are names of what the task measures (``tasks.metrics``), for devices that have no more of it than data.
-    ``outputs`` are what devices exchange that is no tensor of the model, such as its answers on a public set: sent and
-    averaged as what is shared, loaded into nothing; a federation whose method exchanges them has them added.
-    ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
-    are no tensors of their own: nothing is sent, averaged or kept under them.
-
-    ``preparation`` describes the graph of ``preparation_sha256``, from raw samples to inputs; without one, samples are
-    the model's inputs. ``targets`` says what the outputs mean.
+    Shapes leave the batch out. ``*_sha256`` name the files published beside it: graphs (step and evaluation both or
+    neither), values of frozen tensors, and first values of what stays on devices (``protocol.values``).
+    frozen_precision: in which frozen tensors with at least two axes are stored. blocks: name -> sizes of runs of values
+    (``protocol.blocks``). coupling: False if nobody looked for neurons; then there are no groups. metrics: what the
+    task measures. outputs: what devices exchange that is no tensor of the model, such as answers on a public set.
+    aliases: other names of tensors in the state dict (tied weights). preparation: describes the graph from raw samples
+    to inputs. targets: the meaning of outputs.
     """
 
     version: Literal[1] = 1
@@ -336,8 +320,7 @@ class Manifest(_Record):
 
     @cached_property
     def output_bias(self) -> TensorSpec | None:
-        """The last layer's bias, one value for each output of a sample, if it is trained and crosses the wire; None
-        where there is no such tensor."""
+        """The last layer's bias, one value for each output of a sample, if it is trained and shared."""
         names = self.layers[-1].tensors if self.layers else ()
         fitting = (spec for spec in self.shared if spec.name in names and spec.shape == self.output_shape)
         return next((spec for spec in fitting if spec.trainable), None)
@@ -409,8 +392,8 @@ class Manifest(_Record):
 
     @cached_property
     def maskable(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions, in order, but
-        those that something else uses, too."""
+        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions that nothing
+        else uses."""
         uses = Counter(name for layer in self.layers for name in layer.tensors)
         weights = {name for layer in self.layers if layer.kind in MULTIPLYING for name in layer.tensors}
         return tuple(
@@ -460,22 +443,18 @@ class Manifest(_Record):
 
     @cached_property
     def values_digest(self) -> str:
-        """SHA-256 of what gives a model's values their names, shapes and neurons, of its inputs and outputs.
-
-        It is the same for a new version of the model's graphs and layers, but not for another preparation: values that
-        were trained on other inputs are others. Bundles and a device's state name it.
-        """
+        """SHA-256 of the names, shapes and neurons of a model's values, of its inputs and outputs, and of its
+        preparation, but not of its graphs and layers. Bundles and a device's state name it."""
         return self._digest_without("layers", "preparation", "targets")
 
     @cached_property
     def tensors_digest(self) -> str:
-        """SHA-256 of what gives a model's values their names, shapes and neurons, whatever prepares its inputs."""
+        """SHA-256 of the names, shapes and neurons of a model's values, whatever prepares its inputs."""
         return self._digest_without("layers", "preparation", "preparation_sha256", "targets")
 
     @cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the model itself: the same for who begins with other weights, or has its graphs exported by
-        another version of torch; another one for other frozen values, which stay."""
+        """SHA-256 of the model itself, without first weights and graphs, but with the values of frozen tensors."""
         return self._digest_without("task", "preparation", "preparation_sha256", "targets")
 
     def _digest_without(self, *fields: str) -> str:
@@ -523,10 +502,7 @@ class Manifest(_Record):
         self, tensors: Tensors, *, what: str, which: Literal["published", "kept", "whole"] = "kept"
     ) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
-
-        ``what`` is how the message calls the tensors ("the published weights"), ``which`` those of the manifest that it
-        must have.
-        """
+        what: how the message calls them."""
         wanted: tuple[TensorSpec, ...] = getattr(self, which)
         missing = [spec.name for spec in wanted if spec.name not in tensors]
         if missing:
@@ -550,21 +526,16 @@ def _no_repeats(what: str, names: list[str]) -> None:
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:
-    """Return the model's first shared weights, w^0: drawn from the recipes, or taken from ``published``.
+    """Return the model's first shared weights, w^0, by name: drawn from the recipes, or taken from ``published``.
 
-    Returns name -> float32, for every shared tensor. The draw uses PCG64's raw 64-bit stream, which numpy promises
-    never to change (the distributions built on it may), with one stream per tensor, so that adding a layer leaves the
-    others as they were: value = bound * (2u - 1) with u the top 24 bits of each output. Raises ManifestError when a
-    recipe says ``data`` and nothing was published for it, and when a value is not finite.
+    Draws use PCG64's raw 64-bit stream, which numpy promises never to change, one stream per tensor: value = bound *
+    (2u - 1) with u the top 24 bits of each output. Raises ManifestError for values that are missing or not finite.
     """
     return {spec.name: _initial(spec, seed, published or {}) for spec in manifest.shared}
 
 
 def own_initial_values(manifest: Manifest, seed: int, published: Tensors) -> Tensors:
-    """Return the first values of every kept tensor that no payload holds, as ``initial_values`` draws them, by name.
-
-    published: those of ``Manifest.first``. Raises ManifestError where one is missing.
-    """
+    """Return the first values of every kept tensor that no payload holds. published: those of ``Manifest.first``."""
     return {spec.name: _initial(spec, seed, published) for spec in manifest.kept if spec.policy == "personal"}
 
 

@@ -36,10 +36,7 @@ FULL_RATIO = 0.99
 
 @dataclass(frozen=True)
 class NeuronDraw:
-    """The seed form of a mask: whoever knows both values draws the same neurons.
-
-    ``key`` is the assignment's (``messages.Work``), ``ratio`` the active ratio p_k in (0, 1].
-    """
+    """The seed form of a mask. key: the assignment's. ratio: the active ratio p_k in (0, 1]."""
 
     key: str
     ratio: float
@@ -63,10 +60,8 @@ Mask = NeuronMask | ElementMask | BlockMask
 
 
 def active_count(size: int, ratio: float) -> int:
-    """Return the number of active neurons of ``size`` at ``ratio``: max(1, floor(ratio * size)).
-
-    The 1e-9 removes accidents of binary floats: int(100 * 0.29) is 28, meant are 29.
-    """
+    """Return max(1, floor(ratio * size)), the active neurons of ``size``; 1e-9 makes int(100 * 0.29) the 29 that is
+    meant."""
     if ratio >= FULL_RATIO:
         return size
     return max(1, math.floor(ratio * size + 1e-9))
@@ -101,11 +96,8 @@ def _draw_groups(groups: tuple[NeuronGroup, ...], draw: NeuronDraw) -> NeuronMas
 
 
 def check_mask(manifest: Manifest, mask: Mask) -> None:
-    """Raise ManifestError unless the mask is one of the manifest's model.
-
-    Of neurons: every group is named once, with sorted indices in range and at least one. Of elements: every maskable
-    tensor, with its shape. Of blocks: one boolean for each of the manifest's.
-    """
+    """Raise ManifestError unless the mask is one of the manifest's model: of neurons, all groups with sorted indices,
+    at least one; of elements, all maskable tensors with their shapes; of blocks, a boolean for each."""
     if isinstance(mask, ElementMask):
         check_elements(manifest, mask)
         return
@@ -159,14 +151,11 @@ CHUNK_VALUES = 32 * 1024
 
 @dataclass(frozen=True)
 class Block:
-    """The places of the active values of one tensor.
+    """The places of the active values of one tensor; tensors given to its methods are C-contiguous.
 
-    ``view`` is the tensor's ``neuron_view``; ``rows`` and ``columns`` index its first two axes, None meaning all.
-    ``shape`` is the block's own shape within that view. Tensors given to its methods are C-contiguous.
-
-    Values that join the same two neurons (a kernel's taps, the columns of a flattened channel) are neighbours, a *run*.
-    All methods walk the block in chunks of runs and move them with one flat index: several times faster than indexing
-    rows and columns together, with little memory of their own.
+    view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: the block's
+    own within that view. Values that join the same two neurons are neighbours, a *run*. All methods move chunks of runs
+    with one flat index: several times faster than indexing rows and columns together.
     """
 
     view: tuple[int, ...]
@@ -227,10 +216,8 @@ class Block:
             runs[index] = packed[part]
 
     def add(self, tensor: NDArray[np.float64], block: Array | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``block`` (an array of ``size`` values, or one for all) to the active values, in place.
-
-        Products and sums are float64, whatever the block's type. No index repeats, so nothing is lost.
-        """
+        """Add ``scale`` times ``block`` (``size`` values, or one for all) to the active values, in place and in
+        float64."""
         run = self._run()
         runs = tensor.reshape(-1, run)
         packed = block.reshape(-1, run) if isinstance(block, np.ndarray) else None
@@ -251,12 +238,8 @@ class Block:
 
 
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
-    """Shape of a tensor whose first two axes count neurons (or inputs, or classes).
-
-    The entries that one channel owns behind a flatten are neighbours: where they are the last that belong to neurons
-    (columns of a weight, entries of a vector) they become an axis of their own, like the taps of a kernel, so that
-    channels are indexed and what they own is copied as runs.
-    """
+    """Return the shape of a tensor whose first two axes count neurons (or inputs, or classes): the entries that one
+    channel owns behind a flatten become an axis of their own, like the taps of a kernel."""
     last = min(len(spec.axes), 2) - 1
     segments = spec.axes[last] if spec.axes else ()
     if len(segments) == 1 and segments[0].repeat > 1:
@@ -345,7 +328,7 @@ def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tup
 
 
 def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
-    """Return a packed whole model as tensors by name (views, no copy): of what travels, that is."""
+    """Return a packed whole model as tensors by name (views, no copy)."""
     return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, packed, None)}
 
 

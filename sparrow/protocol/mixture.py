@@ -29,11 +29,8 @@ def names_in(component: int, manifest: Manifest) -> dict[str, str]:
 
 
 def mixture_of(manifest: Manifest, components: int) -> Manifest:
-    """Return the manifest of a mixture of ``components`` models, of which ``manifest`` describes one.
-
-    It names no graphs yet, and neither neurons nor blocks; what nobody trains is the same file. Raises ValueError where
-    a name becomes too long.
-    """
+    """Return the manifest of a mixture of ``components`` models like ``manifest``, without graphs, neurons and blocks.
+    Raises ValueError for a name that becomes too long."""
     tensors, layers, aliases = list[TensorSpec](), list[Layer](), dict[str, str]()
     for each in range(components):
         names = names_in(each, manifest)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .elements import ElementMask, from_bits
+from .elements import ElementMask, from_bits, unpack_flags
 from .errors import ManifestError
 from .manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
 from .masks import FULL_RATIO, Block, Mask, NeuronMask, active_count, check_mask, neuron_block
@@ -26,13 +26,11 @@ CLASSES = "classes of the output"
 """The group of the output layer's rows, where devices may send some of them (HeteroFL)."""
 
 _NEURONS = b"neurons\n"
-"""What the file of a mask of neurons begins with; that of a mask of elements is its bits alone, which one in 2^64 of
-them begins with."""
+"""The beginning of a file of neurons. A file of elements is their bits, of which one in 2^64 begins like this."""
 
 
 def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float], int] = active_count) -> NeuronMask:
-    """Return the first neurons of every hidden group: ``count`` (size, ratio) of them, by default as
-    many as are drawn."""
+    """Return the first neurons of every hidden group, ``count`` (size, ratio) of them."""
     return NeuronMask({name: np.arange(count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
@@ -50,11 +48,8 @@ def active_count_up(size: int, ratio: float) -> int:
 
 
 def with_classes(manifest: Manifest) -> Manifest:
-    """Return the same manifest, its output layer's rows being neurons of the group ``CLASSES``: masks can name them.
-
-    The output layer is the last linear layer or convolution, if it has a row for each of the model's outputs. Where it
-    has not, or shares a tensor with another layer, the manifest stays as it is.
-    """
+    """Return the same manifest, the output layer's rows being neurons of the group ``CLASSES``. The output layer is the
+    last linear layer or convolution, if it has a row for each output and shares no tensor."""
     specs = {spec.name: spec for spec in manifest.tensors}
     uses = Counter(name for layer in manifest.layers for name in layer.tensors)
     last = next((layer for layer in reversed(manifest.layers) if layer.kind in MULTIPLYING), None)
@@ -128,8 +123,7 @@ def add_scores_in_place(scores: Scores, spec: TensorSpec, axis: int, rows: Array
 
 
 def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
-    """Return the sums of |w|^``order`` over each neuron's incoming weights: by them neurons are ranked as by l1 or l2
-    norms. Where layers share their neurons (residual additions), sums are over the weights of all of them."""
+    """Return the sums of |w|^``order`` over each neuron's incoming weights, of all layers that share the neuron."""
     scores = no_scores(manifest)
     for spec, axis in incoming(manifest):
         rows = np.moveaxis(np.abs(tensors[spec.name]) ** order, axis, 0)
@@ -138,8 +132,8 @@ def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
 
 
 def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | None = None) -> NeuronMask:
-    """Return in each group the ``counts`` neurons of the best scores, of equal ones the first. among: some of which
-    they are chosen; None: all."""
+    """Return in each group the ``counts`` neurons of the best scores (of equal ones the first), ``among`` all or
+    some."""
     best = {}
     for name, each in scores.items():
         index = np.arange(len(each)) if among is None else np.asarray(among.active[name])
@@ -176,11 +170,8 @@ class Narrowing:
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:
-    """Return the manifest of the network that the active neurons form: the same tensors, shorter along the axes of
-    neurons.
-
-    Its values packed without a mask are those of the whole model packed under ``mask``.
-    """
+    """Return the manifest of the network of the active neurons. Its values packed without a mask are those of the whole
+    model packed under ``mask``."""
     sizes = {name: len(index) for name, index in mask.active.items()}
     tensors = [{**spec.model_dump(), "shape": _narrow_shape(spec, sizes)} for spec in manifest.tensors]
     groups = [{"name": name, "size": size} for name, size in sizes.items()]
@@ -207,12 +198,7 @@ def neuron_bits(manifest: Manifest, mask: NeuronMask) -> bytes:
 
 def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMask:
     """Return the mask of these bits. Raises ManifestError where they are not one of this model's."""
-    total = sum(manifest.group_sizes.values())
-    if len(data) != (total + 7) // 8:
-        raise ManifestError(f"the mask has {len(data)} bytes, {total} neurons take {(total + 7) // 8}")
-    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8))
-    if flags[total:].any():
-        raise ManifestError("the mask's padding bits must be zero")
+    flags = unpack_flags(data, sum(manifest.group_sizes.values()), "neurons")
     active = {}
     start = 0
     for group, size in manifest.group_sizes.items():

@@ -18,10 +18,10 @@ from .messages import Doing, FederationInfo, FederationStatus, OpenAssignment
 class RoundPoint(Answer):
     """Closed rounds ``first`` to ``round``, as one point of a chart.
 
-    Counts, bytes, joules and seconds are sums over these rounds and their devices; accuracy and loss are the last that
-    were measured in them. Bytes and joules are training's, transfers included. ``whole_bytes`` is what the same updates
-    would have taken had the whole model, in float32, gone both ways. ``seconds`` is what the rounds took, opening to
-    closing; ``*_seconds`` what devices spent. ``device_seconds_*`` and ``slowest`` are those of the last round.
+    Counts, bytes, joules and seconds are sums over rounds and devices; accuracy and loss the last that were measured.
+    Bytes and joules are training's, transfers included. whole_bytes: what the whole model in float32 would have taken
+    both ways. seconds: from opening to closing; ``*_seconds``: of devices. device_seconds_* and slowest: of the last
+    round.
     """
 
     first: int
@@ -50,10 +50,7 @@ class RoundPoint(Answer):
 
 
 class OpenRound(Answer):
-    """The round that is open: what became of its cohort's assignments so far, and who is being waited for.
-
-    In buffered rounds ``done`` are the updates that wait to count, and who is waited for began in this round or before.
-    """
+    """The round that is open. In buffered rounds ``done`` are the updates that wait to count."""
 
     round: int
     phase: str | None = Field(default=None, description="Of a secure round; the counts below are this phase's")
@@ -89,8 +86,7 @@ class Notice(Answer):
 
 
 class Overview(Answer):
-    """A federation at a glance. In the events that follow the first one, ``points`` are only those that changed, or all
-    of them where ``span`` did."""
+    """A federation at a glance. In later events ``points`` are only those that changed, or all if ``span`` did."""
 
     at: str = Field(description="When the coordinator looked")
     federation: FederationInfo

@@ -36,11 +36,8 @@ RESERVED = ("values", "extras", "scales", "mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part that messages of a method bring, or may bring.
-
-    name: lowercase letters, digits and underscores. dtype: of its numbers. count: returns how many numbers a message of
-    a round so planned has, 0 where it has none; of a payload, how many it has at most.
-    """
+    """A part that messages of a method may bring. name: lowercase letters, digits and underscores. count: returns how
+    many numbers a message of a round so planned has, a payload at most."""
 
     name: str
     dtype: PartType

@@ -38,8 +38,7 @@ from .messages import FederationInfo
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST = "manifest.json"
 OWN = "own.json"
-"""What the device's data add to the federation's model: the statistics that it standardises by, and the names of spare
-outputs. They never leave the device."""
+"""The statistics that a device standardises by, and the names of its spare outputs. They never leave the device."""
 
 UNSIGNED = "0" * 64
 """What a file has in the place of its digest until it is signed."""
@@ -81,8 +80,8 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of the file: ``stored`` is the model, or its difference from ``reference``, by name. ``best``:
-    whether it was the best one when it was written."""
+    """The content of the file. stored: the model, or its difference from ``reference``, by name. best: it was the best
+    one."""
 
     stored: Tensors
     own: Tensors
@@ -148,8 +147,7 @@ def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
 
 
 def write_own(statistics: Mapping[str, Array], preparation: str | None, class_names: Sequence[str]) -> bytes:
-    """Return the bytes of ``own.json``. statistics: for the preparation with this SHA-256, by initialiser. class_names:
-    of all outputs on this device."""
+    """Return the bytes of ``own.json``. statistics: for the preparation with this SHA-256, by initialiser."""
     numbers = {name: array.reshape(-1).tolist() for name, array in statistics.items()}
     own = {"preparation": preparation, "statistics": numbers, "class_names": list(class_names)}
     return json.dumps(own).encode()

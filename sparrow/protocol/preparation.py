@@ -42,8 +42,7 @@ class _Record(BaseModel):
 
 
 class Column(_Record):
-    """A column of a table. A raw row holds its number or, if it has ``categories``, the index of its text, -1 for an
-    unknown one."""
+    """A column of a table. A raw row holds its number, or the index of its category, -1 for an unknown one."""
 
     name: Text
     categories: tuple[Text, ...] = Field(default=(), max_length=MOST_CATEGORIES)
@@ -58,15 +57,12 @@ class Column(_Record):
 class Preparation(_Record):
     """Description of a preparation.
 
-    reader: how files become raw samples. dtype, shape: of one raw sample; axes in ``free`` may be shorter than that.
-    rate: samples per second along the time axis. step: seconds between the beginnings of two windows of a recording.
-    steps: what the graph does, in order, for people. axes: letters of the raw axes, such as HWC; empty for rows.
-    columns: of a table, in the order of a raw row. channels: names of a recording's columns, in the order of its raw
-    axis ``channel``. mean, deviation: statistics of the publisher's raw training samples, one entry for each column (0
-    and 1 for categories) or channel, by which a device notices other units; empty if they are not published. channel:
-    the raw axis, 0 being the first of a sample, whose entries they belong to. own: the standardisation uses each
-    device's own statistics, which never leave it. missing: NaN stands for a missing number, and the graph puts the mean
-    in its place.
+    reader: how files become raw samples. dtype, shape: of one raw sample; axes in ``free`` may be shorter. rate:
+    samples per second along the time axis. step: seconds between two windows of a recording. steps: what the graph
+    does, for people. axes: letters of the raw axes, such as HWC. columns: of a table, in the order of a raw row.
+    channels: a recording's columns, in the order of the raw axis ``channel``. mean, deviation: of the publisher's raw
+    training samples, by column or channel, by which a device notices other units. own: each device's own statistics,
+    which never leave it. missing: NaN is a missing number, replaced by the mean.
     """
 
     reader: Reader = "arrays"
@@ -105,12 +101,11 @@ class Preparation(_Record):
 
 
 class Targets(_Record):
-    """Description of what a model's outputs mean.
+    """The meaning of a model's outputs.
 
-    kind: scores of classes, or numbers. column: what the column of labels is called. names: of the classes, in the
-    order of the outputs. spare: outputs behind those, for names that only some devices know. mean, deviation: of a
-    regression's published training targets, by which its loss is scaled. ignored: the label that a loss leaves out.
-    numbered: labels may also be the numbers of the outputs, as the publisher's were; otherwise they are names.
+    column: of labels. names: of the classes, in the order of the outputs. spare: outputs behind those, for names that
+    only some devices know. mean, deviation: of a regression's published targets, by which its loss is scaled. ignored:
+    the label that a loss leaves out. numbered: labels may also be numbers of outputs.
     """
 
     kind: Literal["classes", "numbers"] = "classes"
@@ -133,8 +128,8 @@ class Targets(_Record):
     def with_own(self, found: Sequence[str]) -> tuple[str, ...]:
         """Return the names of all outputs on a device that has the classes ``found``; "" for an unused spare one.
 
-        An unknown name takes the spare output that its SHA-256 decides, or the next free one, so that devices which
-        have one unknown name alike agree. Raises ValueError, naming the first, if spare outputs do not suffice.
+        An unknown name takes the spare output that its SHA-256 decides, or the next free one, so that devices agree.
+        Raises ValueError, naming the first, if spare outputs do not suffice.
         """
         unknown = sorted(set(found) - set(self.names))
         if len(unknown) > self.spare:

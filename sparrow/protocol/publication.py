@@ -25,12 +25,8 @@ from .signatures import BadPublication, Publication
 
 
 class Terms(BaseModel):
-    """The content of a publication.
-
-    federation: the name that it is for. edition: counts the versions of the model that were published under this name,
-    from 1. manifest: SHA-256 of the published manifest. graphs: SHA-256 of the graphs that devices get. weights:
-    SHA-256 of each tensor's first values, row-major and little endian. settings: the allowed ranges.
-    """
+    """The content of a publication. edition: counts the versions of the model under this name. manifest, graphs,
+    weights: SHA-256 of what is published. settings: the allowed ranges."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,9 +65,7 @@ def digests_of(tensors: Mapping[str, Array]) -> dict[str, str]:
 
 def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Manifest) -> None:
     """Raise BadPublication unless a federation's manifest is that of signed terms, as far as devices allow changes.
-
-    published: the manifest that the terms were signed for; if a method composes the model, the composed one.
-    """
+    published: the manifest that was signed; if a method composes the model, the composed one."""
     if terms.federation != federation:
         raise BadPublication(f"the publication is for the federation {terms.federation}, not for {federation}")
     for name, digest in manifest.graphs.items():
@@ -86,11 +80,9 @@ def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Ma
 
 
 def differs(published: Manifest, manifest: Manifest) -> str | None:
-    """Return the first difference from the published manifest that is not allowed; None without one.
-
-    A coordinator may let tensors stay on devices, cut them into blocks, add answers on a public set, and name rows or
-    columns that always belonged to updates as a group of neurons, so that devices can leave some of them out.
-    """
+    """Return the first difference from the published manifest that is not allowed. Allowed are tensors that stay on
+    devices, blocks, answers on a public set, and a group of neurons for rows or columns that always belonged to
+    updates."""
     before = {spec.name: spec for spec in published.tensors}
     after = {spec.name: spec for spec in manifest.tensors}
     if before.keys() != after.keys():

@@ -58,10 +58,7 @@ class Quantised:
 
 
 def quantise(values: NDArray[np.float32], lengths: NDArray[np.intp], seed: int) -> Quantised:
-    """``values`` [n], finite, in rows of ``lengths``, as whole numbers. The same seed rounds alike.
-
-    A row of zeros has scale 0.
-    """
+    """Return finite ``values`` [n], in rows of ``lengths``, as integers. The same seed rounds alike."""
     starts = np.cumsum(lengths) - lengths
     largest = np.maximum.reduceat(np.abs(values), starts) if len(values) else values
     scales = (largest / np.float32(LARGEST)).astype(np.float32)

@@ -55,8 +55,7 @@ MOST = ("clip", "update_clip")
 """Settings of which a smaller value reveals less: a signed one is the most."""
 
 OPERATORS = ("cohort",)
-"""Binding settings that an operator may change while a federation runs. A device does not hold on to their first value,
-but to the signed range."""
+"""Binding settings that an operator may change while a federation runs: devices hold on to the signed range alone."""
 
 OWN = "method_settings."
 
@@ -157,10 +156,8 @@ def least_cohort(ranges: Ranges) -> int:
 
 
 def default_ranges(settings: FederationSettings) -> dict[str, Range]:
-    """Return the ranges that a publication signs if its author chooses none.
-
-    Each binding setting keeps its value, or may become more private. A cohort may be as small as ``min_devices``.
-    """
+    """Return the ranges that a publication signs by default: each binding setting keeps its value, or may become more
+    private. A cohort may be as small as ``min_devices``."""
     found = dict[str, Range]()
     for name, value in binding(settings).items():
         if name == "cohort":
@@ -180,10 +177,7 @@ def default_ranges(settings: FederationSettings) -> dict[str, Range]:
 
 
 def read_ranges(texts: Iterable[str]) -> dict[str, Range]:
-    """Return ranges by setting, of texts such as ``cohort>=10`` and ``precision=fp32,int8``.
-
-    Raises ProtocolError, naming the text.
-    """
+    """Return ranges by setting, of texts such as ``cohort>=10``. Raises ProtocolError, naming the text."""
     found = dict[str, Range]()
     for text in texts:
         match = _RANGE.match(text)

@@ -62,7 +62,7 @@ TOLD: Mapping[str, float] = {
 
 
 def skew(devices: int, means: Mapping[str, float]) -> float | None:
-    """Return ρ, from 0 to 1, of the means of what so many devices have told; None of too few, or of numbers missing."""
+    """Return ρ, from 0 to 1, of the means of what so many devices have told; None of too few, or of missing numbers."""
     if devices < FEWEST_DEVICES or not TOLD.keys() <= means.keys():
         return None
     numbers = np.array([means[name] for name in TOLD])

@@ -60,16 +60,13 @@ def _floor(value: float) -> int:
 
 
 def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, float]:
-    """Return the name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1].
+    """Return the name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1]. density: the
+    share kept overall, 1 - S. Raises ValueError.
 
-    density: the share kept overall, 1 - S. Raises ValueError where it lies outside (0, 1].
-
-    ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that the weights
-    kept add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
-    others alike, as DM-PFL's figures have it; ValueError where the first layer is larger than that. ``feddst``: what
-    the FedDST code calls ERK, for comparison only: sparsity, not density, in proportion to 1 - sum / product, no layer
-    dense but by accident. Shares are of weights and biases there; a layer that would keep no weight, or more than it
-    has, is left dense.
+    ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that kept weights
+    add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
+    others alike. ``feddst``: what the FedDST code calls ERK: sparsity in proportion to 1 - sum / product, of weights
+    and biases; a layer that would keep no weight, or more than it has, is left dense.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; the share of weights kept must lie in (0, 1]")
@@ -79,10 +76,8 @@ def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "e
 
 
 def layer_counts(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, int]:
-    """Return the name of every maskable tensor, in order -> number of weights kept, K_l, at least 1.
-
-    Raises ValueError where density lies outside (0, 1].
-    """
+    """Return the name of every maskable tensor, in order -> number of weights kept, K_l, at least 1. Raises
+    ValueError."""
     kept = layer_densities(manifest, density, rule)
     if rule == "feddst":
         values = _values_with_biases(manifest)
@@ -175,14 +170,12 @@ def _among_largest(values: NDArray[Any], count: int) -> Flags:
 
 
 def largest(values: NDArray[Any], count: int) -> Index:
-    """Return indices of the ``count`` largest values [n], sorted; ties to the lower index. All where
-    there are fewer."""
+    """Return indices of the ``count`` largest values [n], sorted; ties to the lower index."""
     return np.flatnonzero(_among_largest(values, count))
 
 
 def _smallest(values: NDArray[Any], count: int) -> Index:
-    """Return indices of the ``count`` smallest, sorted; ties to the higher index, so that the largest
-    are what is left."""
+    """Return indices of the ``count`` smallest values [n], sorted; ties to the higher index."""
     return np.flatnonzero(~_among_largest(values, len(values) - count))
 
 
@@ -195,11 +188,8 @@ def _magnitudes(values: NDArray[Any]) -> Reals:
 
 
 def random_mask(manifest: Manifest, counts: Mapping[str, int], seed: int) -> ElementMask:
-    """``counts[name]`` positions of every maskable tensor, uniform; the same on every machine and numpy version.
-
-    One generator gives every weight a 64-bit key, tensors in manifest order; the smallest keys of each are kept. Keys
-    are PCG64's raw stream, which numpy promises never to change (see ``manifest.initial_values``).
-    """
+    """Return ``counts[name]`` positions of every maskable tensor, uniform, the same on every machine: those of the
+    smallest 64-bit keys of one PCG64 stream, tensors in manifest order (see ``manifest.initial_values``)."""
     key = hashlib.sha256(f"elements|{seed}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
     return ElementMask(
@@ -224,12 +214,8 @@ def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, in
 
 
 def interval(given: int | Literal["auto"], usual: int, length: int, share: float = 1.0) -> int:
-    """Return after how many rounds or epochs weights are replaced; 0: never.
-
-    given: as the settings say; auto: the ``usual`` number, but at most half of ``length``, the rounds or epochs of the
-    whole run, so that a short one replaces weights, too. share: of the run that a number is meant for; a shortened run
-    shortens it alike, to no less than 1.
-    """
+    """Return after how many rounds or epochs weights are replaced; 0: never. auto: the ``usual`` number, but at most
+    half of ``length``, the whole run. share: of the run that ``given`` is meant for."""
     if given == "auto":
         return min(usual, max(1, length // 2))
     return given and max(1, round(given * share))
@@ -251,10 +237,8 @@ def prunefl_interval(given: int | Literal["auto"], rounds: int) -> int:
 
 
 def over_pruning(time: float, end: float, alpha: float) -> float:
-    """sigma(t), the share of a layer's weights dropped beyond its sparsity before as many are revived, in [0, alpha].
-
-    A cosine from ``alpha`` at time 0 to 0 at ``end``, and 0 from there on. Times in local epochs.
-    """
+    """Return sigma(t) in [0, alpha], the share of a layer dropped beyond its sparsity: a cosine from time 0 to
+    ``end``."""
     return alpha / 2 * (1 + math.cos(math.pi * time / end)) if time < end else 0.0
 
 
@@ -262,16 +246,12 @@ def adjustment_steps(
     before: int, epochs: int, batches: int, interval: int, end: int, at: At = "penultimate"
 ) -> list[tuple[int, int]]:
     """Return the times at which a device re-adjusts in a round: (batches trained by then, nominal time t in local
-    epochs), in order.
+    epochs).
 
-    before: local epochs of this device in earlier rounds, e_c. epochs, E, of ``batches`` batches each. It is due after
-    every epoch at which e_c + e is a multiple of ``interval`` and below ``end``.
-
-    Weights revived after the last batch would be sent as the zeros they begin with, and lose every comparison at the
-    coordinator. So ``penultimate`` moves what is due then one epoch forward, keeping its t, or into the middle of the
-    only epoch (with a single batch there is no earlier time). Where that one re-adjusts too, at an interval of 1, they
-    are one re-adjustment, at the later t: the second would undo the first without a step between them. ``end`` leaves
-    it at the end.
+    It is due after every epoch at which e_c + e, ``before`` and this round's, is a multiple of ``interval`` below
+    ``end``. Weights revived after the last batch would be sent as zeros and lose every comparison at the coordinator.
+    So ``penultimate`` moves what is due then one epoch forward, keeping its t, or into the middle of the only epoch; if
+    that one re-adjusts too, they are one, at the later t.
     """
     times: dict[int, int] = {}
     for epoch in range(1, epochs + 1):
@@ -290,11 +270,8 @@ def adjustment_steps(
 
 @dataclass(frozen=True, eq=False)
 class Pruned:
-    """A layer with weights dropped.
-
-    ``exists`` bool [n]: what is left. Dropped are ``guided``, for moving against the direction (K_guided), and
-    ``magnitude``, for being small (K_mag): flat positions, sorted, none in both.
-    """
+    """A layer with weights dropped. exists: bool [n], what is left. Dropped are ``guided``, for moving against the
+    direction, and ``magnitude``, for being small: sorted flat positions."""
 
     exists: Flags
     guided: Index
@@ -311,13 +288,11 @@ def prune(
     share: float,
     basis: Basis = "total",
 ) -> Pruned:
-    """Drop the weights of one layer beyond ``left`` (FedSGC, Eq. 1-2). All arrays are flat [n] and stay as they are.
+    """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2). Arrays are flat [n], and stay as they are.
 
-    moved: the local pseudo-gradient, local minus received. left: how many shall exist afterwards, D_l; nothing happens
-    where no more do. A ``share``, lambda, of the layer's zeros afterwards (``total``, as the paper prints it) or of
-    the weights to drop (``moved``) is dropped from those that moved against their direction, smallest first, as far as
-    there are any; the others are the smallest of all. Without directions, or with a share of 0, this is pruning by
-    magnitude.
+    moved: the local pseudo-gradient, local minus received. A ``share``, lambda, of the layer's zeros afterwards
+    (``total``, as printed) or of the weights to drop (``moved``) is dropped from those that moved against their
+    direction, smallest first; the others are the smallest of all.
     """
     active = np.flatnonzero(exists)
     surplus = max(0, len(active) - left)
@@ -337,11 +312,9 @@ def prune(
 
 @dataclass(frozen=True, eq=False)
 class Grown:
-    """A layer with weights revived.
-
-    ``exists`` bool [n]. Revived are ``guided``, for a gradient that agrees with the direction, and ``magnitude``, for
-    a large one: flat positions, sorted, none in both. Those that ``prune`` has just dropped may be among them.
-    """
+    """A layer with weights revived. exists: bool [n]. Revived are ``guided``, for a gradient that agrees with the
+    direction, and ``magnitude``, for a large one: sorted flat positions, some of which ``prune`` may have just
+    dropped."""
 
     exists: Flags
     guided: Index
@@ -357,15 +330,11 @@ def grow(
     share: float,
     candidates: Flags | None = None,
 ) -> Grown:
-    """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). All arrays are flat [n].
+    """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). Arrays are flat [n].
 
-    gradient: of the loss with respect to the whole layer, taken before pruning. A ``share``, lambda, of what is
-    missing goes to weights whose descent, -gradient, agrees with their direction, largest gradients first, as far as
-    there are any; the rest to the largest gradients whatever their sign.
-
-    candidates: bool [n], the positions to choose from where exploration is limited; all by default. If too few of them
-    are free, other free positions follow, and those of ``pruned.guided`` when nothing else is left, both by |gradient|;
-    all these count as ``magnitude``.
+    gradient: of the whole layer, taken before pruning. A ``share``, lambda, of what is missing goes to weights whose
+    descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates:
+    positions to choose from, all by default; if too few are free, other free positions follow, then ``pruned.guided``.
     """
     sizes = _magnitudes(gradient)
     missing = max(0, count - int(np.count_nonzero(pruned.exists)))
@@ -394,12 +363,9 @@ def grow(
 
 
 def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) -> Flags:
-    """Return the ``count``, K_l, largest |values| among the positions in ``union``; all of them where there are no
-    more.
-
-    All arrays are flat [n]; returns bool [n]. weights: what each position's mean was taken over (Den, the contributors'
-    examples); among equal values more weight wins, then the lower index (FedSGC, section 3.3).
-    """
+    """Return flags of the ``count``, K_l, largest |values| among the positions in ``union``; all of these if there are
+    no more. weights: of each position's mean; of equal values more weight wins, then the lower index (FedSGC, section
+    3.3)."""
     index = np.flatnonzero(union)
     if len(index) <= count:
         return union.copy()
@@ -428,11 +394,8 @@ class Election:
 def elections(
     manifest: Manifest, counts: Mapping[str, int], share: float, candidates_per_seat: float
 ) -> dict[str, Election]:
-    """Return the votes of a round, of tensors in manifest order; those of which nothing is replaced have none.
-
-    counts: K_l, what exists of each maskable tensor. Of them a ``share`` is replaced, floor(share·K_l), as far as there
-    are candidates: ``candidates_per_seat``, at least 1, for each, and no more than positions are free.
-    """
+    """Return the votes of a round by tensor, without those of which nothing is replaced. counts: K_l. share: of them
+    that is replaced, as far as there are candidates, ``candidates_per_seat`` for each."""
     found = {}
     for spec in manifest.maskable:
         seats, free = _floor(share * counts[spec.name]), spec.size - counts[spec.name]
@@ -443,10 +406,7 @@ def elections(
 
 
 def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int, round_number: int) -> dict[str, Index]:
-    """Return the candidates of each vote: sorted flat positions where nothing exists, drawn uniformly.
-
-    They follow from ``seed`` and round, by PCG64's raw stream as in ``random_mask``, so that nobody sends them.
-    """
+    """Return the candidates of each vote: sorted flat positions where nothing exists, drawn as in ``random_mask``."""
     key = hashlib.sha256(f"candidates|{seed}|{round_number}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
     drawn = {}
@@ -457,8 +417,7 @@ def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int,
 
 
 def ballot(gradient: Reals, seats: int) -> Directions:
-    """Return a device's votes for candidates of which it has the gradient [n]: the signs of the ``seats`` largest,
-    int8 [n], 0 for the others. Ties: the lower index."""
+    """Return a device's votes, int8 [n], by the gradient of candidates: the signs of the ``seats`` largest, else 0."""
     votes = np.zeros(len(gradient), dtype=np.int8)
     chosen = largest(np.abs(gradient), seats)
     votes[chosen] = np.sign(np.take(gradient, chosen))
@@ -466,10 +425,7 @@ def ballot(gradient: Reals, seats: int) -> Directions:
 
 
 def elect(tally: Reals, seats: int) -> Index:
-    """Return the elected candidates, sorted: the ``seats`` largest |tally| [n] that are not 0. Ties: the lower index.
-
-    tally: Σ_c n_c v_c, with v_c the ``ballot`` of device c. Votes of one sign add up, of both they cancel out.
-    """
+    """Return the elected candidates, sorted: the ``seats`` largest |tally| [n] that are not 0. tally: Σ_c n_c v_c."""
     sizes = np.abs(tally)
     return largest(sizes, min(seats, int(np.count_nonzero(sizes))))
 
@@ -492,11 +448,8 @@ def readjust(
     share: float,
     fixed_cost: float,
 ) -> ElementMask:
-    """``keep_by_gain`` with FLOPs for seconds, so that every machine chooses the same.
-
-    A weight costs what training a sample with it does, t_l = 6 * positions of its layer (``flops``). fixed_cost: t_0,
-    as a share of what the dense network costs.
-    """
+    """Return ``keep_by_gain`` with FLOPs for seconds: a weight costs t_l = 6 * positions of its layer. fixed_cost: t_0,
+    as a share of what the dense network costs."""
     multiplying = [layer for layer in manifest.layers if layer.kind in MULTIPLYING]
     cost = {
         spec.name: 6.0 * sum(layer.positions for layer in multiplying if spec.name in layer.tensors)
@@ -517,17 +470,15 @@ def keep_by_gain(
     share: float,
     count: int,
 ) -> ElementMask:
-    """PruneFL's next mask: weights that are worth their time, at most ``count`` of them.
+    """Return PruneFL's next mask: weights that are worth their time, at most ``count`` of them.
 
-    weights, importance: name -> array of the tensor's shape, for every tensor of ``mask``; importance is the mean
-    squared gradient, g2. cost: name -> seconds that one weight of the tensor adds to a round, t_l, above 0. fixed_cost:
-    seconds that a round takes anyway, t_0. share: rho, of each tensor's existing weights the smallest that may go; the
-    others are fixed, per tensor as in PruneFL's code, since weights of different layers differ in scale.
+    importance: mean squared gradients, g2. cost: seconds that one weight of a tensor adds to a round, t_l. fixed_cost:
+    seconds of a round otherwise, t_0. share: rho, of each tensor's existing weights the smallest that may go; the
+    others are fixed, per tensor as in PruneFL's code.
 
-    All weights that are not fixed follow by g2 / t_l, largest first (ties: order of the tensors, lower index), while
-    that exceeds the sum of g2 over the seconds of all taken so far. A tensor without any fixed weight keeps the
-    one of the largest g2, as if fixed: without it the network would be dead. If already these are too many,
-    the ``count`` largest |weights| of them are kept, but at least one of every tensor.
+    Weights that are not fixed follow by g2 / t_l, largest first, while that exceeds the sum of g2 over the seconds of
+    all taken so far. A tensor without a fixed weight keeps the one of the largest g2. If these are too many, the
+    ``count`` largest |weights| of them are kept, at least one of every tensor.
     """
     names = list(mask.exists)
     sizes = [_magnitudes(weights[name]) for name in names]
@@ -567,12 +518,7 @@ def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
 
 
 def keep_by_score(scores: Mapping[str, Reals], count: int) -> ElementMask:
-    """Return the ``count`` largest scores over all tensors (GraSP); ties: order of the tensors, lower index.
-
-    scores: name of every maskable tensor, in manifest order -> array of its shape. A tensor that would get nothing
-    keeps its largest, in place of the smallest that others have to spare: without one weight in every layer nothing
-    reaches the output. So one per tensor is the least that is kept.
-    """
+    """Return the ``count`` largest scores over all tensors (GraSP), but at least one of each tensor."""
     return _mask_like(scores, _largest_of_all([part.reshape(-1) for part in scores.values()], count))
 
 

@@ -27,8 +27,8 @@ CERTIFICATE = "where it asks for a certificate, give one that it trusts with --c
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM format. ``ca``: the only authorities to trust, in place of the public ones. ``certificate`` and
-    ``key``: this caller's own, for a coordinator that asks for one; the key may lie in the certificate's file."""
+    """Files in PEM format. ca: the only authorities to trust. certificate and key: this caller's own, for a coordinator
+    that asks for one; the key may lie in the certificate's file."""
 
     ca: Path | None = None
     certificate: Path | None = None

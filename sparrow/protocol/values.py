@@ -21,8 +21,8 @@ File = bytes | memoryview | NDArray[np.uint8]
 
 
 def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> bytes:
-    """Return the file of these values, by name. Raises ManifestError, naming the tensor, for a value that is not
-    finite, or too large for float16."""
+    """Return the file of these values. Raises ManifestError, naming the tensor, for one that is not finite as
+    stored."""
     parts = []
     for spec, kind in _stored(manifest, which):
         with np.errstate(over="ignore"):
@@ -39,10 +39,8 @@ def size(manifest: Manifest, which: Values) -> int:
 
 
 def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
-    """Return the tensors by name, read-only: parts of ``file``, or of float16 copies in float32.
-
-    Raises ManifestError unless it is the file that the manifest names.
-    """
+    """Return the tensors by name, read-only: parts of ``file``, or of float16 copies in float32. Raises ManifestError
+    unless it is the file that the manifest names."""
     data = np.frombuffer(file, np.uint8)
     wanted = manifest.files.get(which)
     if len(data) != size(manifest, which) or hashlib.sha256(data.data).hexdigest() != wanted:

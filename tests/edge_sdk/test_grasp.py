@@ -107,12 +107,6 @@ def flat(arrays):
     return np.concatenate([array.reshape(-1) for array in arrays.values()])
 
 
-def scored_by(job):
-    own = job.assignment.settings.method_settings
-    batches, count, temperature = job.task.train, own["score_batches"], own["temperature"]
-    return score(job.engine, batches, count, temperature, seed=job.seed("score"), progress=job.progress)
-
-
 def load(job):
     job.engine.model.load_state_dict(build_seeded(Small, 7).state_dict())
     return job
@@ -123,7 +117,7 @@ def test_scores_are_those_of_an_explicit_hessian(temperature):
     batches = Batches()
     batches.shuffles = False
     wanted = explicit_scores(temperature, list(batches))
-    scored = scored_by(load(job_of(batches=batches, temperature=temperature)))
+    scored = score(load(job_of(batches=batches, temperature=temperature)))
     assert list(scored.scores) == [spec.name for spec in MANIFEST.maskable]
     np.testing.assert_allclose(flat(scored.scores), wanted, rtol=2e-3, atol=1e-5 * np.abs(wanted).max())
     assert scored.samples == 8
@@ -136,15 +130,15 @@ def test_some_batches_are_enough():
     batches, first = Batches(), Batches()
     batches.shuffles = first.shuffles = False
     wanted = explicit_scores(200.0, list(first)[:1])
-    scored = scored_by(load(job_of(batches=batches, score_batches=1)))
+    scored = score(load(job_of(batches=batches, score_batches=1)))
     np.testing.assert_allclose(flat(scored.scores), wanted, rtol=2e-3, atol=1e-5 * np.abs(wanted).max())
     assert scored.samples == 5
-    assert scored_by(load(job_of(score_batches=99))).samples == 8
+    assert score(load(job_of(score_batches=99))).samples == 8
 
 
 def test_both_passes_see_the_same_batches_and_other_devices_others():
     def given(job):
-        scored_by(job)
+        score(job)
         return job.task.train.given
 
     first, second = given(job_of())
@@ -160,7 +154,7 @@ def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
     trained = GRASP.prepare(job)
     update = trained.update
     assert update.mask.count == 18, "0.3 * 63 = 18.9"
-    scores = scored_by(load(job_of())).scores
+    scores = score(load(job_of())).scores
     best = {(name, int(score.argmax())) for name, score in scores.items()}
     others = [(name, i) for name, score in scores.items() for i in range(score.size) if (name, i) not in best]
     others.sort(key=lambda at: -scores[at[0]].reshape(-1)[at[1]])
@@ -169,7 +163,7 @@ def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
     received = get_tensors(build_seeded(Small, 7), MANIFEST)
     np.testing.assert_array_equal(update.values, pack(MANIFEST, received, update.mask))
     assert (trained.num_examples, trained.steps, trained.stopped) == (8, 0, False)
-    assert trained.train_loss == scored_by(load(job_of())).loss
+    assert trained.train_loss == score(load(job_of())).loss
     assert trained.flops == 4 * training_flops(MANIFEST, 8)
     assert int(job.engine.model.norm.num_batches_tracked) == int(before["norm.num_batches_tracked"])
     np.testing.assert_array_equal(job.engine.model.norm.running_mean, build_seeded(Small, 7).norm.running_mean)

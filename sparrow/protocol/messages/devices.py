@@ -35,9 +35,9 @@ class DeviceProfile(Request):
 class Enrol(Request):
     """``POST /v1/federations/{name}/devices``.
 
-    ``enrolment_key`` is a secret that the device makes and stores before it asks: should the answer be lost, asking
-    again with the same key gives the same device a new token, while nobody else can take its name. The token of before
-    is good until the new one is used for the first time, so that it does not matter if a call comes twice.
+    enrolment_key: a secret that the device makes and stores before it asks. If the answer is lost, asking again with
+    the key gives the same device a new token, and nobody else can take its name. The token of before is good until the
+    new one is used.
     """
 
     name: DeviceName
@@ -69,8 +69,7 @@ class Enrolled(Answer):
 
 
 class RenewToken(Request):
-    """``POST /v1/devices/{id}/token``: the key that the device enrolled with. A token alone renews nothing, so that
-    whoever has taken it loses it when the device renews."""
+    """``POST /v1/devices/{id}/token``. A token alone renews nothing, so that whoever has taken it loses it."""
 
     enrolment_key: str = Field(min_length=32, max_length=128)
 
@@ -97,12 +96,8 @@ class Conditions(Request):
 
 
 class ChangeDevice(Request):
-    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
-
-    ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
-    ``limited_by`` belongs to ``budget``. ``num_examples`` and ``data_warnings`` are those of ``Enrol``, if the data
-    have changed since.
-    """
+    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it. holds_model: False
+    asks for the whole model again, as the state was lost."""
 
     budget: Share | None = None
     limited_by: BudgetLimit | None = None
@@ -131,8 +126,8 @@ class Doing(str, Enum):
 
 
 class DeviceFailure(Answer):
-    """The reason why a device's work came to nothing: a failure in words, or a sentence of the coordinator or of
-    another client than the SDK."""
+    """The reason why a device's work came to nothing: a failure in words, or a sentence of another client than the
+    SDK."""
 
     reason: str
     round: int | None = Field(description="None where it had no work")
@@ -170,8 +165,8 @@ class DeviceInfo(Answer):
 
 
 class DeviceStates(Answer):
-    """``GET /v1/federations/{name}/devices/states``: the first devices in natural order of their names, and what each
-    is doing; two lists of one length. Those that were revoked are left out."""
+    """``GET /v1/federations/{name}/devices/states``: the first devices in natural order of names, without revoked
+    ones."""
 
     names: tuple[str, ...]
     doing: tuple[Doing, ...]

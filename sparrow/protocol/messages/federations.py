@@ -15,9 +15,9 @@ from ..signatures import Publication
 class CreateFederation(Request):
     """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
 
-    Such a checkpoint (``POST /v1/federations/from-model``) holds the initial values by name and, as uint8 vectors
-    named ``sparrow.manifest`` and ``sparrow.skeleton``, the manifest's JSON and the ONNX skeleton; where the manifest
-    names them, ``sparrow.step`` and ``sparrow.evaluation`` as well.
+    That (``POST /v1/federations/from-model``) holds the initial values by name and, as uint8 vectors,
+    ``sparrow.manifest`` (JSON), ``sparrow.skeleton`` and the other graphs that the manifest names, such as
+    ``sparrow.step``.
     """
 
     name: FederationName
@@ -35,10 +35,8 @@ class CreateFederation(Request):
 
 
 class CompareFederation(Request):
-    """``POST /v1/federations/{name}/comparison``: what its publisher would ask for.
-
-    ``model_digest`` is the manifest's (``Manifest.model_digest``), left out for a built-in task.
-    """
+    """``POST /v1/federations/{name}/comparison``: what its publisher would ask for. model_digest: the manifest's, left
+    out for a built-in task."""
 
     task: str = Field(max_length=200)
     model_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")

@@ -13,11 +13,8 @@ from .work import Kind
 
 
 class PhaseSum(Answer):
-    """A phase summed over devices. Measured and estimated joules are never blended.
-
-    ``throttled_seconds`` are those of devices that can tell, ``celsius_peak`` is the highest of all; None where no
-    device can.
-    """
+    """A phase summed over devices. Measured and estimated joules are never blended. Throttling and heat are None if no
+    device can tell."""
 
     seconds: float = 0.0
     paused_seconds: float = 0.0
@@ -29,9 +26,8 @@ class PhaseSum(Answer):
 
 
 class PerUpdate(Answer):
-    """Joules of a device's whole round, transfers included: the mean over updates, those measured (or derived) apart
-    from those estimated; None where there is none of a kind. ``measured_updates`` and ``estimated_updates`` say over
-    how many."""
+    """Joules of a device's whole round, transfers included: means over so many updates; None if there is none of a
+    kind."""
 
     joules_measured: float | None = None
     joules_estimated: float | None = None
@@ -42,19 +38,14 @@ class PerUpdate(Answer):
 class RoundRecord(Answer):
     """``GET /v1/federations/{name}/rounds``: what happened in one round.
 
-    ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
-    of training as the devices counted them; evaluation is apart, and so are ``finetune_flops``, of what was trained to
-    be judged. ``parts_down`` and ``parts_up`` say what the payloads and updates that counted consist of, bytes by part
-    of a bundle. ``accuracy`` and ``loss`` are means over devices,
-    unweighted, of the evaluation that followed the round; ``None`` where there was none. ``accuracy_personal_decile``
-    is that of the floor(N/10)-th worst of N devices. ``counts`` are those of the method's device halves, added up:
-    what devices say. ``notes`` are what the coordinator and the method's server half counted. Round 0 is the one that
-    prepares the model. ``privacy`` is what the models up to this round's have cost. ``unreadable`` names devices whose
-    stored reports cannot be read, which are missing in all sums and means. ``left_out`` says which devices' updates,
-    acknowledged all the same, its model is without, and why; ``capped`` which reported more samples than their updates
-    count with, and how many those are; ``clipped`` whose updates count shortened, and to which share of their length.
-    ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
-    percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
+    Bytes are bodies of training's payloads and updates as devices counted them; evaluation, and finetune_flops of what
+    was trained to be judged, are apart. parts_*: bytes by part of a bundle. Accuracies and losses are unweighted means
+    over devices, of the evaluation that followed; the decile that of the floor(N/10)-th worst. counts: of devices'
+    halves, added up. notes: of the coordinator and the server half. Round 0 prepares the model. privacy: the cost of
+    models up to this one. unreadable: devices whose reports cannot be read. left_out: updates that the model is
+    without, and why. capped: samples with which updates count. clipped: to which share of their length.
+    joules_per_point_*: training's joules since the last evaluation for each percentage point of accuracy gained; None
+    without a gain.
     """
 
     round: int

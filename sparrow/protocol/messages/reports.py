@@ -14,8 +14,8 @@ from ..skew import LabelSketch
 
 
 class Moved(Request):
-    """Bytes of HTTP bodies, repetitions included; ``frozen_down`` are those of ``bytes_down`` that were values which
-    nobody trains."""
+    """Bytes of HTTP bodies, repetitions included. frozen_down: those of ``bytes_down`` that were values nobody
+    trains."""
 
     bytes_down: Total = 0
     bytes_up: Total = 0
@@ -29,12 +29,9 @@ class Moved(Request):
 
 
 class Phase(Request):
-    """The costs of one phase of a round. Bytes are those of its HTTP bodies (payload or update), repetitions included.
-
-    ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate. Of ``seconds``
-    the device paused ``paused_seconds`` for its policy and was throttled for ``throttled_seconds``, None where it
-    cannot tell; ``celsius_peak`` is the highest temperature that it saw, None without a sensor.
-    """
+    """The costs of one phase of a round. Bytes are those of its HTTP bodies, repetitions included. joules: None if
+    ``quality`` is unavailable. source: the sensor or estimate. Of ``seconds`` the device paused, or was throttled, for
+    so many."""
 
     seconds: Seconds = 0.0
     paused_seconds: Seconds = 0.0
@@ -61,10 +58,8 @@ class Telemetry(Request):
 
 
 class UploadCost(Request):
-    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call.
-
-    ``everything`` counts the bodies of all calls of this device so far: training, evaluation, and what is around them.
-    """
+    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call. everything: the
+    bodies of all calls of this device so far."""
 
     assignment_id: str = Field(max_length=64)
     upload: Phase
@@ -108,11 +103,8 @@ class Evaluation(Request):
 class Receipt(Request):
     """The update of every kind but train: nothing of the model goes up.
 
-    ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
-    ended with. ``validation`` is the personal model, or where there is none the global one, on validation data: what
-    settings are tuned on. ``evidence`` is what ``compare`` ends with. ``finetune_flops`` are of what was trained for
-    this, such as a fine-tuned copy; ``inference_flops`` those of one sample through the model that counts, weights of
-    zero left out; 0 if unknown.
+    personal and global_model: on test data; ``adapt`` reports the personal model it ended with. validation: the
+    personal model, or the global one, on validation data, on which settings are tuned. evidence: of ``compare``.
     """
 
     personal: Evaluation | None = None

@@ -14,8 +14,7 @@ from .federations import FederationStatus
 
 
 class PauseReason(str, Enum):
-    """Why a device does not work now: all that its policy tells a coordinator, which needs to know how long it may be
-    without the device, and no more."""
+    """Why a device does not work now: all that its policy tells a coordinator."""
 
     charging = "charging"
     battery = "battery"
@@ -31,8 +30,8 @@ class PauseReason(str, Enum):
 
 
 Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union_mode="left_to_right")]
-"""A word of the fixed set if a policy decides; else a failure of ``protocol.failures``, or a sentence of a client that
-does not use the SDK."""
+"""A word of the fixed set if a policy decides; else a failure (``protocol.failures``), or a sentence of another
+client."""
 
 
 class Kind(str, Enum):

@@ -27,10 +27,8 @@ SEPARATOR = "|"
 
 
 def model_digest(values: Array, mask: Mask | None) -> str:
-    """Return the SHA-256 of a global model.
-
-    values: all values that exist, float32, as devices decode them. mask: which exist, of a sparse model.
-    """
+    """Return the SHA-256 of a global model: existing values, float32 as devices decode them, and a sparse model's
+    mask."""
     hasher = hashlib.sha256(np.ascontiguousarray(values, "<f4").data)
     if isinstance(mask, ElementMask):
         hasher.update(mask.bits)
@@ -40,10 +38,7 @@ def model_digest(values: Array, mask: Mask | None) -> str:
 def round_digest(
     manifest: Manifest, model: str, settings: FederationSettings, plan: Mapping[str, object], number: int
 ) -> str:
-    """Return the SHA-256 of a round's model, graphs, settings and plan.
-
-    manifest: the federation's, which names the graphs. model: the digest of the global model.
-    """
+    """Return the SHA-256 of a round's model (its digest), graphs, settings and plan."""
     asked = {name: value for name, value in binding(settings).items() if name not in OPERATORS}
     said = [model, manifest.digest, asked, dict(plan), number]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

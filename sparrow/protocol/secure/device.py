@@ -40,10 +40,9 @@ PADS, SHARES, SEEDS, COMMITMENT, STORY = "pads", "shares", "seeds", "commitment"
 class RoundSecrets:
     """All that a device keeps of a round, and tells nobody.
 
-    Three secrets: of its pads' keys, of those that seal shares, and of its self-mask. work: the peers and neighbours of
-    whom it was told. present, masked: with whom of its cell its update is hidden, and the SHA-256 of what it sent: no
-    other update of the round is; scale: what it was told of numbers, its SHA-256. story: what it has signed. told: the
-    device is asked for shares once; the answer is given again, byte for byte.
+    Secrets: of its pads' keys, of those that seal shares, and of its self-mask. work: its peers and neighbours.
+    present, masked: the devices of its cell that its update is hidden with, and the SHA-256 of what it sent. scale: of
+    its numbers, its SHA-256. story: what it has signed. told: its answer with shares, given again byte for byte.
     """
 
     context: str
@@ -123,11 +122,8 @@ def commitment(seed: bytes, context: str) -> str:
 
 
 def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> tuple[RoundSecrets, Shares]:
-    """Return shares of the secrets, sealed for each neighbour.
-
-    known: identity keys of devices from rounds before, by name. Raises BadSecret for peers that are not who they say,
-    or numbers of neighbours and shares that protect nobody.
-    """
+    """Return shares of the secrets, sealed for each neighbour. known: identity keys of devices from earlier rounds.
+    Raises BadSecret for peers that are not who they say, or numbers that protect nobody."""
     if kept.shared is not None and kept.work is not None and _as_told(kept.work) == _as_told(work):
         return kept, kept.shared
     if kept.shared is not None:
@@ -155,8 +151,8 @@ def about_shares(writer: str, reader: str, cell: Sequence[str], whole: str) -> s
 
 
 def whole_of(cohort: Mapping[str, str], colluders: int) -> str:
-    """Return the SHA-256 of what all devices of a round must have been told alike: who is in it, and the colluders that
-    it bears. Who was told otherwise counts signatures of others."""
+    """Return the SHA-256 of what all devices of a round must have been told alike: its cohort, and the colluders it
+    bears."""
     return _digest(dict(sorted(cohort.items())), colluders)
 
 
@@ -233,10 +229,9 @@ def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
 def mask(
     kept: RoundSecrets, name: str, work: SecureWork, words: Words, neurons: str = ""
 ) -> tuple[RoundSecrets, Words]:
-    """Return a device's numbers modulo 2^b, hidden. work: names who shared, by what they sealed for this device; pads
-    are of those of its cell who shared, whose names the coordinator tells as ``left``. Raises BadSecret for a second
-    update, or other pads, in one round: the difference of two would show what one hides. neurons: the digest of the
-    mask of neurons, which must be the same for all of the cell."""
+    """Return a device's numbers modulo 2^b, hidden. work: ``left`` are those of its cell who shared. neurons: the
+    digest of the mask of neurons, one for all of the cell. Raises BadSecret for a second update, or other pads, in one
+    round: the difference of two would show what one hides."""
     _check_context(kept, work)
     if kept.work is None:
         raise BadSecret("the coordinator asks for an update before shares were told")
@@ -295,8 +290,8 @@ def check_statement(statement: Statement, identity: str, context: str, name: str
 
 
 def agree(kept: RoundSecrets, name: str, work: SecureWork, identity: bytes) -> tuple[RoundSecrets, Agree]:
-    """Return a signature of who is left and who has vanished. Raises BadSecret for a second story in one round, or one
-    that is not what this device knows."""
+    """Return a signature of who is left and who has vanished. Raises BadSecret for a second or a wrong story in one
+    round."""
     _check_context(kept, work)
     if kept.work is None or not kept.sealed:
         raise BadSecret("the coordinator asks for shares before an update was sent")
@@ -323,8 +318,8 @@ def check_agreement(agreed: Agree, identity: str, context: str, told: str, name:
 
 
 def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: SecureWork) -> None:
-    """Raise BadSecret unless the coordinator's story fits what this device knows, and what all who are left state.
-    before: what the device was told when it shared."""
+    """Raise BadSecret unless the coordinator's story fits what this device was told ``before``, and what all left
+    state."""
     left, gone, cohort = set(work.left), set(work.gone), before.cohort
     if left & gone:
         raise BadSecret("the coordinator asks for both kinds of shares of one device; nothing is told")
@@ -355,9 +350,8 @@ def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: Secure
 def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecrets, Unmask]:
     """Return the shares that the coordinator asks for: of self-masks of who is left, of pads of who has vanished.
 
-    Nothing is told of a cell of which fewer than the least are left: then its updates are lost; nor of a device that
-    sealed its shares for another cell than the coordinator speaks of, or wrongly. Raises BadSecret for questions that
-    would give a single update away.
+    None of a cell of which too few are left, nor of a device that sealed its shares wrongly or for another cell. Raises
+    BadSecret for questions that would give a single update away.
     """
     _check_context(kept, work)
     if kept.told is not None:

@@ -40,7 +40,7 @@ def words_of_extras(manifest: Manifest, mask: Mask | None, *, metrics: bool) -> 
 
 
 def statistics(manifest: Manifest, mask: Mask | None, *, kind: str = "") -> NDArray[np.intp]:
-    """Return where running statistics, or those of a kind, as "running_var", are among packed values under a mask."""
+    """Return where running statistics, or those of a kind such as "running_var", are among packed values."""
     start, found = 0, [np.zeros(0, np.intp)]
     for spec, part in blocks(manifest, mask):
         if not spec.trainable and spec.name.endswith(kind):
@@ -57,8 +57,8 @@ def hide_extras(
     weight: float,
     chance: np.random.Generator,
 ) -> tuple[Words, int]:
-    """Return the words of running statistics that have ``moved`` from ``base``, and of metrics if any are to be told,
-    and how many values were clipped. weight: of the update."""
+    """Return the words of running statistics that have ``moved`` from ``base`` and of metrics, and how many were
+    clipped."""
     values, ranges = list(moved), list(_ranges(base))
     if metrics is not None:
         for name, largest in METRICS.items():
@@ -71,8 +71,7 @@ def hide_extras(
 def read_extras(
     words: Words, base: NDArray[np.float32], scale: Scale, *, metrics: bool
 ) -> tuple[NDArray[np.float64], dict[str, tuple[float, float]]]:
-    """Return the weighted sum of what running statistics have moved, and of each metric the weighted sum and the weight
-    of those who have it."""
+    """Return the weighted sum of what running statistics have moved, and of each metric weighted sum and weight."""
     ranges = np.concatenate([_ranges(base), *([largest, 1.0] for largest in METRICS.values() if metrics)])
     sums = scale.sum_of_fine(words, ranges)
     told = sums[len(base) :].reshape(-1, 2) if metrics else np.zeros((0, 2))

@@ -38,10 +38,8 @@ def most_of(devices: int, colluders: int) -> int:
 
 @lru_cache(maxsize=256)
 def choose_sharing(devices: int, colluders: int, dropouts: float) -> Sharing | None:
-    """Return the smallest k, and its t, at which a round of ``devices`` fails with a chance below ``LARGEST_FAILURE``.
-
-    dropouts: the share of devices that may vanish in a phase. None: there is no such k, for too few devices.
-    """
+    """Return the smallest k, and its t, at which a round fails with a chance below ``LARGEST_FAILURE``; None without
+    one. dropouts: the share of devices that may vanish in a phase."""
     if devices < least_cell(colluders):
         return None
     gone = math.floor(dropouts * devices + 1e-9)
@@ -60,8 +58,8 @@ def _threshold(neighbours: int, colluders: int) -> int:
 
 
 def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) -> float:
-    """Return an upper bound on the chance that of some device fewer than t of k neighbours are left when ``gone`` of
-    all vanish: neighbours are a random set, so that those left of them are distributed hypergeometrically."""
+    """Return an upper bound on the chance that some device keeps fewer than t of its k neighbours when ``gone`` devices
+    vanish: neighbours are a random set, so those left are distributed hypergeometrically."""
     others = devices - 1
 
     def short(left: int) -> float:
@@ -77,8 +75,8 @@ def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) 
 
 @lru_cache(maxsize=16)
 def neighbourhoods(names: tuple[str, ...], neighbours: int, seed: bytes) -> Mapping[str, tuple[str, ...]]:
-    """Return the neighbours of each device: those nearest on a ring in random order (Bell et al., section 3), all where
-    there are no more. The relation is mutual."""
+    """Return the neighbours of each device: the nearest on a ring in random order (Bell et al., section 3). It is
+    mutual."""
     ring = sorted(names)
     random.Random(seed).shuffle(ring)
     count = len(ring)
@@ -98,10 +96,8 @@ class Cell:
 
 def make_cells(ratios: Mapping[str, float | None], least: int, seed: bytes) -> list[Cell]:
     """Return the cells of a cohort, name -> active ratio, each of at least ``least`` devices, fewer if there are fewer.
-
-    A device that has too few of its ratio beside it joins those of the next smaller one, and trains less than it could;
-    the smallest take those above down to theirs.
-    """
+    A device with too few of its ratio joins those of the next smaller one; the smallest take those above down to
+    theirs."""
     names = list(ratios)
     random.Random(seed).shuffle(names)
     if all(ratio is None for ratio in ratios.values()):

@@ -49,8 +49,8 @@ class Shares(_Said):
 
 
 class Statement(_Said):
-    """A device's account of what it was told when it hid its update, signed: SHA-256 of the devices of its cell that
-    shared, the cohort and the colluders; and of what the numbers of the cell are scaled by, and its mask."""
+    """A device's signed account of what it was told when it hid its update: SHA-256 of the devices of its cell that
+    shared, the cohort and the colluders; and of the scale of the cell's numbers, and its mask."""
 
     present: Key32
     scale: Key32
@@ -90,13 +90,12 @@ class Peer(_Told):
 class SecureWork(_Told):
     """All that a device is told of a round, as far as it concerns it.
 
-    context: of this round alone; it ends with the digest of the round's model, graphs, settings and plan
-    (``secure.consistency``). neighbours keep its shares, threshold of which suffice; with each device of its cell
-    it has a pad in common; cells: those of the whole round. bits, value_range, largest_weight: what the numbers of its
-    cell are scaled by (``numbers.Scale``), weight: its own. sealed: by sender, the shares for this device, of those who
-    sent any. left: in training who of its cell has shared, in unmasking who of the round sent a masked update; gone:
-    who shared and did not. cohort: all devices that sent keys, with their identity keys. statements: of those who are
-    left; signatures: of those who agree.
+    context: of this round alone; it ends with a digest (``secure.consistency``). neighbours: keep its shares, threshold
+    of which suffice. cell: devices with which it has pads; cells: those of the whole round. bits, value_range,
+    largest_weight: the scale of its cell (``numbers.Scale``), weight: its own. sealed: by sender, shares for this
+    device. left: in training who of its cell has shared, in unmasking who of the round sent an update; gone: who shared
+    and did not. cohort: all devices that sent keys, with their identity keys. statements: of those left; signatures: of
+    those who agree.
     """
 
     context: str = Field(max_length=200)

@@ -53,8 +53,8 @@ class Scale:
         return self.value_range / self.steps * float(np.sqrt(count))
 
     def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:
-        """Return a device's whole numbers modulo 2^b, and how many values were clipped. weight: w, at most W. What is
-        no number counts as 0, and as clipped."""
+        """Return integers modulo 2^b, and how many values were clipped; NaN counts as 0 and as clipped. weight: w, at
+        most W."""
         words: Words = np.empty(len(values), WORDS[self.bits])
         factor, clipped = weight / self.largest_weight * self.steps / self.value_range, 0
         for start in range(0, len(values), PART):
@@ -79,7 +79,7 @@ class Scale:
     ) -> tuple[Words, int]:
         """Return two words for each value, the first ones first, and how many values were clipped to ±their range.
 
-        The second says what rounding took from the first, in steps of 1 / (2 L) of it, up or down at random: the sum's
+        The second is the rounding error of the first, in steps of 1 / (2 L) of it, itself rounded at random: the sum's
         deviation is at most range·W / (2 L²) · √n/2.
         """
         clipped = np.nan_to_num(np.clip(values, -ranges, ranges))

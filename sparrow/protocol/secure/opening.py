@@ -37,11 +37,10 @@ def open_sum(
     pad_secrets: Mapping[str, Kept],
     threshold: int,
 ) -> tuple[Words, dict[str, set[int]]]:
-    """Return the sum modulo 2^b of the numbers of those who are left of a cell, and whose shares were wrong: name ->
-    points.
+    """Return the sum modulo 2^b of those left of a cell, and wrong shares: name -> points.
 
-    total: the sum of their masked updates. gone: those of the cell who shared and sent none. seeds, pad_secrets: the
-    shares of each that have come. Raises CannotOpen.
+    total: of their masked updates. gone: those of the cell who shared and sent none. seeds, pad_secrets: the shares of
+    each that have come. Raises CannotOpen.
     """
     wrong, streams = dict[str, set[int]](), list[tuple[bytes, bool]]()
     for name in sorted(left):
@@ -71,11 +70,8 @@ def _is_pads_secret(keys: Keys, context: str, secret: bytes) -> bool:
 
 
 def secret_of(shares: Kept, threshold: int, check: Callable[[bytes], bool]) -> tuple[bytes | None, set[int]]:
-    """Return the secret that ``check`` knows, and the points of wrong shares; None where no shares give it.
-
-    Nobody is named where so many are wrong that others could be: more than half of those that are not needed. Wrong
-    shares that were made for it can give the right secret, and then look right themselves.
-    """
+    """Return the secret that ``check`` knows, and the points of wrong shares; None if no shares give it. Nobody is
+    named if so many are wrong that others could be: more than half of those not needed."""
     if len(shares) < threshold:
         return None, set()
     points, found = sorted(shares), None

@@ -22,10 +22,8 @@ def split(
     draw: Callable[[int], int] = secrets.randbelow,
 ) -> dict[int, int]:
     """Return a share for each point x in 1..prime-1: the value there of a polynomial whose value at 0 is the secret.
-
-    Any ``threshold`` of them give the secret, fewer say nothing of it. draw: a random number below its argument. Raises
-    ValueError where that cannot be.
-    """
+    Any ``threshold`` of them give it, fewer say nothing. draw: a random number below its argument. Raises
+    ValueError."""
     if not 0 <= secret < prime:
         raise ValueError("the secret must lie in the field")
     if (
