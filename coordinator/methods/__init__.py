@@ -257,6 +257,11 @@ def needs_sums_alone(settings: FederationSettings) -> str | None:
     return None
 
 
+def whole_model(settings: FederationSettings) -> float:
+    """Return the smallest budget of methods whose devices train the whole model or none of it."""
+    return 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorMethod:
     """A method's server half. Every field that is left out has the usual case as its value.
@@ -279,7 +284,7 @@ class CoordinatorMethod:
     outputs (``logit_adjustment``).
     """
 
-    smallest_budget: Callable[[FederationSettings], float]
+    smallest_budget: Callable[[FederationSettings], float] = whole_model
     settings_type: type[MethodSettings] = MethodSettings
     usable_global_model: bool = True
     personal_models: bool = False
@@ -354,11 +359,6 @@ def why_not_buffered(method: CoordinatorMethod, settings: FederationSettings) ->
 
 def _reason(why: Why, settings: FederationSettings) -> str | None:
     return why(settings) if callable(why) else why
-
-
-def whole_model(settings: FederationSettings) -> float:
-    """Return the smallest budget of methods whose devices train the whole model or none of it."""
-    return 1.0
 
 
 def any_budget(settings: FederationSettings) -> float:

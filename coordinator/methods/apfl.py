@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from . import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from . import CoordinatorMethod, MethodSettings, needs_sums_alone
 
 
 class APFLSettings(MethodSettings):
@@ -17,7 +17,6 @@ class APFLSettings(MethodSettings):
 
 
 APFL = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=APFLSettings,
     personal_models=True,
     mixes_global=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from . import CoordinatorMethod, needs_sums_alone, whole_model
+from . import CoordinatorMethod, needs_sums_alone
 from .last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 
@@ -21,7 +21,6 @@ class DittoSettings(LastRoundsSettings):
 
 
 DITTO = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=DittoSettings,
     aggregation=LAST_ROUNDS,
     personal_models=True,

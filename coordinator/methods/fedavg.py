@@ -8,11 +8,10 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 
 from __future__ import annotations
 
-from . import CoordinatorMethod, needs_sums_alone, whole_model
+from . import CoordinatorMethod, needs_sums_alone
 from .last_rounds import LAST_ROUNDS, LastRoundsSettings
 
 FEDAVG = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=LastRoundsSettings,
     aggregation=LAST_ROUNDS,
     pages=True,

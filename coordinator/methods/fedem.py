@@ -16,7 +16,6 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from sparrow.protocol.manifest import (
@@ -27,14 +26,13 @@ from sparrow.protocol.manifest import (
     GraphName,
     Manifest,
     Tensors,
-    TensorSpec,
     draw_uniform,
 )
 from sparrow.protocol.mixture import mixture_of, name_in
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from . import CoordinatorMethod, MethodSettings, PublishedModel, needs_sums_alone, own_settings, whole_model
+from . import CoordinatorMethod, MethodSettings, PublishedModel, needs_sums_alone, own_settings
 
 log = logging.getLogger(__name__)
 
@@ -93,18 +91,13 @@ def _of_each(tensors: Mapping[str, Array], manifest: Manifest, rules: FedEMSetti
             mixed[new] = tensor
             if each and name in trained:
                 deviation = rules.spread * float(np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
-                mixed[new] = tensor.astype(np.float32) + _noise(trained[name], new, deviation, seed)
+                spec = trained[name].model_copy(update={"name": new})
+                noise = draw_uniform(spec, 3**0.5 * deviation, seed)
+                mixed[new] = tensor.astype(np.float32) + np.asarray(noise, np.float32)
     return mixed
 
 
-def _noise(spec: TensorSpec, name: str, deviation: float, seed: int) -> NDArray[np.float32]:
-    """Return uniform noise of a standard deviation."""
-    noise = draw_uniform(spec.model_copy(update={"name": name}), 3**0.5 * deviation, seed)
-    return np.asarray(noise, np.float32)
-
-
 FEDEM = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=FedEMSettings,
     personal_models=True,
     mixes_global=True,

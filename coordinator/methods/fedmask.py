@@ -35,7 +35,6 @@ from . import (
     Situation,
     UpdatePart,
     own_settings,
-    whole_model,
 )
 
 FEWEST = 2
@@ -142,7 +141,6 @@ def close(model: GlobalModel, sums: BitSums, situation: Situation) -> GlobalMode
 
 
 FEDMASK = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=FedMaskSettings,
     usable_global_model=False,
     personal_models=True,

@@ -15,7 +15,7 @@ from sparrow.protocol.manifest import Constant, Manifest, TensorSpec
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import BadContent
-from . import Aggregation, CoordinatorMethod, MethodSettings, own_settings, whole_model
+from . import Aggregation, CoordinatorMethod, MethodSettings, own_settings
 
 SCORES = "public.scores"
 """The name of the table of scores."""
@@ -62,7 +62,6 @@ def why_not_secure(settings: FederationSettings) -> str | None:
 
 
 FEDMD = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=FedMDSettings,
     usable_global_model=False,
     personal_models=True,

@@ -8,11 +8,10 @@ are named by the setting ``private``: a device's own adapter beside a shared one
 
 from __future__ import annotations
 
-from . import CoordinatorMethod, needs_sums_alone, whole_model
+from . import CoordinatorMethod, needs_sums_alone
 from .parts import PrivateSettings, private_part
 
 FEDPER = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=PrivateSettings,
     usable_global_model=False,
     personal_models=True,

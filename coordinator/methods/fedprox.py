@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from . import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from . import CoordinatorMethod, MethodSettings, needs_sums_alone
 
 
 class FedProxSettings(MethodSettings):
@@ -24,7 +24,6 @@ class FedProxSettings(MethodSettings):
 
 
 FEDPROX = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=FedProxSettings,
     pages=True,
     adjusts_logits=True,

@@ -6,11 +6,10 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 
 from __future__ import annotations
 
-from . import CoordinatorMethod, needs_sums_alone, whole_model
+from . import CoordinatorMethod, needs_sums_alone
 from .parts import PrivateSettings, private_part
 
 FEDREP = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=PrivateSettings,
     usable_global_model=False,
     personal_models=True,

@@ -44,18 +44,15 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
         return GlobalModel(tensors, model.mask)
     before = int(model.own[COUNT][0]) if COUNT in model.own else 0
     mean = {
-        name: _mean(model.own[MEAN + name], before, tensor) if before else np.asarray(tensor, np.float32)
+        name: np.asarray(tensor, np.float32)
+        if not before
+        else model.own[MEAN + name] + (np.asarray(tensor, np.float32) - model.own[MEAN + name]) / np.float32(before + 1)
         for name, tensor in tensors.items()
     }
     if situation.round >= rounds:
         return GlobalModel(mean, model.mask, notes={"averaged_rounds": before + 1})
     own = {MEAN + name: tensor for name, tensor in mean.items()}
     return GlobalModel(tensors, model.mask, {**own, COUNT: np.array([before + 1], dtype=np.int64)})
-
-
-def _mean(mean: Any, count: int, tensor: Any) -> Any:
-    """Return the mean of ``count`` tensors with one more."""
-    return mean + (np.asarray(tensor, np.float32) - mean) / np.float32(count + 1)
 
 
 LAST_ROUNDS = Aggregation(close=close, why_mean_only=None, why_not_private=None, why_not_buffered=None)

@@ -31,7 +31,6 @@ from . import (
     Work,
     own_settings,
     refuse_mask,
-    whole_model,
 )
 from .parts import check_apart, linear_layers
 
@@ -113,7 +112,6 @@ def why_not_secure(settings: FederationSettings) -> str | None:
 
 
 LGFEDAVG = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=LGFedAvgSettings,
     usable_global_model=False,
     personal_models=True,

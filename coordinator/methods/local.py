@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sparrow.protocol.messages import Kind
 
-from . import Aggregation, CoordinatorMethod, Schedule, Situation, Work, whole_model
+from . import Aggregation, CoordinatorMethod, Schedule, Situation, Work
 
 
 def work(situation: Situation) -> Work:
@@ -17,7 +17,6 @@ def work(situation: Situation) -> Work:
 
 
 LOCAL = CoordinatorMethod(
-    smallest_budget=whole_model,
     usable_global_model=False,
     personal_models=True,
     pages=True,

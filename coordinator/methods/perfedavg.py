@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from . import CoordinatorMethod, MethodSettings, needs_sums_alone, whole_model
+from . import CoordinatorMethod, MethodSettings, needs_sums_alone
 
 
 class PerFedAvgSettings(MethodSettings):
@@ -37,6 +37,4 @@ class PerFedAvgSettings(MethodSettings):
     )
 
 
-PERFEDAVG = CoordinatorMethod(
-    smallest_budget=whole_model, settings_type=PerFedAvgSettings, why_not_secure=needs_sums_alone
-)
+PERFEDAVG = CoordinatorMethod(settings_type=PerFedAvgSettings, why_not_secure=needs_sums_alone)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from sparrow.protocol.manifest import Tensors
 
-from . import Aggregation, CoordinatorMethod, GlobalModel, MethodSettings, Situation, needs_sums_alone, whole_model
+from . import Aggregation, CoordinatorMethod, GlobalModel, MethodSettings, Situation, needs_sums_alone
 
 
 class PFedMeSettings(MethodSettings):
@@ -72,7 +72,6 @@ def warning(model: GlobalModel, situation: Situation) -> str | None:
 
 
 PFEDME = CoordinatorMethod(
-    smallest_budget=whole_model,
     settings_type=PFedMeSettings,
     personal_models=True,
     mixes_global=True,

@@ -79,7 +79,8 @@ def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Wei
 
 def train(job: Job) -> Trained:
     """Train one round."""
-    personal, before = job.state.personal or {}, _weights(job)
+    personal = job.state.personal or {}
+    before = np.asarray(personal.get(WEIGHTS, _uniform(job.manifest)), np.float64)
     job.engine.load({**personal, **whole_model(job.manifest, job.received), WEIGHTS: before})
     result, after = _train_components(job, before)
     job.engine.load({WEIGHTS: after})
@@ -89,7 +90,10 @@ def train(job: Job) -> Trained:
         "components_used": int((after >= 0.5 / len(after)).sum()),
     }
     concluded = conclude(job, result, personal=mixture, update=Update(pack(job.manifest, mixture, None)), counts=counts)
-    return replace(concluded, flops=_flops(job.manifest, result.samples))
+    # Every component is trained on each sample, and judges it before.
+    component, samples = first_component(job.manifest), result.samples
+    once = training_flops(component, samples) + samples * forward_flops(component)
+    return replace(concluded, flops=components_of(job.manifest) * once)
 
 
 def evaluate(job: Job) -> Evaluated:
@@ -107,13 +111,6 @@ def adapt(job: Job) -> DeviceState:
     if job.assignment.settings.finetune_epochs:
         _train_components(fine_tuning(job), weights, purpose="adapt")
     return replace(job.state, personal=job.engine.read())
-
-
-def _weights(job: Job) -> Weights:
-    """Return the device's π."""
-    if job.state.personal is None:
-        return _uniform(job.manifest)
-    return np.asarray(job.state.personal[WEIGHTS], np.float64)
 
 
 def _uniform(manifest: Manifest) -> Weights:
@@ -151,12 +148,6 @@ def _train_components(job: Job, weights: Weights, purpose: str = "train") -> tup
 
     result = take_steps(job, step, purpose=purpose)
     return result, shares_sum / result.samples
-
-
-def _flops(manifest: Manifest, samples: int) -> int:
-    """Return the FLOPs of a round: every component is trained on each sample, and judges it before."""
-    component = first_component(manifest)
-    return components_of(manifest) * (training_flops(component, samples) + samples * forward_flops(component))
 
 
 FEDEM = DeviceMethod(

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -106,7 +105,12 @@ def score(job: Job) -> Scored:
     def mean(of_batch: Callable[[Batch, Callable[[str, NDArray[Any]], None]], None], done: int) -> dict[str, Any]:
         sums = {name: np.zeros_like(weight) for name, weight in weights.items()}
         for step, batch in enumerate(islice(cool.epochs(batches, job.seed("score")), number), start=done + 1):
-            of_batch(batch, partial(_add, sums, np.float32(len(batch[1]))))
+            share = np.float32(len(batch[1]))
+
+            def add(name: str, part: NDArray[Any], share: np.float32 = share) -> None:
+                sums[name] += share * part
+
+            of_batch(batch, add)
             job.progress(step, 2 * number, loss_sum / seen)
         return {name: total / np.float32(seen) for name, total in sums.items()}
 
@@ -130,10 +134,6 @@ def score(job: Job) -> Scored:
     scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
     check_finite(scores, "a score", "publish a sound model, or raise temperature")
     return Scored(scores, seen, loss_sum / seen)
-
-
-def _add(sums: dict[str, NDArray[Any]], share: np.float32, name: str, part: NDArray[Any]) -> None:
-    sums[name] += share * part
 
 
 GRASP = DeviceMethod(

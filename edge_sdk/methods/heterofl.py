@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.flops import forward_flops
-from sparrow.protocol.manifest import MULTIPLYING, TensorSpec
+from sparrow.protocol.manifest import MULTIPLYING
 from sparrow.protocol.masks import FULL_RATIO, NeuronMask
 from sparrow.protocol.neurons import CLASSES, first_neurons_up
 
@@ -68,11 +68,16 @@ def _seen(job: Job) -> NDArray[np.int64]:
 
 def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:
     """Train the narrow network that is loaded."""
-    engine, specs = job.engine, {spec.name: spec for spec in job.manifest.tensors}
+    engine = job.engine
+    hidden = {
+        spec.name
+        for spec in job.manifest.tensors
+        if any(segment.group != CLASSES for segments in spec.axes[:1] for segment in segments)
+    }
     factors = {
         name: np.array(1 / ratio, np.float32)
         for layer in job.manifest.layers
-        if ratio < 1 and layer.kind in MULTIPLYING and any(_hidden(specs[name]) for name in layer.tensors)
+        if ratio < 1 and layer.kind in MULTIPLYING and hidden.intersection(layer.tensors)
         for name in layer.tensors
     }
     if job.task.classification:
@@ -82,11 +87,6 @@ def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:
         passed = job.engine.take_statistics(job.task.train)
         trained = conclude(job, result, personal=None, update=None)
     return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
-
-
-def _hidden(spec: TensorSpec) -> bool:
-    """Return whether a tensor's rows are neurons of a hidden layer."""
-    return any(segment.group != CLASSES for segments in spec.axes[:1] for segment in segments)
 
 
 HETEROFL = DeviceMethod(

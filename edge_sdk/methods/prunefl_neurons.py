@@ -27,8 +27,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparrow.protocol.masks import FULL_RATIO, NeuronMask
-from sparrow.protocol.neurons import best_neurons, count_neurons, counts_at, first_neurons, fits_ratio
+from sparrow.protocol.masks import FULL_RATIO
+from sparrow.protocol.neurons import best_neurons, counts_at, first_neurons, fits_ratio
 
 from . import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
 from .choosing import Weights, measure, train_chosen
@@ -72,7 +72,9 @@ def train(job: Job) -> Trained:
     importance = dict(zip(scores, np.split(gathered, ends), strict=True))
     mask = best_neurons(importance, counts_at(manifest, ratio))
     trained = train_narrow(job, mask)
-    replaced = 0 if before is None else count_neurons(manifest, mask) - _shared(mask, before)
+    replaced = 0
+    if before is not None:
+        replaced = sum(int((~np.isin(index, before.active[name])).sum()) for name, index in mask.active.items())
     return replace(
         trained,
         state=replace(trained.state, neurons=mask, own={**trained.state.own, IMPORTANCE: gathered}),
@@ -84,11 +86,6 @@ def train(job: Job) -> Trained:
             "neurons_pruned": replaced,
         },
     )
-
-
-def _shared(one: NeuronMask, other: NeuronMask) -> int:
-    """Return the number of neurons that are active in both."""
-    return sum(int(np.isin(index, other.active[name]).sum()) for name, index in one.active.items())
 
 
 def adapt(job: Job) -> DeviceState:

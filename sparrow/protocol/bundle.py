@@ -230,9 +230,9 @@ def decode(
             raise BundleError("scales belong to int8 values; encode with protocol.bundle")
         values = _from_bytes(data["values"], precision)
     if not _all_finite(values):
-        raise BundleError(
-            f"{_first_not_finite(manifest, mask, values)}: a value is not finite; do not send this update"
-        )
+        parts_of = unpack(manifest, values, mask)
+        name = next(spec.name for spec, _, block in parts_of if not np.isfinite(block).all())
+        raise BundleError(f"{name}: a value is not finite; do not send this update")
     return Bundle(
         values,
         mask,
@@ -359,10 +359,6 @@ def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
         with np.errstate(invalid="ignore"):
             return np.frombuffer(data, dtype="<f2").astype(np.float32)
     return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
-
-
-def _first_not_finite(manifest: Manifest, mask: Mask | None, values: Array) -> str:
-    return next(spec.name for spec, _, block in unpack(manifest, values, mask) if not np.isfinite(block).all())
 
 
 def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
@@ -505,7 +501,7 @@ def _decode_mask(
 
 
 def _mask_of(
-    description: object, manifest: Manifest, data: memoryview, known: ElementMask | None
+    description: Any, manifest: Manifest, data: memoryview, known: ElementMask | None
 ) -> tuple[Mask | None, NeuronDraw | None]:
     match description:
         case {"form": "bits"} if len(description) == 1:

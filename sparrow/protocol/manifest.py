@@ -472,15 +472,14 @@ class Manifest(_Record):
     def with_graphs(self, graphs: Mapping[GraphName, bytes]) -> Manifest:
         """Return the same manifest, naming these ONNX graphs. (``model_copy`` would take the old digest along.)"""
         digests = {f"{name}_sha256": hashlib.sha256(graph).hexdigest() for name, graph in graphs.items()}
-        return Manifest.model_validate({**self.model_dump(), **digests})
+        return self._with(**digests)
 
-    def with_skeleton(self, skeleton: bytes) -> Manifest:
-        """Return the same manifest, naming this ONNX skeleton."""
-        return self.with_graphs({"skeleton": skeleton})
+    def _with(self, **fields: object) -> Manifest:
+        return Manifest.model_validate({**self.model_dump(), **fields})
 
     def with_values(self, which: Values, file: bytes) -> Manifest:
         """Return the same manifest, naming this file of values."""
-        return Manifest.model_validate({**self.model_dump(), f"{which}_sha256": hashlib.sha256(file).hexdigest()})
+        return self._with(**{f"{which}_sha256": hashlib.sha256(file).hexdigest()})
 
     def with_private(self, names: Collection[str]) -> Manifest:
         """Return the same manifest, the tensors so named being personal."""
@@ -488,15 +487,15 @@ class Manifest(_Record):
             {**spec.model_dump(), "policy": "personal"} if spec.name in names else spec.model_dump()
             for spec in self.tensors
         ]
-        return Manifest.model_validate({**self.model_dump(), "tensors": tensors}) if names else self
+        return self._with(tensors=tensors) if names else self
 
     def with_outputs(self, outputs: Sequence[TensorSpec]) -> Manifest:
         """Return the same manifest, its devices exchanging these, too."""
-        return Manifest.model_validate({**self.model_dump(), "outputs": [each.model_dump() for each in outputs]})
+        return self._with(outputs=[each.model_dump() for each in outputs])
 
     def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
         """Return the same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
-        return Manifest.model_validate({**self.model_dump(), "blocks": blocks})
+        return self._with(blocks=blocks)
 
     def check_tensors(
         self, tensors: Tensors, *, what: str, which: Literal["published", "kept", "whole"] = "kept"

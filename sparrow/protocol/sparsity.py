@@ -105,10 +105,6 @@ def _erk(manifest: Manifest, density: float) -> dict[str, float]:
     return {name: 1.0 if name in dense else epsilon * dims[name] / size for name, size in sizes.items()}
 
 
-def _uniform(manifest: Manifest, density: float) -> dict[str, float]:
-    return {spec.name: density for spec in manifest.maskable}
-
-
 def _uniform_first_dense(manifest: Manifest, density: float) -> dict[str, float]:
     first, *others = manifest.maskable
     rest = sum(spec.size for spec in others)
@@ -147,7 +143,7 @@ def _values_with_biases(manifest: Manifest) -> dict[str, int]:
 _RULES: dict[LayerSparsity, Callable[[Manifest, float], dict[str, float]]] = {
     "erk": _erk,
     "feddst": _feddst,
-    "uniform": _uniform,
+    "uniform": lambda manifest, density: {spec.name: density for spec in manifest.maskable},
     "uniform_first_dense": _uniform_first_dense,
 }
 

@@ -272,7 +272,9 @@ def test_a_model_that_listens_is_published_and_trains_without_pytorch(filtered):
         np.testing.assert_allclose(network.tensors[name], value.numpy(), atol=1e-4)
 
     skeleton = make_skeleton(model, inputs, manifest)
-    filled = fill(skeleton, manifest.with_skeleton(skeleton), {k: v.numpy() for k, v in model.state_dict().items()})
+    filled = fill(
+        skeleton, manifest.with_graphs({"skeleton": skeleton}), {k: v.numpy() for k, v in model.state_dict().items()}
+    )
     assert not {node.op_type for node in onnx.load_from_string(filled).graph.node} & {"STFT", "DFT"}
     session = onnxruntime.InferenceSession(filled, providers=["CPUExecutionProvider"])
     for count in (1, 2, 6):

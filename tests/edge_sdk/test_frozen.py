@@ -300,7 +300,7 @@ def test_a_published_file_is_compared_with_its_digest(client):
         values.unpack(named, "frozen", file[:-1])
     shared = {spec.name: tensors[spec.name] for spec in manifest.shared}
     skeleton = make_skeleton(model, torch.zeros(2, 1, 8, 8), named)
-    named = named.with_skeleton(skeleton)
+    named = named.with_graphs({"skeleton": skeleton})
     body = {
         **shared,
         "sparrow.skeleton": np.frombuffer(skeleton, np.uint8),

@@ -110,7 +110,7 @@ def test_what_torch_cannot_export_is_refused(manifest):
 
 def test_the_digest_is_written_into_a_new_manifest(manifest, skeleton):
     before = manifest.digest
-    named = manifest.with_skeleton(skeleton)
+    named = manifest.with_graphs({"skeleton": skeleton})
     assert named.skeleton_sha256 == hashlib.sha256(skeleton).hexdigest()
     assert named.digest != before == manifest.digest
     assert named.tensors == manifest.tensors

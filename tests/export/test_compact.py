@@ -82,7 +82,7 @@ def exported(build, example, seed=0, change=None):
     tensors = random_weights(manifest.kept, seed)
     if change is not None:
         change(tensors)
-    return manifest, onnx.load_from_string(fill(skeleton, manifest.with_skeleton(skeleton), tensors))
+    return manifest, onnx.load_from_string(fill(skeleton, manifest.with_graphs({"skeleton": skeleton}), tensors))
 
 
 # --- the built-in tasks
@@ -317,7 +317,7 @@ def test_resnet_18_with_half_its_channels_is_under_three_tenths_of_its_size(resn
     manifest, skeleton = resnet
     mask = draw_neurons(manifest, NeuronDraw("device-0", 0.5))
     tensors = zero_outside(manifest, random_weights(manifest.kept, 0), mask)
-    model = onnx.load_from_string(fill(skeleton, manifest.with_skeleton(skeleton), tensors))
+    model = onnx.load_from_string(fill(skeleton, manifest.with_graphs({"skeleton": skeleton}), tensors))
     small = compact(model)
     found = sizes(small)
     assert {spec.name: found.get(spec.name) for spec in manifest.kept} == {
@@ -333,7 +333,7 @@ def test_a_residual_block_that_is_off_leaves_nothing_behind(resnet):
     for name in ("blocks.1.conv2.weight", "blocks.3.bn2.weight", "blocks.5.conv1.weight"):
         tensors[name][:] = 0
     tensors["blocks.3.bn2.bias"][:] = 0
-    model = onnx.load_from_string(fill(skeleton, manifest.with_skeleton(skeleton), tensors))
+    model = onnx.load_from_string(fill(skeleton, manifest.with_graphs({"skeleton": skeleton}), tensors))
     small = compact(model)
     for block in (1, 3):
         assert not [name for name in sizes(small) if name.startswith(f"blocks.{block}.conv")]
@@ -585,7 +585,7 @@ def network(request):
     example = torch.zeros(1, 2, 8, 8)
     manifest = describe(build(), example, task="test")
     skeleton = make_skeleton(build(), example, manifest)
-    return manifest.with_skeleton(skeleton), skeleton
+    return manifest.with_graphs({"skeleton": skeleton}), skeleton
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -115,7 +115,7 @@ def published(network, shape):
     example = draw(network, 2, *shape)
     manifest = describe(model, example, task="t")
     skeleton = make_skeleton(model, example, manifest)
-    return model, manifest.with_skeleton(skeleton), skeleton
+    return model, manifest.with_graphs({"skeleton": skeleton}), skeleton
 
 
 class Device:

@@ -94,7 +94,7 @@ def test_the_filled_model_predicts_as_pytorch_does(name):
     model = trained(build)
     manifest = describe(model, example, task="test")
     skeleton = make_skeleton(build(), example, manifest)
-    filled = fill(skeleton, manifest.with_skeleton(skeleton), weights(model))
+    filled = fill(skeleton, manifest.with_graphs({"skeleton": skeleton}), weights(model))
     session = onnxruntime.InferenceSession(filled, providers=["CPUExecutionProvider"])
     for count in (1, 7):
         shape = (count, *example.shape[1:])

@@ -171,10 +171,10 @@ def test_the_digest_names_the_model(small):
 
 def test_a_skeleton_changes_the_digest(small):
     digest = small.digest
-    named = small.with_skeleton(b"graph")
+    named = small.with_graphs({"skeleton": b"graph"})
     assert named.skeleton_sha256 == hashlib.sha256(b"graph").hexdigest()
     assert named.digest != digest
-    assert named.with_skeleton(b"other graph").digest != named.digest
+    assert named.with_graphs({"skeleton": b"other graph"}).digest != named.digest
     assert named.tensors == small.tensors
     assert Manifest.model_validate_json(named.model_dump_json()).digest == named.digest
 
