@@ -1,17 +1,15 @@
 """FedMask, server half: the mean of the bits of devices' masks, where at least two devices have a weight in common.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1: the server averages a bit only where the
-masks of at least two devices overlap, and returns it to those; other positions stay each device's own.
+Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1: the server averages a bit only where the masks
+of at least two devices overlap, and returns it to those; other positions stay each device's own.
 
-Shared are the weights of the last ``masked_layers`` layers that can be masked (the paper masks the last of a network of
-two, the last two of one of three), and nothing of them ever changes: each is one block, so that a device that holds the
-model of any round is sent bits alone. (After the first model, which no round has made, weights come once more.) All
-else of the model is each device's own, and begins alike. Updates are signs alone. The mean goes down as a sign, too: 1
-where it is at least 1/2.
+Shared are the weights of the last ``masked_layers`` layers that can be masked, and nothing of them ever changes: each
+is one block, so that a device that holds the model of any round is sent bits alone. All else of the model is each
+device's own, and begins alike. Updates are signs alone; the mean goes down as a sign, 1 where it is at least 1/2.
 
-Departures. Bits are weighted with the devices' training samples, as all means here are. A device that was not drawn
-when a bit was averaged is sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
+Departures. Bits are weighted with the devices' training samples. A device that was not drawn when a bit was averaged is
+sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
 """
 
 from __future__ import annotations

@@ -14,23 +14,13 @@ Computing", ICDE 2022. For device n, drawn for round k:
     reward    R_n^k = ΔL_k / |T_n^k - T̄^k|: what the mean training loss of round k has fallen by, more for devices whose
               time is close to the round's mean.
     pruning   In each hidden group the max(1, floor(ratio n)) neurons with the largest l1 norms of the global model.
-    R2SP      A device's residual, the weights that it was not sent, is added to what it returns before the average,
-              which so is one of whole models: a weight that a device lacked counts with the global model's value.
+    R2SP      A weight that a device was not sent counts in the average with the global model's value (the residual).
 
-Choices of ours, where the paper is silent or measures what a repeatable simulation does not have:
-
-- The defaults of ``smallest_ratio``, ``region`` and ``discount`` are ours.
-- A ratio is at most the device's budget, which is what the device can afford, and at least ``smallest_ratio``.
-- The bandits keep nothing: what they learn of, each update's ratio, loss and time, is in the coordinator's records, of
-  which the last 500 rounds count. So they survive restarts, and the same records give the same ratios.
-- T is, by default (``time = flops``), the FLOPs of the device's training, counted from shapes, divided by those of one
-  sample at its budget: a device of budget p is taken to do the work of p in the time in which one of budget 1 does all.
-  Then the same seeds give the same model. ``time = seconds`` takes what devices report of download, training and
-  upload.
-- |T - T̄| is taken relative to T̄, plus 0.1, so that no reward is infinite, and rewards are divided by the largest of the
-  records, because the bandit's second term is for rewards up to 1. The first round's is 0. A device that reports a
-  false loss or time changes the ratios of its rounds' devices, within their budgets, and nothing else.
-- Weights of the average are training samples, as everywhere here, where the paper's is plain.
+Choices of ours: a ratio is at most the device's budget. The bandits keep nothing: updates' ratios, losses and times are
+in the coordinator's records, of which the last 500 rounds count. T is, with ``time = flops``, the FLOPs of the device's
+training divided by those of one sample at its budget, so that the same seeds give the same model; ``time = seconds``
+takes what devices report. |T - T̄| is relative to T̄, plus 0.1, and rewards are divided by the largest of the records.
+Weights of the average are training samples.
 
 ``ratios = budget`` has devices prune themselves, once, to their budgets, and ``residual = false`` averages each weight
 over those who held it: together the form that FedSPU's paper compares (section 5.1).

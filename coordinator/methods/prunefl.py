@@ -10,15 +10,10 @@ every weight, existing or not. With g² = Σ n_c g²_c / Σ n_c the server
 
 and stops at K = floor(density·n_w). What is new begins at 0 (``protocol.sparsity``: ``readjust``).
 
-Where the paper is silent, or measures what nobody else has:
-
-- t_i is the paper's time per weight, measured on a Raspberry Pi with transfers. Here it is FLOPs, 6 per output position
-  of the layer, so that the choice follows from the model. t_0 is a share of the dense network's, ``fixed_cost``, and
-  ours: 0.05. (In the released configurations t_0 is 0.14 of what all weights take for FEMNIST, 0.71 for CIFAR-10.)
-- Devices take g² at the model received, in one pass. The released code adds up squares of each round's summed
-  gradients since the last re-adjustment: a dense backward pass in every round, and a second dense model to remember.
-- Biases and norms, which exist whole, count neither as gain nor as time; in the released code they gain.
-- The last round re-adjusts nothing: what is new would be zeros that nobody trains.
+Where the paper is silent, or measures what nobody else has: t_i is FLOPs, 6 per output position of the layer, not a
+Raspberry Pi's time; t_0 is a share of the dense network's, ``fixed_cost``. Devices take g² at the model received, in
+one pass, where the released code adds up squares of summed gradients. Biases and norms count neither as gain nor as
+time. The last round re-adjusts nothing: what is new would be zeros that nobody trains.
 """
 
 from __future__ import annotations

@@ -9,17 +9,12 @@ with votes
     grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, beginning at 0
 
 so that votes add up where devices agree on the sign, and cancel out where they do not. Candidates are drawn anew each
-time from what does not exist. One that nobody votes for, or about which all votes cancel out, does not grow; then as
-many fewer weights are dropped.
+time from what does not exist. One about which all votes cancel out does not grow; then as many fewer weights are
+dropped.
 
-Where it differs from its relatives:
-
-- FedDST and FedSGC let each device grow by one batch of its own data, of few classes where labels are skewed. The
-  server then sees new weights of single devices, averaged over few, and drops most of them.
-- Each device's own mask takes a bit for every maskable weight; votes take less than two for every candidate, and every
-  update is a sum over all devices.
-- σ anneals over rounds, as in FedDST's paper, since the server replaces.
-- The last round has no votes: what is new would be zeros that nobody trains.
+FedDST and FedSGC let each device grow by one batch of its own data; the server then sees new weights of single devices,
+and drops most of them. Votes take less than two bits for a candidate, and every update is a sum over all devices. The
+last round has no votes: what is new would be zeros that nobody trains.
 """
 
 from __future__ import annotations

@@ -12,17 +12,13 @@ and a round's plan says which stage it is:
     global    train a copy of w_g under m_g; send it; θ_c stays                                     (Algorithm 2)
     personal  w_c ← w_g where both are; train what m_c alone has; send nothing                      (Algorithm 3)
 
-DM-PFL+ predicts, sample by sample, with the model whose entropy lies further below what it usually is (Algorithm 4):
-personal where H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g, Sim the cosine of the two models' class scores.
+DM-PFL+ predicts, sample by sample, with the model whose entropy lies further below what it usually is (Algorithm 4,
+``adaptive``). What both models share is stored once (``dual``).
 
-θ_c is stored as the personal model; beside it lie both masks and what θ_c lacks of θ_g: the weights that m_g alone has,
-and the global biases and norms. What is shared is stored once.
-
-Choices where the paper is silent or errs: replacing one epoch before the round's
-last; biases and norms are shared until stage ``personal``, which trains them too (``personal_unmasked``); private
-weights go into that stage as they are; a device without a state begins with m_c = m_g; base entropies are those of the
-training data, similarity is that of scores before the softmax. Where m_g has fewer than K_l weights, such a device
-adds others at random: its own mask has K_l at all times.
+Choices where the paper is silent or errs: replacing one epoch before the round's last; biases and norms are shared
+until stage ``personal``, which trains them too (``personal_unmasked``); a device without a state begins with m_c = m_g,
+filled up at random to K_l weights; base entropies are those of the training data, similarity is that of scores before
+the softmax.
 """
 
 from __future__ import annotations

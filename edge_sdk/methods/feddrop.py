@@ -7,24 +7,15 @@ there is no personal model:
 
     w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A alone;   send w_k and n_k
 
-*Scaled* (Wen and others; inverted dropout): what is left of a layer's activations is multiplied by n / |A|, which is
-1 / (1 - dropout rate), where the next layer takes it, so that the next layer sees on average over all draws what all
-neurons would give it. The global model is not scaled. n / |A| is the layer's own: |A| is a rounded number. The paper
-draws each neuron by itself, and convolutions' channels are neurons here. To multiply what a layer takes is to multiply
-the columns of its weight, which is how it is done; a weight that is an embedding's, too, is left as it is.
+*Scaled* (Wen and others; inverted dropout): what is left of a layer's activations is multiplied by n / |A|, which is 1
+/ (1 - dropout rate), where the next layer takes it: by the columns of its weight, unless that is an embedding's, too.
+The global model is not scaled. The paper draws each neuron by itself; convolutions' channels are neurons here.
 
-Batch norm: the whole global model is judged, so its running statistics are to be those of the whole width, which no
-narrow device can run. As in HeteroFL here, a scaled round of a narrow network ends with one pass over the device's data
-without gradients, and the means of its batches' statistics are sent and averaged. Behind a scaled layer the mean is,
-over draws, that of all neurons; the variance is somewhat larger, by what a draw of |A| of n adds. A device of budget 1
-scales nothing and trains as in FedAvg.
+Running statistics are to be those of the whole width, which no narrow device can run. So a scaled round of a narrow
+network ends with one pass over the device's data without gradients, and the means of its batches' statistics are sent.
+``scaled`` = false is the form that FedSPU's paper compares (section 5.1): neither scaling nor that pass.
 
-``scaled`` = false is the simple form that FedSPU's paper compares (section 5.1): neither scaling nor that pass. Running
-statistics are those that training moved, at the narrow width.
-
-Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` of weights in training steps, each summed over
-devices.
-What is judged, and adapted after the end, is the whole global model, as in FedAvg.
+Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` of weights in training steps.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 """FedMask, the device half: weights stay as they began, and a device learns which of its last layers' weights exist.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers
-has a real score s. The network computes with
+Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers has
+a real score s. The network computes with
 
     ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):
 
-the threshold passes gradients straight through. No weight is ever moved, nor a bias or norm; what training moves beside
-scores are running statistics, which stay on the device. Before its first upload a device prunes once: of each layer it
-keeps the share ``density`` of the weights, those of the largest scores, and all others are gone for good.
+the threshold passes gradients straight through. No weight, bias or norm is ever moved; running statistics stay on the
+device. Before its first upload a device prunes once: of each layer it keeps the share ``density`` of the weights, those
+of the largest scores.
 
-What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a weight that is pruned. That
-is a bit for each weight, and one more for each that is kept. The server's mean of bits is a probability, and comes back
-as a sign, too: 1 where it is at least 1/2, the threshold of σ. A device takes it for the weights that it keeps: a score
-has then the sign of the mean, and the magnitude that the device has learned. So a bit that others outvote is turned,
-and how sure this device is of it decides how soon its own data turn it back.
+What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a pruned weight. The server's
+mean of bits comes back as a sign, too, 1 where it is at least 1/2. A device takes it for the weights that it keeps: a
+score has then the sign of the mean, and the magnitude that the device has learned.
 
 Departures. The paper's scores, threshold and pruning step are not published as code. Here pruning is by single weights
-and not by structure, and no term for structured sparsity is added to the loss. All scores begin at the setting
-``first_score``, so that at first every weight exists. The optimiser, its learning rate and momentum are the
-federation's, for scores.
+and no term for structured sparsity is added to the loss. All scores begin at ``first_score``, so that every weight
+exists. The optimiser is the federation's, for scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FedSPU, the device half: each device trains the weights that join randomly chosen neurons, the rest stays personal.
 
-*FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter Update.*
-Ziru Niu, Hai Dong, A. K. Qin. arXiv:2403.11464. Of its Algorithm 1 this is the part that runs on a device:
+*FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter Update.* Ziru Niu,
+Hai Dong, A. K. Qin. arXiv:2403.11464. Of its Algorithm 1 this is the part that runs on a device:
 
     ŵ = where(m, w^t, w_k^t)            merge: what is not received keeps its personal value
     w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train, frozen parameters taking part in the forward pass (Eq. 5)
@@ -12,14 +12,11 @@ with m the parameters whose neurons are all active. The server half draws the ne
 
 Where paper and released code differ, or are silent:
 
-- A device begins with the global model as it is at its first participation. In Algorithm 1, line 1, all begin with w^0,
-  as with ``start=initial``.
-- The mask follows Eq. 5 everywhere, also behind a flatten and on the output layer's columns, where the code has bugs.
-  The output layer's rows are always active: every device needs every class.
-- The error signal passes through frozen neurons (Eq. 5 and the code; the paper's prose suggests otherwise).
-- The paper trains with plain SGD. Whatever the optimiser, frozen entries are put back after its step, and it starts
-  afresh each round.
-- Batch norm runs in training mode: running statistics of frozen channels move too, on the device only.
+- A device begins with the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0.
+- The mask follows Eq. 5 everywhere, also behind a flatten, where the code has bugs. The output layer's rows are always
+  active. The error signal passes through frozen neurons (Eq. 5 and the code).
+- Whatever the optimiser, frozen entries are put back after its step, and it starts afresh each round.
+- Running statistics of frozen channels move too, on the device only.
 - L_val is measured in evaluation mode on data of its own; the code does so in training mode on the reported share.
 - With ``alone`` a device trains another model beside it, which the federation never touches (``methods.alone``).
 - A device stops on L_t > L_last (the paper's formula; the code: also on a tie). n_k counts samples (the code: batches).

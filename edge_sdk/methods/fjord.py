@@ -3,33 +3,24 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451. A device of budget p receives, trains and
 sends the network of the first max(1, floor(p n_l)) neurons of each layer, and is judged with it. *Ordered dropout*
-(Algorithm 1): each local step draws a width q uniformly from those of {1/K, 2/K, .., 1} (``width_steps`` K; the paper
-has K = 5 and 10) that are below p, and p itself, and trains the first neurons at that width alone. *Self-distillation*
-(section 3.2): the outputs z_p of the device's widest network teach those of the drawn one,
+(Algorithm 1): each local step draws a width q uniformly from those of {1/K, 2/K, .., 1} (``width_steps`` K) that are
+below p, and p itself, and trains the first neurons at that width alone. *Self-distillation* (section 3.2): the outputs
+z_p of the device's widest network teach those of the drawn one,
 
     L = CE(z_p, y) + (1 - α) CE(z_q, y) + α T² KL(softmax(z_p / T) ‖ softmax(z_q / T))        where q < p
     L = CE(z_p, y)                                                                            where q = p
 
-with α = ``distil_weight`` and T = ``distil_temperature``. The paper finds α = T = 1 best and says that the widest
-network is then trained as well in each step, so that its loss is the one for labels: the defaults. Without ``distil``
-a step is one on L = CE(z_q, y).
+with α = ``distil_weight`` and T = ``distil_temperature``, by default 1 as in the paper. Without ``distil``, or without
+classes, a step is one on L = CE(z_q, y). ``widths`` = fixed is the form that FedSPU's paper compares (section 5.1): the
+device's own width in every step, and no distillation.
 
 Where the paper is silent, or a choice is ours:
 
-- The teacher's outputs are constants in the KL term. T² keeps its gradients as large at any T (Hinton, Vinyals, Dean,
-  arXiv:1503.02531). Tasks that are no classification have no soft outputs: they train as without ``distil``.
-- Widths are drawn from a generator of their own, so that batches are those of other methods.
+- The teacher's outputs are constants in the KL term. T² keeps its gradients as large at any T (arXiv:1503.02531).
 - Weights beyond the drawn width have a gradient of zero in that step; momentum and weight decay move them all the same.
-- Batch norm's running statistics differ between widths, and the paper keeps them apart. A device is judged at its own
-  width alone, so that only steps of its own network, the teacher's included, move those that are kept and sent; steps
-  at other widths normalise by their batches, and keep nothing. Scales and shifts are shared between widths.
-- The loss that is reported is the one above.
+- Only steps of the device's own network, the teacher's included, move running statistics; others keep nothing.
 
-``widths`` = fixed is the simple form that FedSPU's paper (section 5.1) compares: the device's own width in every
-step, and no distillation.
-
-Counts: ``narrow_steps``, steps on fewer neurons than there were to choose from (the device's own under ``uniform``, the
-whole model's under ``fixed``); ``widths_drawn``, different widths of the round, and ``distilled_steps``.
+Counts: ``narrow_steps``, on fewer neurons than there were to choose from; ``widths_drawn``, ``distilled_steps``.
 """
 
 from __future__ import annotations

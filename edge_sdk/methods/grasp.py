@@ -1,23 +1,18 @@
 """GraSP, the device half: keep the weights that gradient flow needs, then train them as FedAvg does.
 
 Wang, Zhang, Grosse, "Picking Winning Tickets Before Training by Preserving Gradient Flow", ICLR 2020, arXiv:2002.07376.
-To take weight i away, δ = -θ_i, changes the squared norm of the gradient, by which training lowers the loss, by
-2 δ (H g)_i to first order. So the device that prepares the model scores all weights on its training data's loss F,
+To take weight i away, δ = -θ_i, changes the squared norm of the gradient, by which training lowers the loss, by 2 δ (H
+g)_i to first order. So the device that prepares the model scores all weights on its training data's loss F,
 
     g = ∇F(θ),     H = ∇²F(θ),     score = θ ⊙ H g          with the outputs (logits) divided by a temperature, 200,
 
 keeps the K = floor(density·n_w) largest scores over the whole network, and sends the weights it received under that
 mask. Ordinary rounds are FedAvg's, or with a ``proximal_weight`` FedProx's.
 
-Where the paper is silent, or its released code differs:
-
-- F is the mean over all local samples, or over those of ``score_batches`` batches; the code draws as many of each class
-  for it, which a device may not have. g is complete before H g begins: two passes over the same batches.
-- The temperature divides any task's outputs. For a loss that is not of logits give 1.
-- H g is exact: PyTorch differentiates twice, and with ONNX Runtime the step's graph is differentiated along g
-  (``sparrow.graphs.tangents``).
-- The network scores in training mode, as in the code, and in float32. Its running statistics stay as they were.
-- A layer that would be left without a weight keeps its best one (``protocol.sparsity``).
+Where the paper is silent, or its released code differs: F is the mean over all local samples, or those of
+``score_batches`` batches, and g is complete before H g begins. H g is exact: PyTorch differentiates twice, and with
+ONNX Runtime the step's graph is differentiated along g (``engines.tangents``). The network scores in training mode, in
+float32. A layer that would be left without a weight keeps its best one.
 """
 
 from __future__ import annotations

@@ -7,23 +7,19 @@ Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework fo
         in each hidden group, of the n neurons left the share ``prune_rate`` goes, smallest ‖w_l[i, ...]‖₂ first,
         but never below max(1, floor(p_k N)) of the group's N
 
-Then it trains and sends w[A, A]. It is judged with that narrow network. The server averages each weight over the
-devices whose networks share it.
+Then it trains and sends w[A, A], and is judged with it. The server averages each weight over the devices that share it.
 
 ``pruning = once`` is the form in which FedSPU's paper (section 5.1) compares Hermes: at its first participation a
-device receives the whole model w, makes one step of SGD on one mini-batch B, scores neuron i of layer l by
-‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂ and keeps its budget's best, for the whole federation; of equal ones the first.
+device makes one step of SGD on one mini-batch B, scores neuron i of layer l by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂ and
+keeps its budget's best for the whole federation.
 
-Where the paper is silent, or we had no text of it that says more:
+Where the paper is silent:
 
-- The threshold and the rate are settings; their defaults, 0.5 and 0.2, are ours, after the lottery-ticket methods of
-  the same authors. What is compared with the threshold is the network as received, before training.
-- A budget p_k is the target of pruning. **Until a device has reached it, it trains a larger network, at first the whole
-  one**: it must be able to afford that, and so that is what its memory and time are predicted for.
-- A device that the coordinator sends the whole model, though it has neurons, keeps these and prunes nothing in that
-  round: its last update did not arrive. One whose budget has grown begins anew with the whole network.
-- Scores are sums of squares over the weights of layers that share their neurons (residual additions), before the root.
-- A device that adapts the finished model prunes to its budget at once, as in ``pruning = once``.
+- The defaults of threshold and rate are ours. Accuracy is that of the network as received.
+- **Until a device has reached its budget, it trains a larger network, at first the whole one**, which it must afford.
+- A device that is sent the whole model, though it has neurons, prunes nothing in that round: its last update did not
+  arrive. One whose budget has grown begins anew with the whole network.
+- Scores are sums of squares over the weights of layers that share their neurons. A late device prunes at once.
 """
 
 from __future__ import annotations

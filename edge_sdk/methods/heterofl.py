@@ -5,22 +5,15 @@ ICLR 2021, arXiv:2010.01264:
 
 - a device of width ratio r has the first ceil(r n_l) neurons of each hidden layer, all inputs and all classes;
 - *scaler*: what a hidden layer answers is divided by r while the narrow network trains and is judged for early
-  stopping, so that the next layer sees about what all neurons would give it: its weights and biases are, wherever the
-  network is run. The global model is not scaled;
-- *masked loss*: scores of classes that a device has no training sample of count as 0 in the training loss, so that it
-  unlearns nothing of them. Other tasks than classification train with their own loss;
-- its counterpart: the output layer's rows of these classes are not sent, so that they count in no average (the released
-  code's ``label_split``). The mask of an update names the rows that it brings, and so tells the coordinator which
-  classes the device has. With ``rows`` = all, all are sent, as they were received but for weight decay, and nothing is
-  told;
-- batch norm knows no running averages while it trains. Running statistics for evaluation the paper asks the devices
-  for, with the finished global model; here each round ends with one pass over the device's data without gradients, and
-  the means of its batches' statistics are sent and averaged like weights, so that every round's global model can be
-  judged. They are taken behind the scaler, whose outputs are what the whole network will see.
+  stopping, by its weights and biases; the global model is not scaled;
+- *masked loss*: scores of classes that a device has no training sample of count as 0 in the training loss;
+- the output layer's rows of these classes are not sent (the released code's ``label_split``): the mask of an update
+  names the rows that it brings, and so tells which classes the device has. With ``rows`` = all, all are sent;
+- batch norm knows no running averages while it trains. Each round ends with one pass over the device's data without
+  gradients, behind the scaler, and the means of its batches' statistics are sent and averaged like weights. The paper
+  asks for them with the finished model.
 
-Counts: ``neurons_left_out`` of the network, and ``rows_left_out`` of the update, each summed over devices.
-
-What is judged, and adapted after the end, is the whole global model, as in FedAvg. A device keeps nothing.
+Counts: ``neurons_left_out`` of the network, and ``rows_left_out`` of the update. What is judged is the global model.
 """
 
 from __future__ import annotations

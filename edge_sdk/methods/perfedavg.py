@@ -7,26 +7,22 @@ along the gradient of f(w - α∇f(w)):
     u = w - α∇f(w; D)                                        α: ``inner_rate``
     w ← w - β(I - α∇²f(w; D''))∇f(u; D')                     β: ``learning_rate``
 
-``hessian`` = first_order leaves the Hessian out (FO-MAML), and D'' with it: two gradients a step. With hessian_free
-(HF-MAML) its product with g = ∇f(u; D') is
+``hessian`` = first_order leaves the Hessian and D'' out (FO-MAML): two gradients a step. With hessian_free (HF-MAML)
+its product with g = ∇f(u; D') is
 
     [∇f(w + δg; D'') - ∇f(w - δg; D'')] / 2δ                 δ: ``difference``
 
-which makes four. w goes up. A device is judged by w after ``adaptation_steps`` steps of α on its training data, in the
-paper one, and keeps that when the federation has ended; w itself is judged beside it as the global model.
+which makes four. w goes up. A device is judged by w after ``adaptation_steps`` steps of α on its training data, and
+keeps that at the end; w itself is judged as the global model.
 
 Departures, and choices where the paper is silent:
 
-- A local step takes two or three batches of the device's data, one after the other, so that D, D' and D'' share no
-  sample where there are so many. Local steps are as many as FedAvg's, so a round goes through the data two or three
-  times as often; samples, and with them FLOPs, are those of all gradients.
-- The step of β is the federation's optimiser's; with plain SGD, as the paper has it, it is the one above. β decays as
-  the learning rate does (``learning_rate_decay``); α is constant, because it is part of what is minimised.
-- Both gradients of the difference see the same dropout, whose noise would be divided by 2δ otherwise.
-- Running statistics move in ∇f(w; D) alone, as in a step of w.
-- Losses are f(u; D'), of what is minimised. Early stopping goes by w adapted, on validation data.
-- With ``finetune_epochs`` the steps by which w is adapted are those of so many epochs instead, at
-  ``finetune_learning_rate`` if that is set.
+- A local step takes batches one after the other. Local steps are as many as FedAvg's, so a round goes through the data
+  two or three times as often.
+- The step of β is the federation's optimiser's; β decays as the learning rate does, α is constant.
+- Both gradients of the difference see the same dropout. Running statistics move in ∇f(w; D) alone.
+- Losses are f(u; D'). Early stopping goes by w adapted, on validation data.
+- With ``finetune_epochs`` w is adapted for so many epochs, at ``finetune_learning_rate`` if that is set.
 
 Counts: ``meta_steps``, the local steps whose u was not w; ``hessian_steps``, those with a Hessian's part.
 """

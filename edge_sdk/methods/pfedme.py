@@ -7,22 +7,16 @@ model w_i, which begins as the model received, along the gradient of the Moreau 
     θ_i ≈ argmin f(θ; D) + λ/2·|θ - w_i|²        K steps: ``inner_steps``, λ: ``proximal_weight``
     w_i ← w_i - ηλ(w_i - θ_i)                    η: ``outer_rate``
 
-w_i goes up; θ_i stays, and with it the device predicts. A local step costs K of FedAvg's. A device that comes later
-trains a θ for the finished model, pulled to it, for ``finetune_epochs`` or else as many epochs as in a round.
+w_i goes up; θ_i stays, and with it the device predicts. A device that comes later trains a θ for the finished model,
+pulled to it, for ``finetune_epochs`` or else as many epochs as in a round.
 
 Departures, and choices where the paper is silent:
 
-- θ's K steps are those of the federation's optimiser, at ``learning_rate``; the paper takes any first-order method. Its
-  memory (momentum, moments) lasts a round. The pull counts in a gradient's norm where ``clip`` is set. η decays as the
-  learning rate does (``learning_rate_decay``); the paper's is constant.
-- θ begins a round as the model received and goes on from batch to batch, as in the released code; the paper says only
-  how near to the minimum it must come. It is not kept over rounds: w has moved meanwhile.
-- The released code adds 0.001·θ to the gradient, which the paper does not: ``weight_decay`` is 0 unless it is set.
-- In the released code θ's tensors are those that w_i is written to when the round ends, so that what it judges as
-  personal is w_i. Here it is θ, as the paper has it.
-- In the paper all devices train in every round and a sample of them is averaged; here the cohort alone trains.
-- w_i itself is never run. Running statistics are those that θ finds, moved once a batch, in the first of its K steps;
-  they are sent with w_i.
+- θ's steps are those of the federation's optimiser; its memory lasts a round. The pull counts in the norm of ``clip``.
+  η decays as the learning rate does; the paper's is constant.
+- θ begins a round as the model received and goes on from batch to batch, as in the released code.
+- The released code adds 0.001·θ to the gradient, and judges w_i as personal; here it is θ, as the paper has it.
+- Of the devices, the cohort alone trains. Running statistics are those that θ finds in the first of its K steps.
 - Early stopping goes by θ. Losses are those of θ as it is when a batch comes, without the pull.
 
 Counts: ``pulled_steps``, the steps of θ; ``envelope_steps``, the local steps in which w_i moved.

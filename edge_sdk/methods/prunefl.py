@@ -7,18 +7,12 @@ In re-adjusting rounds a device computes at the model received, before it trains
     g² = (1/B) Σ_b (∂F_b/∂θ)²      of all maskable weights, existing or not, over the B batches of its training data,
 
 by which the server chooses (``coordinator.methods.prunefl`` has the rule). One device prepares the model: from the
-dense one it trains alone, round after round of the federation's local training, and every ``adjust_interval`` rounds
-chooses by its own g² with the same rule, until the number of weights has changed by less than a tenth five times
-running, or ``prepare_rounds`` are over. It sends the mask and what it trained.
+dense one it trains alone, round after round, and every ``adjust_interval`` rounds chooses by its own g² with the same
+rule, until the number of weights has changed by less than a tenth five times running, or ``prepare_rounds`` are over.
 
-Where the paper is silent:
-
-- Training alone has the first round's learning rate, an optimiser that starts afresh each round, no pull, no early
-  stopping, and ρ = share: its decay counts the federation's rounds, as in the released code.
-- That code begins to prune where the training accuracy has reached 1.5 / classes; here after the first interval.
-- It ends with a choice, even where ``prepare_rounds`` is no multiple of the interval, so that no more than K exist.
-- The released code bounds the federated choices alone by a largest density; here K bounds all of them. So the first
-  one goes by |θ| if the weights it has to keep, 1 - ρ of all, are more than K.
+Where the paper is silent: training alone has the first round's learning rate, no pull, no early stopping, and ρ =
+share. It begins to prune after the first interval and ends with a choice, and K bounds all choices: the first goes by
+|θ| if the weights that it has to keep are more than K.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Neuron-wise PruneFL, the device half: each device keeps the neurons whose gradients gather the most importance.
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326, whose importance of a weight, its squared gradient gathered over rounds, is here that
-of a neuron; each device has its own, and its own network. In every round whose number ``adjust_interval`` divides, and
-in its first one, a device receives the whole model w and adds to the importance of neuron i of layer l
+IEEE TNNLS 2022, arXiv:1909.12326, whose importance of a weight is here that of a neuron; each device has its own
+network. In every round whose number ``adjust_interval`` divides, and in its first one, a device receives the whole
+model w and adds to the importance of neuron i of layer l
 
     I_i ← I_i + mean over its mini-batches B of ‖(∇F(w; B))_l[i, ...]‖₂²
 
-of which, in each hidden group, the max(1, floor(p_k n)) best are kept until the next such round; of equal ones the
-first. In between it receives, trains and sends w[A, A] alone, and is judged with that narrow network. A neuron that is
-taken up has the global model's weights.
-
-All neurons are measured on the same whole model, because gradients of a narrow network are not comparable with those of
-neurons that it lacks; the paper's devices, too, take dense gradients only where weights are re-chosen. That is one pass
-over the training data more in these rounds, counted in their FLOPs, for which a device needs the memory of the whole
-model. The default of ``adjust_interval`` is ours. PruneFL itself, one model for all of single weights, is the method
+of which, in each hidden group, the max(1, floor(p_k n)) best are kept until the next such round. In between it
+receives, trains and sends w[A, A] alone, and is judged with it. All neurons are measured on the same whole model, in
+one pass over the training data, for which a device needs the memory of the whole model. PruneFL itself is the method
 ``prunefl``.
 
 ``importance = once`` is the form that FedSPU's paper compares (section 5.1): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch

@@ -1,10 +1,9 @@
 """The method ``auto``: a method with its settings, for people who do not want to choose one.
 
-The choice is made once, when a federation is created, by what its model allows; from then on it is a federation like
-any other, and its settings name what was chosen. What depends on devices and data is left to them: under FedSPU a
-device of a budget of 1 trains the whole model, as in FedAvg, and others a part; outputs are adjusted by class
-frequencies if devices differ in these (``protocol.skew``); and at the end each device takes the model that all
-devices' validation data and its own speak for (``protocol.evidence``). docs/choosing.md has the measurements.
+The choice is made once, when a federation is created, by what its model allows. What depends on devices and data is
+left to them: under FedSPU a device of a budget of 1 trains the whole model; outputs are adjusted by class frequencies
+if devices differ in these (``protocol.skew``); and at the end each device takes the model that all devices' validation
+data and its own speak for (``protocol.evidence``). docs/choosing.md has the measurements.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """A model cut into blocks, and which of them a budget keeps (pFedGate, arXiv:2305.02776, section 5.2).
 
-Every weight and every bias is a tensor of its own; a block is a run of one tensor's values in row-major order. Blocks
-are numbered through the model, tensor after tensor. The first block of every tensor is always on; which of the others
-are follows from their importances by a knapsack: one for the model, or one for each group of layers.
-
-A table is part of the federation's manifest: both sides number blocks alike, and another table is another model. What
-of a model is sent, being touched or changed, is a ``BlockMask``, and the blocks of a tensor are ``Runs`` of its values.
+A block is a run of one tensor's values in row-major order; blocks are numbered through the model, tensor after tensor.
+The first block of every tensor is always on; the others follow from their importances by a knapsack, one for the model
+or for each group of layers. A table is part of the federation's manifest. A ``BlockMask`` names blocks that are sent.
 """
 
 from __future__ import annotations

@@ -28,16 +28,13 @@ Masks of blocks are a bit for each, most significant bit first.
 Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
 say where they differ from the one of that digest (``changed``).
 
-Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even). Naming each tensor would cost about
-90 bytes apiece, more than the values of a small layer at a small budget: the manifest already knows names and counts.
-int8 values (I8) are not a model's but differences from what their sender was given.
+Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even), or int8 (I8): differences from what
+their sender was given. Naming each tensor would cost about 90 bytes apiece: the manifest knows names and counts.
 
-Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
-is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
-uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of shorter values, and the check for finiteness)
-plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask. A mask of elements takes a byte for every maskable weight
-(four more while a difference is read) and, where rows are counted, eight for those that exist; signs of a method's
-part take five bytes each, and are at most as many as the reader expects.
+Decoding is written here because its input is hostile: it copies nothing before every length is checked against the
+manifest. Beyond the bytes given, it uses at most ``MAX_MEMORY_FACTOR`` times their length, and ``MAX_MEMORY_FIXED`` for
+header and mask. A mask of elements takes a byte for every maskable weight (four more while a difference is read, and
+eight for those that exist if rows are counted); signs of a method's part take five bytes each.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Masks of single weights, for methods that train one sparse model for all devices.
 
-An ``ElementMask`` says of every *maskable* tensor (weights of linear layers and convolutions, ``Manifest.maskable``)
-which of its elements exist; biases, norms and embeddings exist whole. Unlike a ``NeuronMask`` it has no structure, so
-the elements of a tensor are a list of positions (``Points``), packed in their flat row-major order.
+An ``ElementMask`` says of every *maskable* tensor (``Manifest.maskable``) which of its elements exist; other tensors
+exist whole. The elements of a tensor are a list of positions (``Points``), packed in row-major order.
 
-A mask is known by its ``digest``. Sides that share one name it; else it travels as bits, one for every maskable weight
-in manifest order, most significant bit first, or as its difference from one that both know: the positions at which the
-two differ, as distances from one to the next, a byte each (255 stands for 255 and more to come).
+A mask is known by its ``digest``. It travels by name, as bits, one for every maskable weight in manifest order, most
+significant first, or as its difference from one that both sides know: distances from one changed position to the next,
+a byte each (255 stands for 255 and more to come).
 """
 
 from __future__ import annotations

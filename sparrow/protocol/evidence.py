@@ -1,22 +1,19 @@
 """The choice of a device's model by the evidence of all devices (``personal_model=fleet``).
 
-A device has few validation samples, six of sixty perhaps: by them alone it mistakes chance for a better model. All
-devices together have many, but differ. So each measures what its candidates gain over the finished global model, all on
-the same samples, and tells moments of these gains; the pool of them goes back to all; and each weighs its own
-measurement against it, by the rule of Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59 (1972):
+By its few validation samples alone a device mistakes chance for a better model. So each measures what its candidates
+gain over the finished global model, and tells moments of these gains; the pool of them goes back to all; and each
+weighs its own measurement against it (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972):
 with g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
 devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
-is what its candidates are expected to gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. What is best
-for all, by μ, is the usual choice; a device departs from it only with evidence: for a candidate that is expected to
-gain more by ``DEPARTS`` standard deviations of this difference. Where devices do not differ T is 0, and all take what
-is best for all; the more they differ, and the more samples a device has, the more its own count.
+is what its candidates are expected to gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device
+departs from what is best for all, by μ, for a candidate that is expected to gain more by ``DEPARTS`` standard
+deviations of this difference.
 
-A part is one sample, or where there are more than ``MOST_PARTS`` an equal share of them. Its gain is the difference of
-losses, at most ``LARGEST_GAIN`` either way, so that no sample, and no device, moves the pool further. All devices weigh
-alike in it.
+A part is one sample, or if there are more than ``MOST_PARTS`` an equal share of them. Its gain is the difference of
+losses, at most ``LARGEST_GAIN`` either way. All devices weigh alike.
 """
 
 from __future__ import annotations

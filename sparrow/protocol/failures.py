@@ -1,14 +1,10 @@
 """The failures that a device reports: all that a coordinator learns of an error on a device.
 
-The text of an error may hold a file's name or a value of the data, so it stays in the device's own log. Over the wire
-goes a failure of this list, ``TYPE`` or ``TYPE/CODE``: the type is the kind of failure, the code separates causes that
-need different remedies. Two types take more codes than the list has:
-
-    program-error/ValueError                the name of a builtin exception of Python, or of JavaScript on a page
-    nothing-trained/training-diverged-loss  the device's last failure, with a hyphen for the slash
-
-The coordinator shows the sentence and the advice of a failure in place of it. ``coordinator/web/static/failures.js``
-has the same list, and a test compares them.
+The text of an error may hold a file's name or a value of the data, so it stays in the device's log. Over the wire goes
+a failure of this list, ``TYPE`` or ``TYPE/CODE``, whose codes separate causes with different remedies. Two types take
+more codes: program-error any builtin exception, of Python or of JavaScript on a page; nothing-trained the device's last
+failure, with a hyphen for the slash. ``coordinator/web/static/failures.js`` has the same list, and a test compares
+them.
 """
 
 from __future__ import annotations

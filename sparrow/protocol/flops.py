@@ -1,17 +1,14 @@
 """FLOPs of a model, counted from its manifest: two operations per multiplication with a weight.
 
-A layer with W weights that answers at P positions (output pixels of a convolution, steps of a recurrent layer, 1 for a
-linear layer of one vector) costs, per sample,
+A layer with W weights that answers at P positions (output pixels, steps of a recurrent layer) costs, per sample,
 
     2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
 
 so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Frozen
 weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted are linear layers,
-convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention (whose key and value
-are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model does with parameters
-outside of torch's layers, and products of activations, such as attention's scores. What has no matrix of weights
-(biases, norms, activations, pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training
-and ``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
+convolutions, recurrent layers and the projections of attention (key and value as long as the query). Left out are
+parameters outside of torch's layers, products of activations, and what has no matrix of weights, as
+``torch.utils.flop_counter`` does.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """A model as data: its tensors, its neurons, how its weights begin, and the shape of its forward pass.
 
-The coordinator has no torch, yet must draw initial weights, plan which neurons a device trains and pack the values
-that belong to them. All of that follows from the manifest. Its central idea is the *axis*:
-
-    every axis of every tensor says which neurons its rows or columns belong to.
-
-A ``NeuronGroup`` is an index set of n neurons (the output channels or features of a hidden layer; layers whose
-outputs are added share one group). An axis is a sequence of ``Segment(group, repeat)``: the neurons of ``group`` in
-order, each owning ``repeat`` consecutive rows or columns. Repeat is 1, except behind a flatten, where channel c of an
-H x W map owns the columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments
-belongs to no hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is
-active when all its axes are, which is the rule "both neurons it joins are active" of FedSPU (arXiv:2403.11464).
+The coordinator has no torch, yet draws initial weights, plans which neurons a device trains and packs their values, all
+by the manifest. Every axis of every tensor says which neurons its rows or columns belong to: it is a sequence of
+``Segment(group, repeat)``, the neurons of a group in order, each owning ``repeat`` consecutive entries. A
+``NeuronGroup`` are the output channels or features of a hidden layer, or of several whose outputs are added. Repeat is
+1, except behind a flatten, where channel c of an H x W map owns the columns c*H*W .. (c+1)*H*W-1; several segments
+stand for a concatenation. An axis without segments is always complete. A value is active if all its axes are (FedSPU,
+arXiv:2403.11464).
 
 For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):
 

@@ -1,17 +1,13 @@
 """Masks: the part of a model that a device trains and sends in a round.
 
-A ``NeuronMask`` names, for every hidden neuron group, the neurons that are active; ``None`` in its place means all of
-them. A value of a tensor is active when the neurons on all its axes are (see ``manifest``). The active values of a
-tensor thus form a *block*, an outer product of index lists, and are packed row-major, tensor after tensor in state-dict
-order. No bitmap over parameters is ever built: index lists over rows and columns are 15 to 40 times cheaper.
+A ``NeuronMask`` names, for every hidden neuron group, the active neurons; ``None`` in its place means all. A value is
+active if the neurons on all its axes are (see ``manifest``), so the active values of a tensor form a *block*, an outer
+product of index lists, packed row-major, tensor after tensor in state-dict order. Under an ``ElementMask``
+(``elements``) they are *points*, under a ``BlockMask`` (``blocks``) *runs*.
 
-Methods that train one sparse model have an ``ElementMask`` in its place (see ``elements``): the existing elements of a
-tensor are *points*, packed in the same order. Where a method uses some blocks of the model, a ``BlockMask`` names them
-(see ``blocks``): what they hold of a tensor are *runs*.
-
-Seed form: both sides can draw a mask themselves from a ``NeuronDraw``: the active
-neurons of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|key|group|i``.
-The key comes with the assignment: nobody can compute the draw of another device, or of a later round.
+Both sides can draw a mask themselves from a ``NeuronDraw``: the active neurons of a group are the ``a = max(1,
+floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|key|group|i``. The key comes with the assignment: nobody
+can compute the draw of another device, or of a later round.
 """
 
 from __future__ import annotations

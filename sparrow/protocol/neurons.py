@@ -1,10 +1,5 @@
-"""Masks of neurons by rule and by name, and the network that active neurons form.
-
-``masks`` says what a ``NeuronMask`` is and draws those of a seed. Here is what methods need that train a *narrow*
-network, of the active neurons alone: the rule of the first neurons (FjORD, HeteroFL), those with the best scores
-(Hermes, FedMP), the manifest of that network, and masks that a device has chosen and keeps, which both sides store as a
-file and name by its digest.
-"""
+"""Narrow networks: masks of the first or best neurons, the manifest of the network that active neurons form, and masks
+that a device has chosen and keeps, which both sides store as a file and name by its digest."""
 
 from __future__ import annotations
 

@@ -1,21 +1,15 @@
-"""The file that a device keeps its personal model in, as whoever reads it needs to know it.
+"""The files in which a device keeps its personal model. The device writes them (``edge_sdk.device.state``), ``export``
+reads them.
 
-``model.safetensors`` holds the personal model under its state-dict names; beside it the method's own arrays
-(``own:NAME``) and what rounding took from updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether
-a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
-as simulated devices store theirs. The device writes the file (``edge_sdk.device.state``), ``export`` reads it.
+``model.safetensors`` holds the personal model by name, the method's arrays (``own:NAME``) and what rounding took from
+updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether there is a personal model, how far the
+device has come, and the digest of a model that it is a difference from. ``best.safetensors`` is the personal model to
+use, if it is not the last: the same file as it was after a round, or with a mixture. ``progress.json`` is how far the
+device has come since the model was written. Each names the SHA-256 of its own bytes, with zeros in its place
+(``sign``): damaged files raise BundleError.
 
-``best.safetensors`` is the personal model to use, the best on the device's validation data: the same file as it was
-after a round, or one with a mixture of the personal and the global model. It is missing where the federation or its
-method has the last one used.
-
-All of them but the caches name the SHA-256 of their own bytes, with zeros in its place (``sign``): what was damaged is
-not used, but raises BundleError. Tools that know nothing of it open them all the same.
-
-Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
-``manifest.json``, what it names (``skeleton.onnx``, ``step.onnx``, ``evaluation.onnx``, and ``preparation.onnx``,
-``frozen.values`` and ``first.values`` if there are such) and ``federation.json``: what the device knows of its
-federation. ``own.json`` is what the device's own data add to it.
+Beside them lie ``manifest.json`` and what it names, ``federation.json`` (what the device knows of its federation) and
+``own.json`` (what its own data add).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Publications: the signed terms of a model, and how a device holds a federation to them.
 
-The author signs ``Terms`` with an Ed25519 key: digests of the published manifest, its graphs and weights, and ranges of
-the settings that change the content of an update. A ``Publication`` is that text with the key and the signature. The
-coordinator keeps it and hands it out; only whoever has the key can make another one.
-
-A coordinator may describe the model otherwise than it was published, as far as that sends no more of it: a tensor may
-stay on devices, be cut into blocks or new groups of neurons, or be joined by answers on a public set. ``differs`` finds
-everything else.
+The author signs ``Terms`` with an Ed25519 key. A ``Publication`` is that text with key and signature, which the
+coordinator keeps and hands out. A coordinator may describe the model otherwise, as far as that sends no more of it;
+``differs`` finds everything else.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """int8 on the wire: an update as its difference from what was received, a quarter of fp32's bytes.
 
-Packed values are cut into *rows*: what is active of one output neuron's weights, and of a vector (biases, norms) all. A
-row's largest magnitude becomes its scale, s = max|x|/127, and each value a whole number of scales, rounded up or down
-at random so that it is right on average (stochastic rounding: E[q]·s = x). What rounding took away is added to the
-device's next difference (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
-Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), so that nothing is lost in the long run.
+Packed values are cut into *rows*: the active weights of one output neuron, or a whole vector (biases, norms). A row's
+largest magnitude gives its scale, s = max|x|/127, and each value becomes a whole number of scales, rounded up or down
+at random so that E[q]·s = x. What rounding took away is added to the device's next difference (error feedback; Seide et
+al., Interspeech 2014; Karimireddy et al., ICML 2019).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Label skew: how far devices' class frequencies differ from each other, from a few numbers of each device.
 
-Of class frequencies p_k [C] of a device's n_k training samples it tells, for J fixed vectors s_j in {-1, 1}^C, the
-numbers r_kj = s_j · p_k: a sketch (Alon, Matias, Szegedy, "The Space Complexity of Approximating the Frequency
-Moments", STOC 1996), from which nobody reads the frequencies of more than J classes. Between devices r_kj varies by
-what their classes differ and by the chance of n_k samples. The first of these, as a share of what single labels vary,
+Of class frequencies p_k [C] of its n_k training samples a device tells, for J fixed vectors s_j in {-1, 1}^C, r_kj =
+s_j · p_k: a sketch (Alon, Matias, Szegedy, STOC 1996), from which nobody reads the frequencies of more than J classes.
+r_kj varies by what devices' classes differ and by the chance of n_k samples; the first, as a share of what single
+labels vary,
 
     ρ = Σ_j (Var_k r_kj - mean_k (1 - r_kj²) / (n_k - 1)) / Σ_j (1 - (mean_k r_kj)²)
 
-is the intraclass correlation of labels: 0 where all devices draw from the same classes, 1 where each has one class.
-Dirichlet partitions of concentration α over C classes have 1 / (1 + αC).
+is the intraclass correlation of labels: 0 if all devices draw from the same classes, 1 if each has one class, and 1 /
+(1 + αC) of Dirichlet partitions of concentration α over C classes.
 """
 
 from __future__ import annotations

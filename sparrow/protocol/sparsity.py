@@ -1,27 +1,9 @@
-"""The one definition of each rule of sparse training, used by both halves: which weights exist, and which change.
+"""The rules of sparse training, used by both halves: which weights exist, and which change.
 
-Methods that train one sparse model for everybody (FedSGC and its relatives) agree on how many weights each maskable
-tensor, a *layer* here, keeps. Everything else follows:
-
-    layer_densities, layer_counts    the share and the number K_l of weights that each layer keeps
-    random_mask, magnitude_mask      where they lie at first
-    interval, device_interval, over_pruning, adjustment_steps
-                                     when a device re-adjusts its mask, and how boldly
-    prune, grow                      what it drops and revives then
-    trim                             what the coordinator keeps of all that came back
-    elections, draw_candidates, ballot, elect
-                                     which weights come where all devices vote for them
-    weight_budget                    how many are kept where there is one count for the whole network, not one per layer
-    keep_by_gain, keep_by_score      how PruneFL and GraSP choose over it
-    readjust                         PruneFL's choice with FLOPs for seconds
-
-Functions of one layer take flat arrays [n], n = W_l, in row-major order. Directions, d, are the sign of what the global
-model last did at a position: -1, 0 or 1. A zero agrees with nothing and contradicts nothing, neither as a direction
-nor as a displacement or gradient.
-
-Values are finite. What is chosen by size is chosen the same way everywhere: among equals the lower flat index is kept
-or revived, the higher one dropped. Shares of a count are rounded down after adding 1e-9, which removes accidents of
-binary floats: 0.29 * 100 means 29.
+Functions of one layer, a maskable tensor, take flat arrays [n] in row-major order. Directions, d, are the sign of what
+the global model last did at a position: -1, 0 or 1; a zero agrees with nothing and contradicts nothing. Values are
+finite. Among equals the lower flat index is kept or revived, the higher one dropped. Shares of a count are rounded down
+after adding 1e-9, which removes accidents of binary floats: 0.29 * 100 means 29.
 
 Sources: FedSGC, arXiv:2405.01189; FedDST, Bibikar et al., AAAI 2022; RigL, Evci et al., ICML 2020; PruneFL, Jiang et
 al., 2022; GraSP, Wang et al., ICLR 2020.

@@ -6,15 +6,12 @@
     agree     signs who is left and who has vanished, once in a round
     unmask    tells shares, of each peer of one kind alone, where most of the round have signed the same
 
-The device trusts what the coordinator tells it as far as ``docs/privacy.md`` says. It refuses: keys that are not signed
-by the identity that it knows; one device under two names; a threshold that lets a coordinator ask for both kinds of
-shares; a cell of which too few are left, or whose devices were told different things; to answer twice, in any other way
-than before. Of two stories of who is left at most one has the signatures of more than (n + c) / 2 of n devices, since
-the c that collude alone sign two (the consistency check of Bonawitz et al., section 7.2). That holds among devices that
-were told of one cohort and one c: all who are left state, signed, of which they were told.
-
-Shares are sealed together with what their writer was told, its cell, the cohort and c: who keeps them tells none where
-the coordinator speaks of others.
+The device trusts the coordinator as far as ``docs/privacy.md`` says. It refuses keys that are not signed by the
+identity that it knows; one device under two names; a threshold that lets a coordinator ask for both kinds of shares; a
+cell of too few, or whose devices were told different things; and to answer twice in different ways. Of two stories of
+who is left at most one has the signatures of more than (n + c) / 2 of n devices, since the c that collude sign two
+(Bonawitz et al., section 7.2). That holds among devices told of one cohort and one c, which all who are left state,
+signed. Shares are sealed together with what their writer was told.
 """
 
 from __future__ import annotations
