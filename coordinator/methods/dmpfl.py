@@ -29,7 +29,6 @@ from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Array, Manifest, Tensors
 from sparrow.protocol.masks import Mask
 from sparrow.protocol.messages import Kind
-from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 
 from ..errors import BadContent, WrongState
@@ -43,10 +42,9 @@ from . import (
     Schedule,
     Situation,
     Work,
-    own_settings,
     refuse_mask,
 )
-from .sparse import Interval, check_counts, weights_per_layer
+from .sparse import Interval, check_counts, density_of, weights_per_layer
 
 USUAL_INTERVAL = 10
 """Rounds of the stage masks between those that replace weights: the paper's, of 300."""
@@ -87,6 +85,11 @@ class Stage:
     last: int
     before: int
 
+    @property
+    def length(self) -> int:
+        """Rounds in all."""
+        return self.last - self.first + 1
+
 
 def stages(rounds: int, iterations: int) -> list[Stage]:
     """Return the stages of ``rounds`` rounds, in order."""
@@ -122,11 +125,6 @@ class VotingSums(ElementSums):
             self.votes[name] += flags.reshape(-1)
 
 
-def smallest_budget(settings: FederationSettings) -> float:
-    """Return the density, which is one for all."""
-    return own_settings(settings, DMPFLSettings).density
-
-
 def stage_of(situation: Situation) -> Stage:
     """Return the stage that a round belongs to."""
     found = stages(situation.settings.rounds, situation.own(DMPFLSettings).iterations)
@@ -154,16 +152,12 @@ def _check_replaces(situation: Situation) -> None:
         return
     rounds = (work(replace(situation, round=number)) for number in range(1, settings.rounds + 1))
     if not any(each.plan.get("replace") for each in rounds):
-        longest = max(_length(each) for each in stages(settings.rounds, rules.iterations) if each.name == "masks")
+        longest = max(each.length for each in stages(settings.rounds, rules.iterations) if each.name == "masks")
         raise BadContent(
             f"method_settings.adjust_interval: weights are replaced every {rules.adjust_interval} rounds of the stage "
             f"masks, which has {longest}: never. Give an adjust_interval of {longest - 1 or 1} or less, fewer "
             f"iterations, more rounds, or adjust_interval 0, if the first masks are to stay"
         )
-
-
-def _length(stage: Stage) -> int:
-    return stage.last - stage.first + 1
 
 
 def _counts(situation: Situation) -> dict[str, int]:
@@ -181,12 +175,12 @@ def work(situation: Situation) -> Work:
     stage, rules, settings = stage_of(situation), situation.own(DMPFLSettings), situation.settings
     if stage.name == "personal":
         share = min(1.0, settings.cohort / max(1, situation.devices))
-        epochs = max(1, math.floor((stage.last - stage.first + 1) * share * settings.local_epochs + 0.5))
+        epochs = max(1, math.floor(stage.length * share * settings.local_epochs + 0.5))
         rounds = stage.last - situation.round + 1  # fewer than it has where it was reopened in its middle
         return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
     plan: dict[str, Any] = {"stage": stage.name}
     place = situation.round - stage.first + 1
-    between = interval(rules.adjust_interval, USUAL_INTERVAL, _length(stage))
+    between = interval(rules.adjust_interval, USUAL_INTERVAL, stage.length)
     if stage.name == "masks" and between and place % between == 0:
         plan["replace"] = rules.replaced * _annealed(stage.before + place, situation)
     return Work(plan=plan)
@@ -196,7 +190,7 @@ def _annealed(place: int, situation: Situation) -> float:
     rules, rounds = situation.own(DMPFLSettings), situation.settings.rounds
     if rules.anneal == "none":
         return 1.0
-    total = sum(each.last - each.first + 1 for each in stages(rounds, rules.iterations) if each.name == "masks")
+    total = sum(each.length for each in stages(rounds, rules.iterations) if each.name == "masks")
     return 0.5 * (1 + math.cos(math.pi * place / total))
 
 
@@ -269,7 +263,7 @@ def _shared(mean: Array, votes: Array, updates: int, count: int, rules: DMPFLSet
 
 
 DMPFL = CoordinatorMethod(
-    smallest_budget=smallest_budget,
+    smallest_budget=density_of,
     settings_type=DMPFLSettings,
     personal_models=True,
     always_sends_values=True,

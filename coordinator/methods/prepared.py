@@ -8,13 +8,12 @@ from pydantic import Field
 from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.masks import merge_in_place
-from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import weight_budget
 
 from ..errors import BadContent
 from ..sums.averages import ElementSums, OneUpdate, Sums
 from . import GlobalModel, MethodSettings, Situation, refuse_mask
-from .sparse import check_maskable
+from .sparse import check_maskable, density_of
 
 BELIEVED = "one device alone prepares the model, with nobody to compare it with"
 """The reason why no robust rule can take the mean's place."""
@@ -30,11 +29,6 @@ class PreparedSettings(MethodSettings):
     proximal_weight: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
     )
-
-
-def density_of(settings: FederationSettings) -> float:
-    """Return the share of the maskable weights that exist, at most: the smallest budget of a round."""
-    return float(settings.method_settings["density"])
 
 
 def start_whole(tensors: Tensors, situation: Situation) -> GlobalModel:

@@ -129,6 +129,11 @@ def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) 
         )
 
 
+def density_of(settings: FederationSettings) -> float:
+    """Return the share of the maskable weights that exist, at most: the smallest budget of a round."""
+    return float(settings.method_settings["density"])
+
+
 def check_maskable(manifest: Manifest) -> None:
     """Raise BadContent for a model of which nothing can be sparse."""
     if not manifest.maskable:
@@ -165,9 +170,6 @@ def replacing_method(
 ) -> CoordinatorMethod:
     """Return a method of one sparse model, K_l weights in layer l, in which devices replace weights now and then."""
 
-    def smallest_budget(settings: FederationSettings) -> float:
-        return own_settings(settings, settings_type).density
-
     def start(tensors: Tensors, situation: Situation) -> GlobalModel:
         rules = situation.own(settings_type)
         counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
@@ -189,7 +191,7 @@ def replacing_method(
         return None
 
     return CoordinatorMethod(
-        smallest_budget=smallest_budget,
+        smallest_budget=density_of,
         settings_type=settings_type,
         start=start,
         schedule=Schedule(work=work),

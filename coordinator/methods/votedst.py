@@ -34,7 +34,7 @@ from sparrow.protocol.sparsity import Election, draw_candidates, elect, election
 from ..errors import BadContent
 from ..sums.averages import ElementSums
 from . import Aggregation, CoordinatorMethod, GlobalModel, Schedule, Situation, UpdatePart, Work, own_settings
-from .sparse import OneSparseModelSettings, check_maskable, counts_of, rounds_between, sparse_model
+from .sparse import OneSparseModelSettings, check_maskable, counts_of, density_of, rounds_between, sparse_model
 
 VOTED = "votes decide which weights exist, and no rule bounds what one device's votes change"
 
@@ -60,11 +60,6 @@ class VoteSums(ElementSums):
     def fold_votes_in_place(self, votes: Signs, num_examples: int) -> None:
         """Add the votes of one update, int8 [candidates]."""
         self.tally += np.multiply(votes, float(num_examples), dtype=np.float64)
-
-
-def smallest_budget(settings: FederationSettings) -> float:
-    """Return the share of the maskable weights that exist."""
-    return own_settings(settings, VoteDSTSettings).density
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
@@ -151,7 +146,7 @@ def why_not_secure(settings: FederationSettings) -> str | None:
 
 
 VOTEDST = CoordinatorMethod(
-    smallest_budget=smallest_budget,
+    smallest_budget=density_of,
     settings_type=VoteDSTSettings,
     start=start,
     schedule=Schedule(work=work),

@@ -22,7 +22,7 @@ from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.messages import FederationInfo
 from sparrow.protocol.publication import Terms, check_terms, check_weights, differs
-from sparrow.protocol.ranges import OPERATORS, Ranges, binding, faults, least_cohort, least_steps, shown
+from sparrow.protocol.ranges import OPERATORS, Ranges, binding, faults, least_of, shown
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import (
     BadPublication,
@@ -224,7 +224,7 @@ class Trust:
 
     def check_steps(self, steps: int) -> None:
         """Raise BadPublication for fewer local steps than the publisher or the owner allows."""
-        least = max(least_steps(ranges) for ranges in self._ranges())
+        least = max(least_of(ranges, "local_steps") for ranges in self._ranges())
         if steps < least:
             raise BadPublication(
                 f"a round would take {steps} local steps on this device's data, and at least {least} are allowed; give "
@@ -233,7 +233,7 @@ class Trust:
 
     def check_cohort(self, devices: int) -> None:
         """Raise BadPublication for a secure round of fewer devices than the publisher or the owner allows."""
-        least = max(least_cohort(ranges) for ranges in self._ranges())
+        least = max(least_of(ranges, "cohort") for ranges in self._ranges())
         if devices < least:
             raise BadPublication(f"the secure round has {devices} devices, and at least {least} are allowed")
 

@@ -155,9 +155,9 @@ class Trained:
     steps: int
     flops: int
     train_loss: float
-    validation: Evaluation | None
-    stop_loss: float | None
-    stopped: bool
+    validation: Evaluation | None = None
+    stop_loss: float | None = None
+    stopped: bool = False
     personal_validation: Evaluation | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
 

@@ -69,9 +69,6 @@ def prepare(job: Job) -> Trained:
         steps=0,
         flops=PASSES * training_flops(job.manifest, scored.samples),
         train_loss=scored.loss,
-        validation=None,
-        stop_loss=None,
-        stopped=False,
         counts={"prepare_pruned": mask.size - mask.count},
     )
 

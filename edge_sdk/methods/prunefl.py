@@ -94,9 +94,6 @@ def prepare(job: Job) -> Trained:
         steps=steps,
         flops=flops,
         train_loss=result.train_loss,
-        validation=None,
-        stop_loss=None,
-        stopped=False,
         counts={"prepare_rounds": number, "prepare_pruned": mask.size - mask.count},
     )
 

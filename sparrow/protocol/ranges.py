@@ -83,7 +83,8 @@ class Range(BaseModel):
     def holds(self, value: Value) -> bool:
         """Return whether a value lies in the range. An unset value lies in no range with bounds."""
         if self.only is not None:
-            return any(_same(value, each) for each in self.only)
+            # A truth value is no number.
+            return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.only)
         if value is None or isinstance(value, str | bool):
             return False
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
@@ -105,11 +106,6 @@ class Range(BaseModel):
 
 
 Ranges = Mapping[str, Range]
-
-
-def _same(one: Value, other: Value) -> bool:
-    """Return whether two values are the same setting; a truth value is no number."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def shown(value: Value) -> str:
@@ -143,15 +139,9 @@ def _within(name: str, allowed: Range, has: Mapping[str, Value]) -> bool:
     return allowed.holds(has.get(name))
 
 
-def least_steps(ranges: Ranges) -> int:
-    """Return the fewest local steps of a round that ranges allow."""
-    allowed = ranges.get("local_steps")
-    return 0 if allowed is None or allowed.least is None else int(allowed.least)
-
-
-def least_cohort(ranges: Ranges) -> int:
-    """Return the smallest cohort that ranges allow."""
-    allowed = ranges.get("cohort")
+def least_of(ranges: Ranges, name: str) -> int:
+    """Return the least whole number that ranges allow of a setting, ``local_steps`` or ``cohort``."""
+    allowed = ranges.get(name)
     return 0 if allowed is None or allowed.least is None else int(allowed.least)
 
 

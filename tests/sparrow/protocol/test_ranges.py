@@ -12,8 +12,7 @@ from sparrow.protocol.ranges import (
     binding,
     default_ranges,
     faults,
-    least_cohort,
-    least_steps,
+    least_of,
     read_ranges,
 )
 from sparrow.protocol.settings import FederationSettings
@@ -119,7 +118,7 @@ def test_a_secure_federation_may_not_become_a_plain_one():
 
 
 def test_the_least_steps_and_cohort_are_those_of_the_ranges():
-    assert (least_steps({}), least_cohort({})) == (0, 0)
+    assert (least_of({}, "local_steps"), least_of({}, "cohort")) == (0, 0)
     ranges = read_ranges(["local_steps>=5", "cohort>=10"])
-    assert (least_steps(ranges), least_cohort(ranges)) == (5, 10)
+    assert (least_of(ranges, "local_steps"), least_of(ranges, "cohort")) == (5, 10)
     assert faults(ranges, settings()) == []
