@@ -43,7 +43,8 @@ from sparrow.protocol import checkpoint, tls
 from sparrow.protocol.auto import chosen
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import MissingPart, ProtocolError
-from sparrow.protocol.manifest import Digest, GraphName, Manifest, Name, Tensors, initial_values
+from sparrow.protocol.fields import Digest, Name
+from sparrow.protocol.manifest import GraphName, Manifest, Tensors, initial_values
 from sparrow.protocol.messages import CompareFederation, CreateFederation, FederationInfo
 from sparrow.protocol.preparation import Targets
 from sparrow.protocol.publication import Terms, digests_of

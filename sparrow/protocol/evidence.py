@@ -24,7 +24,9 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from .fields import Record
 
 GLOBAL = "global"
 CANDIDATES = ("personal", "mixture", "finished", "alone")
@@ -49,11 +51,9 @@ _PAIRS = np.triu_indices(_COUNT)
 MOMENTS = _COUNT * (_COUNT + 1) // 2
 
 
-class Evidence(BaseModel):
+class Evidence(Record):
     """A device's measurements. gains: of each candidate, means over ``parts``. within: covariances of a part's gains,
     the upper triangle row by row."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parts: int = Field(ge=2, le=2**20)
     gains: tuple[Gain, ...] = Field(min_length=_COUNT, max_length=_COUNT)

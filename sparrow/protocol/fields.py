@@ -43,10 +43,18 @@ LONGEST_LINK = 1000
 """Characters after a link's scheme; a QR code can have twice as many, and a phone could not read it."""
 
 
-class Request(BaseModel):
-    """Base of requests and settings: unknown fields, and text that cannot be stored, are refused."""
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class Record(BaseModel):
+    """Base of descriptions: unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Request(Record):
+    """Base of requests and settings: unknown fields, and text that cannot be stored, are refused."""
 
     @model_validator(mode="after")
     def _storable(self) -> Request:

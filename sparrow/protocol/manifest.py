@@ -27,10 +27,11 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from .blocks import BlockTable, BudgetPer, Groups
 from .errors import ManifestError
+from .fields import Digest, Name, Record, Size
 from .preparation import Preparation, Targets
 
 Array = NDArray[np.generic]
@@ -67,44 +68,36 @@ MOST_METRICS = 8
 
 MetricName = Annotated[str, Field(min_length=1, max_length=64)]
 
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
-Size = Annotated[int, Field(ge=1, le=2**31)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class NeuronGroup(_Record):
+class NeuronGroup(Record):
     """An index set of ``size`` neurons of one hidden layer, or of several whose outputs are added."""
 
     name: Name
     size: Size
 
 
-class Segment(_Record):
+class Segment(Record):
     """The neurons of ``group`` in order, each owning ``repeat`` consecutive entries of an axis."""
 
     group: Name
     repeat: Size = 1
 
 
-class Constant(_Record):
+class Constant(Record):
     """Every value begins as ``value``."""
 
     kind: Literal["constant"] = "constant"
     value: float
 
 
-class Uniform(_Record):
+class Uniform(Record):
     """Values begin uniform in [-bound, bound), drawn by ``initial_values``."""
 
     kind: Literal["uniform"] = "uniform"
     bound: float = Field(ge=0, allow_inf_nan=False)
 
 
-class Data(_Record):
+class Data(Record):
     """Values begin as published beside the manifest."""
 
     kind: Literal["data"] = "data"
@@ -113,7 +106,7 @@ class Data(_Record):
 Recipe = Annotated[Constant | Uniform | Data, Field(discriminator="kind")]
 
 
-class TensorSpec(_Record):
+class TensorSpec(Record):
     """One entry of the model's state dict.
 
     policy: ``shared`` values cross the wire and are averaged. ``personal`` ones stay on the device: local running
@@ -166,7 +159,7 @@ COUNTED = MULTIPLYING | {
 InputError = Literal["none", "active", "all"]
 
 
-class Layer(_Record):
+class Layer(Record):
     """A layer with weights.
 
     positions: output positions per sample; one sample costs 2 * positions * active weights FLOPs forward. input_error:
@@ -182,7 +175,7 @@ class Layer(_Record):
     input_error: InputError = "all"
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
     Shapes leave the batch out. ``*_sha256`` name the files published beside it: graphs (step and evaluation both or
@@ -201,10 +194,10 @@ class Manifest(_Record):
     tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=100_000)
     groups: tuple[NeuronGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
-    blocks: dict[Name, tuple[Size, ...]] = {}
+    blocks: dict[Name, tuple[Size, ...]] = Field(default={})
     coupling: bool = True
     outputs: tuple[TensorSpec, ...] | None = None
-    aliases: dict[Name, Name] = {}
+    aliases: dict[Name, Name] = Field(default={})
     skeleton_sha256: Digest | None = None
     step_sha256: Digest | None = None
     evaluation_sha256: Digest | None = None

@@ -12,15 +12,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from .fields import Name, Record, Size
 
 MOST_COLUMNS = 10_000
 MOST_CATEGORIES = 1_000
 """Of one column."""
 MOST_CLASSES = 10_000
-
-Text = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
-Size = Annotated[int, Field(ge=1, le=2**31)]
 
 RawType = Literal["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"]
 """Types that raw samples may have."""
@@ -37,15 +36,11 @@ UNKNOWN = -1
 """Index of a category that the preparation does not name; it becomes zeros."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Column(_Record):
+class Column(Record):
     """A column of a table. A raw row holds its number, or the index of its category, -1 for an unknown one."""
 
-    name: Text
-    categories: tuple[Text, ...] = Field(default=(), max_length=MOST_CATEGORIES)
+    name: Name
+    categories: tuple[Name, ...] = Field(default=(), max_length=MOST_CATEGORIES)
 
     @model_validator(mode="after")
     def _check(self) -> Column:
@@ -54,7 +49,7 @@ class Column(_Record):
         return self
 
 
-class Preparation(_Record):
+class Preparation(Record):
     """Description of a preparation.
 
     reader: how files become raw samples. dtype, shape: of one raw sample; axes in ``free`` may be shorter. rate:
@@ -71,10 +66,10 @@ class Preparation(_Record):
     free: tuple[Annotated[int, Field(ge=0, le=6)], ...] = Field(default=(), max_length=7)
     rate: float | None = Field(default=None, gt=0, le=1e6)
     step: float | None = Field(default=None, gt=0, le=86_400)
-    steps: tuple[Text, ...] = Field(default=(), max_length=32)
+    steps: tuple[Name, ...] = Field(default=(), max_length=32)
     axes: str = Field(default="", max_length=7, pattern=r"^[A-Z]*$")
     columns: tuple[Column, ...] = Field(default=(), max_length=MOST_COLUMNS)
-    channels: tuple[Text, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    channels: tuple[Name, ...] = Field(default=(), max_length=MOST_COLUMNS)
     mean: tuple[float, ...] = Field(default=(), max_length=MOST_COLUMNS)
     deviation: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=MOST_COLUMNS)
     channel: int = Field(default=0, ge=0, le=6)
@@ -100,7 +95,7 @@ class Preparation(_Record):
         return self
 
 
-class Targets(_Record):
+class Targets(Record):
     """The meaning of a model's outputs.
 
     column: of labels. names: of the classes, in the order of the outputs. spare: outputs behind those, for names that
@@ -109,8 +104,8 @@ class Targets(_Record):
     """
 
     kind: Literal["classes", "numbers"] = "classes"
-    column: Text | None = None
-    names: tuple[Text, ...] = Field(default=(), max_length=MOST_CLASSES)
+    column: Name | None = None
+    names: tuple[Name, ...] = Field(default=(), max_length=MOST_CLASSES)
     spare: int = Field(default=0, ge=0, le=1_000)
     mean: float = 0.0
     deviation: float = Field(default=1.0, gt=0)

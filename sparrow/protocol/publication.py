@@ -12,26 +12,24 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from .fields import FederationName
-from .manifest import Array, Digest, GraphName, Manifest, Name, Tensors, TensorSpec
+from .fields import Digest, FederationName, Name, Record
+from .manifest import Array, GraphName, Manifest, Tensors, TensorSpec
 from .ranges import Range
 from .signatures import BadPublication, Publication
 
 
-class Terms(BaseModel):
+class Terms(Record):
     """The content of a publication. edition: counts the versions of the model under this name. manifest, graphs,
     weights: SHA-256 of what is published. settings: the allowed ranges."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
     federation: FederationName
     edition: int = Field(default=1, ge=1, le=2**31)
     task: Name
     manifest: Digest
-    graphs: dict[GraphName, Digest] = {}
+    graphs: dict[GraphName, Digest] = Field(default={})
     weights: dict[Name, Digest] = Field(default_factory=dict, max_length=100_000)
     settings: dict[str, Range] = Field(default_factory=dict, max_length=200)
 

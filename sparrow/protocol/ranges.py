@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from .errors import ProtocolError
+from .fields import Record
 from .settings import FederationSettings
 
 Value = bool | int | float | str | None
@@ -62,10 +63,8 @@ OWN = "method_settings."
 _RANGE = re.compile(r"^\s*([A-Za-z_.][A-Za-z0-9_.]*)\s*(>=|<=|=)\s*(\S.*?)\s*$")
 
 
-class Range(BaseModel):
+class Range(Record):
     """Allowed values of one setting: from ``least`` to ``most``, or one of ``only``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     least: float | None = None
     most: float | None = None

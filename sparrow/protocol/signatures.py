@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .errors import MissingPart, ProtocolError
 from .failures import Failure
-from .manifest import Digest
+from .fields import Digest
 
 MAX_STATEMENT = 4 * 2**20
 """Largest statement, in bytes: digests of some 40,000 tensors."""

@@ -20,7 +20,9 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from .fields import Record
 
 ADJUSTS = "adjusts_logits"
 """What an assignment's plan says, once it is decided: whether outputs are adjusted by class frequencies."""
@@ -29,10 +31,8 @@ VECTORS = 8
 FEWEST_DEVICES = 2
 
 
-class LabelSketch(BaseModel):
+class LabelSketch(Record):
     """The numbers that a device tells of its labels. sketch: r_k; samples: n_k."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sketch: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(min_length=VECTORS, max_length=VECTORS)
     samples: int = Field(ge=2, le=2**40)
