@@ -24,10 +24,10 @@ from .prepared import (
     PreparedSettings,
     check_prepared,
     close_prepared,
-    density_of,
     start_whole,
     sums_of_prepared,
 )
+from .sparse import density_of
 
 
 class GraSPSettings(PreparedSettings):

@@ -43,7 +43,7 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
     if situation.round <= rounds - averaged:
         return GlobalModel(tensors, model.mask)
     before = int(model.own[COUNT][0]) if COUNT in model.own else 0
-    mean = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+    mean: dict[str, Any] = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
     for name, tensor in mean.items() if before else ():
         kept = np.asarray(model.own[MEAN + name], np.float32)
         mean[name] = kept + (tensor - kept) / np.float32(before + 1)

@@ -37,11 +37,10 @@ from .prepared import (
     PreparedSettings,
     check_prepared,
     close_prepared,
-    density_of,
     start_whole,
     sums_of_prepared,
 )
-from .sparse import Interval
+from .sparse import Interval, density_of
 
 
 class PruneFLSettings(PreparedSettings):
