@@ -87,7 +87,7 @@ def chosen_for(client, model, **settings):
     return info.method, info.settings.logit_adjustment, info.settings.finetune_epochs
 
 
-AUTO = {"method": "auto", "compiled": False}
+AUTO = {"method": "auto", "options": PublishOptions(compiled=False)}
 
 
 def with_neurons():
