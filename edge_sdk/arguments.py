@@ -51,6 +51,11 @@ def read_setting(text: str) -> tuple[str, str]:
     return key.strip().replace("-", "_"), value.strip()
 
 
+def add_pairs(parser: argparse._ActionsContainer, option: str, meaning: str) -> None:
+    """Add an option whose pairs KEY=VALUE are collected."""
+    parser.add_argument(option, type=read_setting, action="append", default=[], metavar="KEY=VALUE", help=meaning)
+
+
 def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:
     """Add the argument FEDERATION. optional: what is meant by it where it may be left out."""
     parser.add_argument(

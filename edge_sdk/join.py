@@ -50,7 +50,7 @@ from sparrow.protocol.messages import Assignment, FederationInfo
 from sparrow.protocol.signatures import is_fingerprint
 
 from . import arguments as read
-from .arguments import check_federation_name, check_ranges, read_setting
+from .arguments import check_federation_name, check_ranges
 from .budget.preparation import Preparation, check_budget
 from .budget.search import read_learned
 from .device.connection import connect, token_of
@@ -521,14 +521,7 @@ def _options(parser: Parser) -> None:
         metavar="FILE",
         help="when this device may work: a TOML file, none, or auto: as suits its kind (default: %(default)s)",
     )
-    parser.add_argument(
-        "--limit",
-        type=read_setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a limit of the policy, such as hours=22:00-07:00; may be repeated",
-    )
+    read.add_pairs(parser, "--limit", "a limit of the policy, such as hours=22:00-07:00; may be repeated")
     add_help_settings(parser, Policy, "the limits of a policy")
     parser.add_argument("--export", type=Path, help="write the personal model here, as the smallest ONNX file")
     parser.add_argument(

@@ -34,7 +34,7 @@ from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.settings import FederationSettings
 
 from . import arguments as read
-from .arguments import MIB, read_setting
+from .arguments import MIB
 from .budget.prediction import Memory, Prediction, Predictor, held, rehearse_torch, room
 from .budget.search import Choice, Limits, choose
 from .device.opening import add_compute, choose_compute, choose_engine
@@ -370,14 +370,7 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1)")
     add_compute(parser)
-    parser.add_argument(
-        "--set",
-        type=read_setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="other settings: optimizer=adam",
-    )
+    read.add_pairs(parser, "--set", "other settings: optimizer=adam")
     add_method_set(parser)
     add_help_settings(parser, FederationSettings, "all settings")
     add_json(parser, ": bytes, seconds, FLOPs")

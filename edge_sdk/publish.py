@@ -53,7 +53,7 @@ from sparrow.protocol.settings import AUTO, FederationSettings
 from sparrow.protocol.signatures import Publication, fingerprint
 
 from . import arguments as read
-from .arguments import add_federation, check_federation_name, check_ranges, read_setting
+from .arguments import add_federation, check_federation_name, check_ranges
 from .device.connection import connect, token_of
 from .device.label_prior import LabelPrior
 from .device.transport import Transport
@@ -444,14 +444,8 @@ def load_to_publish(
 
 def add_method_set(parser: argparse._ActionsContainer) -> None:
     """Add the option ``--method-set``, whose pairs are the setting ``method_settings``."""
-    parser.add_argument(
-        "--method-set",
-        type=read_setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting that only the method knows, such as proximal_weight=0.1; may be given again",
-    )
+    meaning = "a setting that only the method knows, such as proximal_weight=0.1; may be given again"
+    read.add_pairs(parser, "--method-set", meaning)
 
 
 def read_settings(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from edge_sdk.arguments import read_setting
+from edge_sdk.arguments import add_pairs
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.engines import EngineChoice
 from edge_sdk.tasks.compute import ACCELERATORS, PROCESSOR
@@ -170,9 +170,7 @@ def _options(parser: Parser) -> None:
     own.add_argument("--rounds", type=int, help="rounds of every method (default: that of sparrow publish)")
     own.add_argument("--seeds", type=int, default=3, help="number of repetitions (default: %(default)s)")
     own.add_argument("--partition", metavar="RULE", help="distribution of one file: dirichlet,alpha=0.3, ...")
-    own.add_argument(
-        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of every method"
-    )
+    add_pairs(own, "--set", "a setting of every method")
     own.set_defaults(scale=None, only=None, seed=None)
     _add_work(own)
     add_run(commands.add_parser("run", help="run every trial"))

@@ -23,7 +23,6 @@ from typing import Any
 __all__ = ["SimulationOptions", "simulate"]
 
 from edge_sdk import arguments as read
-from edge_sdk.arguments import read_setting
 from edge_sdk.device.connection import token_of
 from edge_sdk.device.local_noise import LocalNoise
 from edge_sdk.device.opening import add_compute, choose_compute
@@ -321,9 +320,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
     parser.add_argument("--task", help="create the federation for this task, unless it is there already")
-    parser.add_argument(
-        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
-    )
+    read.add_pairs(parser, "--set", "its settings, with --task")
     add_method_set(parser)
     add_help_settings(parser, FederationSettings, "all settings")
     parser.add_argument("--data", help="their data, with {index}, {of} or {name} in it")
