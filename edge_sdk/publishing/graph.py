@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -30,39 +28,6 @@ class Traced:
     inputs: Mapping[fx.Node, str | None]
     output: fx.Node
     shape: tuple[int, ...]
-
-
-class Call:
-    """One node of the graph that calls an operator.
-
-    name: the operator's, as ``linear`` of ``aten.linear.default``.
-    """
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-        self.name = operation(node)
-
-    @cached_property
-    def given(self) -> dict[str, Any]:
-        """The operator's arguments by their names, those that are left out as it has them."""
-        schema = getattr(self.node.target, "_schema", None)
-        if schema is None:
-            return {str(place): argument for place, argument in enumerate(self.node.args)}
-        named = {argument.name: argument.default_value for argument in schema.arguments}
-        return {**named, **dict(zip(named, self.node.args, strict=False)), **self.node.kwargs}
-
-    def at(self, place: int) -> Any:
-        """Return the argument that stands here in the operator's list."""
-        return list(self.given.values())[place]
-
-    @property
-    def result(self) -> Any:
-        """A stand-in for what it gives: a tensor, or several."""
-        return self.node.meta.get("val")
-
-    def dim(self, rank: int) -> int:
-        """Return the axis that it is given, counted from the front."""
-        return int(self.given["dim"]) % rank
 
 
 @contextmanager

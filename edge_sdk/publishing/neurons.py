@@ -37,7 +37,8 @@ Axes = tuple[Axis, ...]
 class Neurons:
     """The sets, numbered in the order in which they were met; what several become bears the name of the first.
 
-    ``doing``: what is being looked at, as it is told of sets that become complete (``why``).
+    ``doing``: what is being looked at, as it is told of sets that become complete (``why``). ``lost``: whether neurons
+    are complete because an operator mixes them, or is not known.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Neurons:
         self._become: list[Axis | None] = [None]
         self._why: dict[int, str] = {}
         self.doing = ""
+        self.lost = False
 
     def add(self, name: str, size: int) -> Axis:
         """Return a new set of ``size`` neurons, as the axis along which they lie; an only neuron is always active."""
@@ -100,6 +102,12 @@ class Neurons:
                     self.complete(self._expand(run.set))
         return ()
 
+    def lose(self, axes: Iterable[Axis]) -> None:
+        """Complete neurons for want of a rule that follows them."""
+        known = [resolved for axis in axes if (resolved := self.resolve(axis))]
+        self.lost |= bool(known)
+        self.complete(*known)
+
     def why(self, axis: Axis) -> str:
         """Return what was being done when a set of the axis became complete; empty where none has."""
         waiting = list(axis)
@@ -109,6 +117,12 @@ class Neurons:
                 return self._why[run.set]
             waiting += self._become[run.set] or ()
         return ""
+
+    def join(self, first: Axis | None, second: Axis | None) -> Axis | None:
+        """Unite two axes, of which None is one where anything may lie; returns them."""
+        if first is None or second is None:
+            return second if first is None else first
+        return self.unite(first, second)
 
     def unite(self, first: Axis, second: Axis) -> Axis:
         """Say that both axes, of one length, have the same neurons; returns them."""

@@ -22,12 +22,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from sparrow.protocol.manifest import Layer, Manifest, TensorSpec
+from sparrow.protocol.manifest import Layer, Manifest
 
 from . import RunningStatistics
-from .coupling import PARAMETER, names_of, refuse_types, spec_of
 from .graph import UnsupportedLayer
+from .layers import PARAMETER, channels_of
 from .modes import frozen_names
+from .specs import names_of, refuse_types, specs_of
 
 
 def describe_whole(
@@ -63,43 +64,41 @@ def describe_whole(
         raise UnsupportedLayer(
             f"the model answers {len(example)} samples with {found}; let forward return one tensor, batch first"
         )
+    specs = specs_of(
+        model,
+        aliases,
+        statistics=_statistics(model, frozen),
+        running_statistics=running_statistics,
+        frozen=frozen,
+        read=watch.read,
+        found={},
+    )
     return Manifest(
         task=task,
         input_shape=tuple(example.shape[1:]),
         output_shape=tuple(output.shape[1:]),
-        tensors=tuple(_specs(model, aliases, running_statistics, frozen, watch.read)),
+        tensors=tuple(specs),
         layers=tuple(watch.layers()),
         coupling=False,
         aliases=aliases,
     )
 
 
-def _specs(
-    model: nn.Module,
-    aliases: Mapping[str, str],
-    running_statistics: str,
-    frozen: Collection[str],
-    read: Collection[str],
-) -> Iterator[TensorSpec]:
-    parameters = dict(model.named_parameters())
-    for name, tensor in model.state_dict().items():
-        if name in aliases:
-            continue
-        policy = "personal"
-        if name.rpartition(".")[2] == "num_batches_tracked":
-            policy = "dropped"
-        elif name in frozen:
-            policy = "frozen" if name in read or name not in parameters else "dropped"
-        elif name in parameters:
-            policy = "shared"
-        elif tensor.dtype == torch.float32 and tensor.dim():
-            policy = running_statistics
-            if not torch.isfinite(tensor).all():
-                raise UnsupportedLayer(
-                    f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
-                    f"persistent=False"
-                )
-        yield spec_of(name, tensor, policy, parameters.get(name))
+def _statistics(model: nn.Module, frozen: Collection[str]) -> set[str]:
+    """Return the buffers that can be averaged, by name. Raises UnsupportedLayer for infinite entries in them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {
+        name
+        for name, tensor in model.state_dict().items()
+        if name not in parameters and tensor.dtype == torch.float32 and tensor.dim()
+    }
+    for name in sorted(found - set(frozen)):
+        if not torch.isfinite(model.state_dict()[name]).all():
+            raise UnsupportedLayer(
+                f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
+                f"persistent=False"
+            )
+    return found
 
 
 _LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
@@ -168,17 +167,12 @@ class _Watch(TorchFunctionMode):
 
 def _positions(module: Any, inputs: Any, output: Any) -> int:
     """At how many positions a layer has multiplied its weights, those of all samples together."""
-    given = next((each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), torch.empty(0))
-    made: torch.Tensor = next(each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-    channels: int = next(module.parameters(recurse=False)).shape[0]
+    counted, channels = output, channels_of(module, next(module.parameters(recurse=False)))
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        made, channels = given, module.input_size
+        counted, channels = inputs, module.input_size
     elif isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        made, channels = given, module.in_channels
-    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        counted, channels = inputs, module.in_channels
+    elif isinstance(module, nn.EmbeddingBag):
         channels = module.embedding_dim
-    elif isinstance(module, nn.MultiheadAttention):
-        channels = module.embed_dim
-    elif isinstance(module, nn.LayerNorm):
-        channels = math.prod(module.normalized_shape)
-    return made.numel() // channels
+    tensor = next((each for each in tree_leaves(counted) if isinstance(each, torch.Tensor)), torch.empty(0))
+    return tensor.numel() // channels

@@ -1,0 +1,363 @@
+"""Where neurons lie after operators without weights: of every entry, along axes, of parts, and reshapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .neurons import Axis, Run
+from .operations import Operation, Rule, Value
+
+Lies = tuple[Axis | None, ...]
+
+
+def unknown(op: Operation) -> Any:
+    """Whatever it does, it does with complete neurons."""
+    op.neurons.lose(axis for value in op.values for axis in value.known)
+    if not op.several:
+        return ((),) * len(op.shape)
+    if not isinstance(op.result, (tuple, list)):
+        return None
+    return [op.value(each.shape, ((),) * each.dim()) if isinstance(each, torch.Tensor) else None for each in op.result]
+
+
+# --- every entry by itself, and along axes ----------------------------------------------------------------------------
+
+
+def unchanged(op: Operation) -> Lies:
+    """Return the axes of the first input."""
+    return op.values[0].axes
+
+
+def pointwise(op: Operation) -> Lies:
+    """Broadcast the inputs."""
+    return broadcast(op, op.values)
+
+
+def broadcast(op: Operation, values: Sequence[Value]) -> Lies:
+    """Return the axes of values that meet: an axis of length 1 takes the neurons of the other side, axes of one length
+    are united."""
+    shape = op.shape
+    result: list[Axis | None] = [None] * len(shape)
+    for value in values:
+        offset = len(shape) - len(value.shape)
+        for place, (axis, length) in enumerate(zip(value.axes, value.shape, strict=True), start=offset):
+            if length == shape[place] and axis is not None:
+                known = result[place]
+                result[place] = axis if known is None or length == 1 else op.neurons.join(known, axis)
+    flows = not all(value.fixed for value in values)
+    return tuple(() if axis is None and flows else axis for axis in result)
+
+
+def pool(op: Operation) -> Any:
+    """Pool: the last one to three axes are mixed; neurons that lie there can only be complete."""
+    value = op.values[0]
+    rank = len(value.shape)
+    mixed = min(next((int(each) for each in op.name if each.isdigit()), rank - 2), rank)
+    op.neurons.complete(*value.known[rank - mixed :])
+    axes = (*value.axes[: rank - mixed], *((),) * mixed)
+    return [op.value(op.result[0].shape, axes)] * 2 if op.several else axes
+
+
+def pad(op: Operation) -> Lies:
+    """Complete the axes that are padded."""
+    value = op.values[0]
+    return _without(op, value, [dim for dim, length in enumerate(op.shape) if length != value.shape[dim]])
+
+
+def reduce(op: Operation) -> Lies:
+    """Sum or average, over axes that become complete."""
+    value = op.values[0]
+    dims, rank = op.given.get("dim"), len(value.shape)
+    gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    # A mean that keeps its axis is what norms by hand divide by, which see their neurons as layer norm does.
+    if len(op.shape) != rank or not op.name.startswith(("mean", "var")):
+        op.neurons.complete(*(value.known[dim] for dim in gone))
+    if len(op.shape) == rank:
+        return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
+    return tuple(axis for dim, axis in enumerate(value.axes) if dim not in gone)
+
+
+def move(op: Operation) -> Lies:
+    """Move axes: the operator does to strides that stand for the axes what it does to these."""
+    axes = op.values[0].axes
+    strides = [2**place for place in range(len(axes))]
+    stand_in = torch.empty_strided([1] * len(axes), strides, device="meta")
+    others = list(op.given.values())[1:]
+    moved = op.node.target(stand_in, *others)  # type: ignore[operator]
+    return tuple(axes[strides.index(stride)] for stride in moved.stride())
+
+
+def expand(op: Operation) -> Lies:
+    """Keep the neurons along axes that are as long as before."""
+    value = op.values[0]
+    front = len(op.shape) - len(value.shape)
+    same = zip(value.axes, value.shape, op.shape[front:], strict=True)
+    return (*(value.blank,) * front, *(axis if old == new else value.blank for axis, old, new in same))
+
+
+def repeat(op: Operation) -> Lies:
+    """Repeat neurons as often as the entries."""
+    value = op.values[0]
+    front = len(op.shape) - len(value.shape)
+    lengths = zip(value.axes, value.shape, op.shape[front:], strict=True)
+    return (*(value.blank,) * front, *(axis * (new // old) if axis else axis for axis, old, new in lengths))
+
+
+def roll(op: Operation) -> Lies:
+    """Roll along axes, or all entries together."""
+    return _mixed(op, op.values[0], op.given["dims"] or range(len(op.shape)))
+
+
+def flip(op: Operation) -> Lies:
+    """Flip along axes."""
+    return _mixed(op, op.values[0], op.at(1))
+
+
+def along(op: Operation) -> Lies:
+    """Pick or add up entries along one axis."""
+    return _mixed(op, op.values[0], [op.at(1)])
+
+
+def _mixed(op: Operation, value: Value, dims: Iterable[int]) -> Lies:
+    """Return the axes of a value whose entries change places along ``dims``, for which there is no rule."""
+    gone = {dim % len(value.shape) for dim in dims}
+    op.neurons.lose(value.known[dim] for dim in gone)
+    return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
+
+
+def _without(op: Operation, value: Value, gone: Sequence[int]) -> Lies:
+    """Return the axes of a value of which those in ``gone`` become complete."""
+    op.neurons.complete(*(value.known[dim] for dim in gone))
+    return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def cat(op: Operation) -> Lies:
+    """Put neurons one after another along the joined axis, and unite the others."""
+    rank = len(op.shape)
+    parts = [part for part in map(op.state.of, op.at(0)) if part is not None and len(part.shape) == rank]
+    dim = op.dim(rank)
+    result: list[Axis | None] = [None] * rank
+    joined: Axis = ()
+    for part in parts:
+        for place, axis in enumerate(part.axes):
+            if place != dim:
+                result[place] = op.neurons.join(result[place], axis)
+        joined += op.neurons.resolve(part.axes[dim] or ()) or (Run(0, part.shape[dim]),)
+    result[dim] = op.neurons.resolve(joined)
+    return tuple(axis or () for axis in result)
+
+
+def stack(op: Operation) -> Lies:
+    """Unite all axes; the new one has no neurons."""
+    result: list[Axis | None] = [None] * (len(op.shape) - 1)
+    for part in map(op.state.of, op.at(0)):
+        for place, axis in enumerate(part.axes if part is not None else ()):
+            result[place] = op.neurons.join(result[place], axis)
+    result.insert(op.dim(len(op.shape)), ())
+    return tuple(axis or () for axis in result)
+
+
+def _part(op: Operation, value: Value, dim: int, start: int, stop: int) -> Lies:
+    """Return the axes of entries ``start`` to ``stop`` along ``dim``."""
+    axes = list(value.axes)
+    axis = axes[dim]
+    if axis:
+        _, behind = op.neurons.cut(axis, start) if start else ((), axis)
+        mine, _ = op.neurons.cut(behind, stop - start) if stop < op.neurons.length(axis) else (behind, ())
+        axes[dim] = op.neurons.resolve(mine)
+    return tuple(axes)
+
+
+def take(op: Operation) -> Lies:
+    """Take a slice of an axis; with steps it has no neurons."""
+    value = op.values[0]
+    dim = op.dim(len(value.shape))
+    start, stop, step = (op.given[name] for name in ("start", "end", "step"))
+    if op.shape == value.shape:
+        return value.axes
+    if step != 1 or not isinstance(start or 0, int) or not isinstance(stop or 0, int):
+        return _mixed(op, value, [dim])
+    start, stop, _ = slice(start, stop).indices(value.shape[dim])
+    return _part(op, value, dim, start, stop)
+
+
+def narrow(op: Operation) -> Lies:
+    """Take a slice of an axis, given its length."""
+    start = op.given["start"]
+    return _part(op, op.values[0], op.dim(len(op.shape)), start, start + op.given["length"])
+
+
+def select(op: Operation) -> Lies:
+    """Take one entry of an axis, which becomes complete."""
+    value = op.values[0]
+    dim = op.dim(len(value.shape))
+    index = op.given["index"] % value.shape[dim]
+    part = list(_part(op, value, dim, index, index + 1))
+    op.neurons.complete(part.pop(dim) or ())
+    return tuple(part)
+
+
+def unbind(op: Operation) -> list[Value]:
+    """Take all entries of an axis, which becomes complete."""
+    value = op.values[0]
+    dim = op.dim(len(value.shape))
+    op.neurons.complete(value.known[dim])
+    axes, shape = ((*each[:dim], *each[dim + 1 :]) for each in (value.axes, value.shape))
+    return [op.value(shape, axes)] * value.shape[dim]
+
+
+def split(op: Operation) -> list[Value]:
+    """Cut an axis into parts."""
+    value, parts, start = op.values[0], [], 0
+    dim = op.dim(len(value.shape))
+    for each in op.result:
+        stop = start + each.shape[dim]
+        parts.append(op.value(each.shape, _part(op, value, dim, start, stop)))
+        start = stop
+    return parts
+
+
+def gate(op: Operation) -> Lies:
+    """Unite both halves: one gates the other."""
+    value, dim = op.values[0], op.dim(len(op.shape))
+    half = op.shape[dim]
+    first, second = (_part(op, value, dim, place * half, (place + 1) * half) for place in range(2))
+    return tuple(op.neurons.join(one, other) for one, other in zip(first, second, strict=True))
+
+
+def index(op: Operation) -> Any:
+    """Pick rows by an index: the axes that are not indexed keep their neurons."""
+    value = op.of(0)
+    picked = [place for place, each in enumerate(op.at(1)) if each is not None]
+    if value is None or picked != list(range(picked[0], picked[-1] + 1)):
+        return unknown(op)
+    op.neurons.complete(*(value.known[place] for place in picked))
+    left, right = value.axes[: picked[0]], value.axes[picked[-1] + 1 :]
+    middle = len(op.shape) - len(left) - len(right)
+    return (*left, *(value.blank,) * middle, *right)
+
+
+# --- reshapes ---------------------------------------------------------------------------------------------------------
+
+
+def reshape(op: Operation) -> Lies:
+    """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
+
+    Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
+    """
+    value, new = op.values[0], op.shape
+    sources = [(length, axis) for length, axis in zip(value.shape, value.axes, strict=True) if length > 1]
+    targets = [place for place, length in enumerate(new) if length > 1]
+    result: list[Axis | None] = [value.blank] * len(new)
+    while sources and targets:
+        block, places = [sources.pop(0)], [targets.pop(0)]
+        while (have := math.prod(length for length, _ in block)) != (want := math.prod(new[p] for p in places)):
+            if have < want:
+                block.append(sources.pop(0))
+            else:
+                places.append(targets.pop(0))
+        if len(block) == len(places) == 1:
+            result[places[0]] = block[0][1]
+        elif flat := _flattened(op, block):
+            place, axis = _kept(op, flat, [new[p] for p in places])
+            result[places[place]] = axis
+    return tuple(result)
+
+
+def _flattened(op: Operation, block: list[tuple[int, Axis | None]]) -> Axis:
+    """Return the neurons along several axes flattened into one.
+
+    Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
+    """
+    owners = [place for place, (_, axis) in enumerate(block) if axis and op.neurons.resolve(axis)]
+    if len(owners) != 1:
+        return op.neurons.complete(*(axis or () for _, axis in block))
+    before = math.prod(length for length, _ in block[: owners[0]])
+    behind = math.prod(length for length, _ in block[owners[0] + 1 :])
+    runs = op.neurons.resolve(block[owners[0]][1] or ())
+    return op.neurons.resolve(tuple(Run(run.set, run.repeat * behind) for run in runs) * before)
+
+
+def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
+    """Split an axis into parts of these lengths: which of them keeps the neurons, and how they lie along it."""
+    if len(lengths) == 1:
+        return 0, flat
+    exact = next((place for place in range(len(lengths)) if _fits(op, flat, lengths, place)), None)
+    if exact is None:
+        kind = tuple(lengths)
+        op.state.splits[kind] = len(lengths)
+        exact = op.state.choices.setdefault(kind, len(lengths) - 2)
+    before, behind = math.prod(lengths[:exact]), math.prod(lengths[exact + 1 :])
+    return exact, _folded(op, flat, before, lengths[exact] * behind, behind)
+
+
+def _fits(op: Operation, flat: Axis, lengths: list[int], place: int) -> bool:
+    """Return whether the neurons lie along this part as they are."""
+    behind, size = math.prod(lengths[place + 1 :]), math.prod(lengths[place:])
+    if any(run.repeat % behind for run in flat):
+        return False
+    count, times = 0, 0
+    for run in flat:  # the runs of the first copy, of which there must be whole ones
+        if count == size:
+            break
+        count += op.neurons.length((run,))
+        times += 1
+    return count == size and flat == flat[:times] * math.prod(lengths[:place])
+
+
+def _folded(op: Operation, flat: Axis, copies: int, size: int, behind: int) -> Axis:
+    """Return the neurons of an axis of ``copies`` times ``size`` entries, alike in each copy, ``behind`` as one."""
+    mine, rest = op.neurons.cut(flat, size) if copies > 1 else (flat, ())
+    for _ in range(copies - 1):
+        if not rest:
+            break
+        other, rest = op.neurons.cut(rest, size)
+        op.neurons.unite(mine, other)
+    return op.neurons.coarsen(op.neurons.resolve(mine), behind)
+
+
+SAME = (
+    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout", "contiguous", "clone"),
+    *("detach", "alias", "to", "_to_copy", "lift_fresh_copy", "type_as", "softmax", "_softmax", "log_softmax"),
+    *("_log_softmax", "view_as", "lift_fresh", "tril", "triu"),
+)
+_ELEMENTWISE = ("hardswish", "log_sigmoid", "rsub", "copy", "special_expit", "masked_fill", "where")
+"""Operators of every entry by itself that torch does not mark so."""
+_REDUCED = (*("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "norm", "linalg_vector_norm", "any"),)
+_SHAPED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "ravel")
+POOLS = (
+    *("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "lp_pool"),
+    *("upsample_nearest", "upsample_bilinear", "upsample_linear", "upsample_bicubic", "upsample_trilinear"),
+)
+"""How the names of operators begin that mix the last axes."""
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(SAME, unchanged),
+    **dict.fromkeys(_ELEMENTWISE, pointwise),
+    **dict.fromkeys(_REDUCED, reduce),
+    **dict.fromkeys(_SHAPED, reshape),
+    **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"), pad),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "t", "numpy_T", "mT", "movedim"), move),
+    **dict.fromkeys(("expand", "expand_as"), expand),
+    **dict.fromkeys(("repeat", "tile"), repeat),
+    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), split),
+    **dict.fromkeys(("index_select", "cumsum"), along),
+    "roll": roll,
+    "flip": flip,
+    "cat": cat,
+    "stack": stack,
+    "slice": take,
+    "narrow": narrow,
+    "select": select,
+    "unbind": unbind,
+    "glu": gate,
+    "index": index,
+}
+"""Operator -> how to find where neurons lie in its result."""
