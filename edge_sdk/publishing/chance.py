@@ -7,6 +7,7 @@ dropout, or normal) comes from an input, which whoever trains fills from the rou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,10 +31,10 @@ def _with_usual(args: Sequence[Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Draw:
-    """Numbers that a forward pass draws at once. shape: theirs, as recorded; per_sample: there are as many for each."""
+    """Numbers that a forward pass draws at once: so many for each sample, or in all."""
 
     kind: Kind
-    shape: tuple[int, ...]
+    count: int
     per_sample: bool
 
     @property
@@ -91,7 +92,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
-    """Return what ``run``, called with a number of samples, draws, in order, with the shapes of the first call.
+    """Return what ``run``, called with a number of samples, draws, in order.
 
     batches: two numbers of samples, which tell what there is for each sample. Raises CannotCompile.
     """
@@ -106,29 +107,30 @@ def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]
         with Chance(give):
             run(batch)
         seen.append(shapes)
-    return [Draw(kind, first, first != second) for (kind, first), (_, second) in zip(*seen, strict=True)]
+    return [
+        Draw(kind, math.prod(first) // (batches[0] if first != second else 1), first != second)
+        for (kind, first), (_, second) in zip(*seen, strict=True)
+    ]
 
 
-def shapes_of(draws: Sequence[Draw], recorded: int, batch: int) -> dict[str, tuple[int, ...]]:
-    """Return the inputs that hold what is drawn at a batch size: name -> shape. recorded: the one of the draws."""
-    numbers: dict[str, int] = {}
+def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
+    """Return the inputs that hold what is drawn at a batch size: name -> shape."""
+    numbers = Counter[str]()
     for draw in draws:
-        count = math.prod(draw.shape) // (recorded if draw.per_sample else 1)
-        numbers[draw.name] = numbers.get(draw.name, 0) + count
+        numbers[draw.name] += draw.count
     return {name: (batch, count) if name in KINDS else (count,) for name, count in numbers.items()}
 
 
 class Given:
     """Gives out inputs as they are asked for: what ``Chance`` takes. drawn: name -> as ``shapes_of`` has them."""
 
-    def __init__(self, draws: Sequence[Draw], recorded: int, drawn: Mapping[str, Tensor]) -> None:
-        self._draws, self._recorded, self._drawn = iter(draws), recorded, drawn
+    def __init__(self, draws: Sequence[Draw], drawn: Mapping[str, Tensor]) -> None:
+        self._draws, self._drawn = iter(draws), drawn
         self._places = dict.fromkeys(drawn, 0)
 
     def __call__(self, kind: Kind, shape: tuple[Any, ...]) -> Tensor:
         """Return the next numbers, as asked for: ``kind`` is the recorded one."""
         draw = next(self._draws)
-        count = math.prod(draw.shape) // (self._recorded if draw.per_sample else 1)
         start, source = self._places[draw.name], self._drawn[draw.name]
-        self._places[draw.name] = start + count
-        return source[..., start : start + count].reshape(shape)
+        self._places[draw.name] = start + draw.count
+        return source[..., start : start + draw.count].reshape(shape)

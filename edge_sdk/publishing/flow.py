@@ -123,4 +123,4 @@ def _rule_of(op: Operation) -> Rule:
         return _RULES[op.name]
     if op.name.startswith(rules.POOLS):
         return rules.pool
-    return rules.pointwise if torch.Tag.pointwise in getattr(op.node.target, "tags", ()) else rules.unknown
+    return rules.broadcast if torch.Tag.pointwise in getattr(op.node.target, "tags", ()) else rules.unknown

@@ -40,22 +40,19 @@ def _multiplied(op: Operation, first: Value, second: Value) -> Lies:
     return _product(op, terms, result, weighs=first.fixed or second.fixed)
 
 
-def matmul(op: Operation) -> Any:
-    """Multiply two matrices, or stacks of them."""
+def _matmul(op: Operation) -> Any:
     first, second = op.of(0), op.of(1)
     return unknown(op) if first is None or second is None else _multiplied(op, first, second)
 
 
-def addmm(op: Operation) -> Any:
-    """Multiply two matrices and add something."""
+def _addmm(op: Operation) -> Any:
     added, first, second = op.of(0), op.of(1), op.of(2)
     if added is None or first is None or second is None:
         return unknown(op)
     return broadcast(op, [op.value(op.shape, _multiplied(op, first, second)), added])
 
 
-def einsum(op: Operation) -> Any:
-    """Multiply as written in letters; no term may have a letter twice."""
+def _einsum(op: Operation) -> Any:
     written, arrow, result = str(op.at(0)).replace(" ", "").partition("->")
     given, letters = [op.state.of(argument) for argument in op.at(1)], written.split(",")
     terms = [(value, term) for value, term in zip(given, letters, strict=True) if value is not None]
@@ -65,8 +62,7 @@ def einsum(op: Operation) -> Any:
     return _product(op, terms, result, weighs=any(value.fixed for value, _ in terms))
 
 
-def attention(op: Operation) -> Any:
-    """Multiply queries and keys, and their softmax by the values."""
+def _attention(op: Operation) -> Any:
     rank = len(op.shape)
     given = [value for place in range(3) if (value := op.of(place)) is not None and len(value.shape) == rank]
     if len(given) < 3:
@@ -82,7 +78,7 @@ def attention(op: Operation) -> Any:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def linear(op: Operation) -> Any:
+def _linear(op: Operation) -> Any:
     """Columns are the neurons of the input's last axis, rows are new ones."""
     value, weight = op.of(0), op.of(1)
     if value is None or weight is None or not weight.fixed:
@@ -99,7 +95,7 @@ def _rows(op: Operation, rows: Axis | None) -> Axis:
     return rows or ()
 
 
-def convolution(op: Operation) -> Any:
+def _convolution(op: Operation) -> Any:
     """Columns are the neurons of the input's channels, rows are new ones."""
     value, weight = op.of(0), op.of(1)
     if value is None or weight is None or not weight.fixed or len(value.shape) != len(weight.shape):
@@ -119,7 +115,7 @@ def convolution(op: Operation) -> Any:
     return (value.axes[0], _rows(op, rows), *((),) * (len(weight.shape) - 2))
 
 
-def transposed(op: Operation) -> Any:
+def _transposed(op: Operation) -> Any:
     """Convolve transposed: the weight has a row for each channel of its input."""
     value, weight = op.of(0), op.of(1)
     if value is None or weight is None or weight.shape[1] != op.shape[1]:
@@ -129,7 +125,7 @@ def transposed(op: Operation) -> Any:
     return (value.axes[0], _rows(op, weight.axes[1]), *((),) * (len(op.shape) - 2))
 
 
-def embedding(op: Operation) -> Any:
+def _embedding(op: Operation) -> Any:
     """Rows are words, columns are new neurons."""
     weight, index = op.of(0), op.of(1)
     if weight is None or index is None:
@@ -139,7 +135,7 @@ def embedding(op: Operation) -> Any:
     return (*(blank,) * len(index.shape), weight.axes[1])
 
 
-def channel_norm(op: Operation) -> Any:
+def _channel_norm(op: Operation) -> Any:
     """Batch, group and instance norm, PReLU: everything they hold follows the channel."""
     value = op.of(0)
     if value is None:
@@ -158,7 +154,7 @@ def channel_norm(op: Operation) -> Any:
     return (value.axes[0], axis or (), *value.axes[2:])
 
 
-def layer_norm(op: Operation) -> Lies:
+def _layer_norm(op: Operation) -> Lies:
     """Layer and RMS norm: what they hold lies along the normalised axes."""
     axes, count = list(op.values[0].axes), len(op.at(1))
     # Blocks are cut out of the first two axes of a tensor only.
@@ -178,7 +174,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """Rows of weights that a unit has."""
 
 
-def recurrent(op: Operation) -> Any:
+def _recurrent(op: Operation) -> Any:
     """Recurrent layers: a unit has its rows of each gate, and its columns."""
     value, states = op.of(0), op.at(1) if isinstance(op.at(1), (list, tuple)) else [op.at(1)]
     given = [op.state.of(argument) for argument in op.at(2)]
@@ -222,16 +218,16 @@ def _last_state(op: Operation, ways: Sequence[Sequence[Value]]) -> Axes:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
-    **dict.fromkeys(("addmm", "baddbmm"), addmm),
-    "einsum": einsum,
-    "scaled_dot_product_attention": attention,
-    "linear": linear,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), transposed),
-    "embedding": embedding,
-    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "prelu"), channel_norm),
-    **dict.fromkeys(("layer_norm", "rms_norm"), layer_norm),
-    **dict.fromkeys(_GATES, recurrent),
+    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+    "einsum": _einsum,
+    "scaled_dot_product_attention": _attention,
+    "linear": _linear,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed),
+    "embedding": _embedding,
+    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "prelu"), _channel_norm),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
+    **dict.fromkeys(_GATES, _recurrent),
 }
 """Operator -> how to find where neurons lie in its result."""

@@ -27,20 +27,10 @@ def unknown(op: Operation) -> Any:
 # --- every entry by itself, and along axes ----------------------------------------------------------------------------
 
 
-def unchanged(op: Operation) -> Lies:
-    """Return the axes of the first input."""
-    return op.values[0].axes
-
-
-def pointwise(op: Operation) -> Lies:
-    """Broadcast the inputs."""
-    return broadcast(op, op.values)
-
-
-def broadcast(op: Operation, values: Sequence[Value]) -> Lies:
-    """Return the axes of values that meet: an axis of length 1 takes the neurons of the other side, axes of one length
-    are united."""
-    shape = op.shape
+def broadcast(op: Operation, given: Sequence[Value] | None = None) -> Lies:
+    """Return the axes of values that meet, by default of the inputs: an axis of length 1 takes the neurons of the other
+    side, axes of one length are united."""
+    shape, values = op.shape, given or op.values
     result: list[Axis | None] = [None] * len(shape)
     for value in values:
         offset = len(shape) - len(value.shape)
@@ -62,13 +52,14 @@ def pool(op: Operation) -> Any:
     return [op.value(op.result[0].shape, axes)] * 2 if op.several else axes
 
 
-def pad(op: Operation) -> Lies:
-    """Complete the axes that are padded."""
+def _pad(op: Operation) -> Lies:
     value = op.values[0]
-    return _without(op, value, [dim for dim, length in enumerate(op.shape) if length != value.shape[dim]])
+    changed = [old != new for old, new in zip(value.shape, op.shape, strict=True)]
+    op.neurons.complete(*(axis for axis, far in zip(value.known, changed, strict=True) if far))
+    return tuple(() if far else axis for axis, far in zip(value.axes, changed, strict=True))
 
 
-def reduce(op: Operation) -> Lies:
+def _reduce(op: Operation) -> Lies:
     """Sum or average, over axes that become complete."""
     value = op.values[0]
     dims, rank = op.given.get("dim"), len(value.shape)
@@ -81,7 +72,7 @@ def reduce(op: Operation) -> Lies:
     return tuple(axis for dim, axis in enumerate(value.axes) if dim not in gone)
 
 
-def move(op: Operation) -> Lies:
+def _move(op: Operation) -> Lies:
     """Move axes: the operator does to strides that stand for the axes what it does to these."""
     axes = op.values[0].axes
     strides = [2**place for place in range(len(axes))]
@@ -91,54 +82,32 @@ def move(op: Operation) -> Lies:
     return tuple(axes[strides.index(stride)] for stride in moved.stride())
 
 
-def expand(op: Operation) -> Lies:
-    """Keep the neurons along axes that are as long as before."""
+def _expand(op: Operation) -> Lies:
     value = op.values[0]
     front = len(op.shape) - len(value.shape)
     same = zip(value.axes, value.shape, op.shape[front:], strict=True)
     return (*(value.blank,) * front, *(axis if old == new else value.blank for axis, old, new in same))
 
 
-def repeat(op: Operation) -> Lies:
-    """Repeat neurons as often as the entries."""
+def _repeat(op: Operation) -> Lies:
     value = op.values[0]
     front = len(op.shape) - len(value.shape)
     lengths = zip(value.axes, value.shape, op.shape[front:], strict=True)
     return (*(value.blank,) * front, *(axis * (new // old) if axis else axis for axis, old, new in lengths))
 
 
-def roll(op: Operation) -> Lies:
-    """Roll along axes, or all entries together."""
-    return _mixed(op, op.values[0], op.given["dims"] or range(len(op.shape)))
-
-
-def flip(op: Operation) -> Lies:
-    """Flip along axes."""
-    return _mixed(op, op.values[0], op.at(1))
-
-
-def along(op: Operation) -> Lies:
-    """Pick or add up entries along one axis."""
-    return _mixed(op, op.values[0], [op.at(1)])
-
-
-def _mixed(op: Operation, value: Value, dims: Iterable[int]) -> Lies:
-    """Return the axes of a value whose entries change places along ``dims``, for which there is no rule."""
+def _mixed(op: Operation, dims: Iterable[int]) -> Lies:
+    """Return the axes of a value whose entries change places along ``dims``."""
+    value = op.values[0]
     gone = {dim % len(value.shape) for dim in dims}
     op.neurons.lose(value.known[dim] for dim in gone)
-    return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
-
-
-def _without(op: Operation, value: Value, gone: Sequence[int]) -> Lies:
-    """Return the axes of a value of which those in ``gone`` become complete."""
-    op.neurons.complete(*(value.known[dim] for dim in gone))
     return tuple(() if dim in gone else axis for dim, axis in enumerate(value.axes))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def cat(op: Operation) -> Lies:
+def _cat(op: Operation) -> Lies:
     """Put neurons one after another along the joined axis, and unite the others."""
     rank = len(op.shape)
     parts = [part for part in map(op.state.of, op.at(0)) if part is not None and len(part.shape) == rank]
@@ -154,8 +123,7 @@ def cat(op: Operation) -> Lies:
     return tuple(axis or () for axis in result)
 
 
-def stack(op: Operation) -> Lies:
-    """Unite all axes; the new one has no neurons."""
+def _stack(op: Operation) -> Lies:
     result: list[Axis | None] = [None] * (len(op.shape) - 1)
     for part in map(op.state.of, op.at(0)):
         for place, axis in enumerate(part.axes if part is not None else ()):
@@ -164,9 +132,9 @@ def stack(op: Operation) -> Lies:
     return tuple(axis or () for axis in result)
 
 
-def _part(op: Operation, value: Value, dim: int, start: int, stop: int) -> Lies:
+def _part(op: Operation, dim: int, start: int, stop: int) -> Lies:
     """Return the axes of entries ``start`` to ``stop`` along ``dim``."""
-    axes = list(value.axes)
+    axes = list(op.values[0].axes)
     axis = axes[dim]
     if axis:
         _, behind = op.neurons.cut(axis, start) if start else ((), axis)
@@ -175,37 +143,28 @@ def _part(op: Operation, value: Value, dim: int, start: int, stop: int) -> Lies:
     return tuple(axes)
 
 
-def take(op: Operation) -> Lies:
-    """Take a slice of an axis; with steps it has no neurons."""
+def _slice(op: Operation) -> Lies:
     value = op.values[0]
     dim = op.dim(len(value.shape))
     start, stop, step = (op.given[name] for name in ("start", "end", "step"))
     if op.shape == value.shape:
         return value.axes
     if step != 1 or not isinstance(start or 0, int) or not isinstance(stop or 0, int):
-        return _mixed(op, value, [dim])
+        return _mixed(op, [dim])
     start, stop, _ = slice(start, stop).indices(value.shape[dim])
-    return _part(op, value, dim, start, stop)
+    return _part(op, dim, start, stop)
 
 
-def narrow(op: Operation) -> Lies:
-    """Take a slice of an axis, given its length."""
-    start = op.given["start"]
-    return _part(op, op.values[0], op.dim(len(op.shape)), start, start + op.given["length"])
-
-
-def select(op: Operation) -> Lies:
-    """Take one entry of an axis, which becomes complete."""
+def _select(op: Operation) -> Lies:
     value = op.values[0]
     dim = op.dim(len(value.shape))
     index = op.given["index"] % value.shape[dim]
-    part = list(_part(op, value, dim, index, index + 1))
+    part = list(_part(op, dim, index, index + 1))
     op.neurons.complete(part.pop(dim) or ())
     return tuple(part)
 
 
-def unbind(op: Operation) -> list[Value]:
-    """Take all entries of an axis, which becomes complete."""
+def _unbind(op: Operation) -> list[Value]:
     value = op.values[0]
     dim = op.dim(len(value.shape))
     op.neurons.complete(value.known[dim])
@@ -213,26 +172,25 @@ def unbind(op: Operation) -> list[Value]:
     return [op.value(shape, axes)] * value.shape[dim]
 
 
-def split(op: Operation) -> list[Value]:
-    """Cut an axis into parts."""
+def _split(op: Operation) -> list[Value]:
     value, parts, start = op.values[0], [], 0
     dim = op.dim(len(value.shape))
     for each in op.result:
         stop = start + each.shape[dim]
-        parts.append(op.value(each.shape, _part(op, value, dim, start, stop)))
+        parts.append(op.value(each.shape, _part(op, dim, start, stop)))
         start = stop
     return parts
 
 
-def gate(op: Operation) -> Lies:
+def _gate(op: Operation) -> Lies:
     """Unite both halves: one gates the other."""
-    value, dim = op.values[0], op.dim(len(op.shape))
+    dim = op.dim(len(op.shape))
     half = op.shape[dim]
-    first, second = (_part(op, value, dim, place * half, (place + 1) * half) for place in range(2))
+    first, second = (_part(op, dim, place * half, (place + 1) * half) for place in range(2))
     return tuple(op.neurons.join(one, other) for one, other in zip(first, second, strict=True))
 
 
-def index(op: Operation) -> Any:
+def _index(op: Operation) -> Any:
     """Pick rows by an index: the axes that are not indexed keep their neurons."""
     value = op.of(0)
     picked = [place for place, each in enumerate(op.at(1)) if each is not None]
@@ -247,7 +205,7 @@ def index(op: Operation) -> Any:
 # --- reshapes ---------------------------------------------------------------------------------------------------------
 
 
-def reshape(op: Operation) -> Lies:
+def _reshape(op: Operation) -> Lies:
     """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
 
     Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
@@ -323,7 +281,7 @@ def _folded(op: Operation, flat: Axis, copies: int, size: int, behind: int) -> A
     return op.neurons.coarsen(op.neurons.resolve(mine), behind)
 
 
-SAME = (
+_SAME = (
     *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout", "contiguous", "clone"),
     *("detach", "alias", "to", "_to_copy", "lift_fresh_copy", "type_as", "softmax", "_softmax", "log_softmax"),
     *("_log_softmax", "view_as", "lift_fresh", "tril", "triu"),
@@ -339,25 +297,25 @@ POOLS = (
 """How the names of operators begin that mix the last axes."""
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(SAME, unchanged),
-    **dict.fromkeys(_ELEMENTWISE, pointwise),
-    **dict.fromkeys(_REDUCED, reduce),
-    **dict.fromkeys(_SHAPED, reshape),
-    **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"), pad),
-    **dict.fromkeys(("permute", "transpose", "swapaxes", "t", "numpy_T", "mT", "movedim"), move),
-    **dict.fromkeys(("expand", "expand_as"), expand),
-    **dict.fromkeys(("repeat", "tile"), repeat),
-    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), split),
-    **dict.fromkeys(("index_select", "cumsum"), along),
-    "roll": roll,
-    "flip": flip,
-    "cat": cat,
-    "stack": stack,
-    "slice": take,
-    "narrow": narrow,
-    "select": select,
-    "unbind": unbind,
-    "glu": gate,
-    "index": index,
+    **dict.fromkeys(_SAME, lambda op: op.values[0].axes),
+    **dict.fromkeys(_ELEMENTWISE, broadcast),
+    **dict.fromkeys(_REDUCED, _reduce),
+    **dict.fromkeys(_SHAPED, _reshape),
+    **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"), _pad),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "t", "numpy_T", "mT", "movedim"), _move),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
+    **dict.fromkeys(("repeat", "tile"), _repeat),
+    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), _split),
+    **dict.fromkeys(("index_select", "cumsum"), lambda op: _mixed(op, [op.at(1)])),
+    "roll": lambda op: _mixed(op, op.given["dims"] or range(len(op.shape))),
+    "flip": lambda op: _mixed(op, op.at(1)),
+    "cat": _cat,
+    "stack": _stack,
+    "slice": _slice,
+    "narrow": lambda op: _part(op, op.dim(len(op.shape)), op.given["start"], op.given["start"] + op.given["length"]),
+    "select": _select,
+    "unbind": _unbind,
+    "glu": _gate,
+    "index": _index,
 }
 """Operator -> how to find where neurons lie in its result."""

@@ -1,9 +1,8 @@
 """A model's forward pass as an ONNX graph without weights, made once by torch's exporter when a task is published.
 
 Export is unoptimised: no weight is folded, transposed or merged into another, so every tensor of the manifest stays an
-initialiser under its state-dict name. Its data is taken out; ``sparrow.graphs.skeleton.fill`` puts the weights of a
-personal model in, without torch. What the exporter adds for debugging is taken out as well: it names source files of
-this machine.
+initialiser under its state-dict name. Its data is taken out; ``sparrow.graphs.skeleton.fill`` puts a personal
+model's in, without torch. What the exporter adds for debugging, such as names of source files, is taken out as well.
 """
 
 from __future__ import annotations

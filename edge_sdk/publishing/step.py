@@ -137,7 +137,7 @@ class _Half:
         generator = torch.Generator().manual_seed(count)
         return {
             name: (torch.rand if name.startswith("uniform") else torch.randn)(shape, generator=generator)
-            for name, shape in chance.shapes_of(self._draws, BATCHES[0], count).items()
+            for name, shape in chance.shapes_of(self._draws, count).items()
         }
 
     def __call__(self, parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, drawn: Any) -> list[Tensor]:
@@ -163,7 +163,7 @@ class _Half:
             begin_training(self._model)
         else:
             self._model.eval()
-        given = chance.Chance(chance.Given(self._draws, BATCHES[0], drawn)) if self._draws else nullcontext()
+        given = chance.Chance(chance.Given(self._draws, drawn)) if self._draws else nullcontext()
         # Attention by matrix products: its faster kernels are operators that ONNX does not have.
         with sdpa_kernel(SDPBackend.MATH), given, torch.set_grad_enabled(self._trains):
             output = functional_call(self._model, ({**leaves, **after}), (inputs,))

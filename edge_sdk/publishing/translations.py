@@ -25,7 +25,7 @@ from sparrow.protocol.errors import ManifestError
 
 _ATEN = torch.ops.aten
 
-Matrix = list[list[float]]
+Matrix = NDArray[np.float64]
 
 
 class CannotCompile(ManifestError):
@@ -175,30 +175,29 @@ def adaptive_average_pool(x: Any, output_size: Sequence[int]) -> Any:
 
 def adaptive_average_pool_backward(error: Any, x: Any) -> Any:
     """Return the error, spread evenly over each window."""
-    return _averaged(error, *(_turned(_windows(int(x.shape[axis]), int(error.shape[axis]))) for axis in (-2, -1)))
+    return _averaged(error, *(_windows(int(x.shape[axis]), int(error.shape[axis])).T for axis in (-2, -1)))
 
 
 def _windows(size: int, length: int) -> Matrix:
-    """Return the matrix [length][size] that takes the means of ``length`` windows."""
+    """Return the matrix [length, size] that takes the means of ``length`` windows."""
     bounds = [(place * size // length, -(-(place + 1) * size // length)) for place in range(length)]
     return _rows(size, [(range(start, stop), 1 / (stop - start)) for start, stop in bounds])
 
 
 def _rows(size: int, windows: Sequence[tuple[range, float]]) -> Matrix:
     """Return a row of ``size`` for each window: its share at the places that lie in it, and 0 elsewhere."""
-    return [[share if place in inside else 0.0 for place in range(size)] for inside, share in windows]
-
-
-def _turned(matrix: Matrix) -> Matrix:
-    return [list(row) for row in zip(*matrix, strict=True)]
+    matrix = np.zeros((len(windows), size))
+    for row, (inside, share) in zip(matrix, windows, strict=True):
+        row[inside.start : inside.stop] = share
+    return matrix
 
 
 def _averaged(x: Any, rows: Matrix, columns: Matrix) -> Any:
     """Return rows · x · columnsᵀ, of the two last axes of x."""
     op = _op()
     before, after = (
-        op.Reshape(op.Constant(value_floats=[value for row in matrix for value in row]), _ints([len(matrix), width]))
-        for matrix, width in ((rows, len(rows[0])), (_turned(columns), len(columns)))
+        op.Reshape(op.Constant(value_floats=matrix.ravel().tolist()), _ints(matrix.shape))
+        for matrix in (rows, columns.T)
     )
     return op.MatMul(op.MatMul(before, x), after)
 
@@ -229,7 +228,7 @@ def average_pool_backward(
         starts = [window * stride[place] - padding[place] for window in range(int(error.shape[axis]))]
         inside = [range(max(0, start), min(size, start + width)) for start in starts]
         counts = [width if count_include_pad and not ceil_mode else len(each) for each in inside]
-        matrices.append(_turned(_rows(size, [(each, 1 / count) for each, count in zip(inside, counts, strict=True)])))
+        matrices.append(_rows(size, [(each, 1 / count) for each, count in zip(inside, counts, strict=True)]).T)
     return _averaged(error, *matrices)
 
 
@@ -548,6 +547,50 @@ class Fourier(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _part(which: str, value: Any) -> Any:
+    return getattr(value, which) if isinstance(value, Complex) else value
+
+
+def _both(value: Any) -> tuple[Any, Any]:
+    """Return real and imaginary part of what may be real."""
+    return (value.real, value.imag) if isinstance(value, Complex | complex) else (value, 0.0)
+
+
+def _sum(one: Any, other: Any, *, alpha: float = 1) -> Complex:
+    (real, imag), (more, turned) = _both(one), _both(other)
+    found = real + alpha * more
+    # A sum may be larger than either, and the imaginary part of what is real is no tensor.
+    return Complex(found, imag + alpha * turned + torch.zeros_like(found))
+
+
+def _difference(one: Any, other: Any, *, alpha: float = 1) -> Complex:
+    return _sum(one, other, alpha=-alpha)
+
+
+def _product(one: Any, other: Any) -> Complex:
+    if not isinstance(other, Complex | complex):
+        return Complex(one.real * other, one.imag * other)
+    if not isinstance(one, Complex | complex):
+        return Complex(other.real * one, other.imag * one)
+    real: Any = one.real * other.real - one.imag * other.imag
+    imag: Any = one.real * other.imag + one.imag * other.real
+    return Complex(real, imag)
+
+
+def _quotient(one: Any, other: Any) -> Complex:
+    if isinstance(other, Complex):
+        squares = other.real * other.real + other.imag * other.imag
+        return _product(one, Complex(other.real / squares, -other.imag / squares))
+    return Complex(one.real / other, one.imag / other)
+
+
+def _magnitude(value: Any) -> Tensor:
+    """Return absolute values, whose gradient at 0 is 0 as PyTorch's is."""
+    squares = value.real * value.real + value.imag * value.imag
+    nothing = squares == 0
+    return torch.where(nothing, 0.0, torch.sqrt(torch.where(nothing, 1.0, squares)))
+
+
 class Complex:
     """Complex numbers as two real tensors of one shape, in place of a complex tensor while a model is written down.
 
@@ -594,88 +637,20 @@ class Complex:
     def __neg__(self) -> Complex:
         return Complex(-self.real, -self.imag)
 
-    def __abs__(self) -> Tensor:
-        return _magnitude(self)
-
-    def __add__(self, other: Any) -> Complex:
-        return _sum(self, other)
-
-    def __sub__(self, other: Any) -> Complex:
-        return _difference(self, other)
-
     def __rsub__(self, other: Any) -> Complex:
         return _difference(other, self)
 
-    def __mul__(self, other: Any) -> Complex:
-        return _product(self, other)
-
-    def __truediv__(self, other: Any) -> Complex:
-        return _quotient(self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-def _part(which: str, value: Any) -> Any:
-    return getattr(value, which) if isinstance(value, Complex) else value
-
-
-def _both(value: Any) -> tuple[Any, Any]:
-    """Return real and imaginary part of what may be real."""
-    return (value.real, value.imag) if isinstance(value, Complex | complex) else (value, 0.0)
-
-
-def _sum(one: Any, other: Any, *, alpha: float = 1) -> Complex:
-    (real, imag), (more, turned) = _both(one), _both(other)
-    found = real + alpha * more
-    # A sum may be larger than either, and the imaginary part of what is real is no tensor.
-    return Complex(found, imag + alpha * turned + torch.zeros_like(found))
-
-
-def _difference(one: Any, other: Any, *, alpha: float = 1) -> Complex:
-    return _sum(one, other, alpha=-alpha)
-
-
-def _product(one: Any, other: Any) -> Complex:
-    if not isinstance(other, Complex | complex):
-        return Complex(one.real * other, one.imag * other)
-    if not isinstance(one, Complex | complex):
-        return Complex(other.real * one, other.imag * one)
-    real: Any = one.real * other.real - one.imag * other.imag
-    imag: Any = one.real * other.imag + one.imag * other.real
-    return Complex(real, imag)
-
-
-def _quotient(one: Any, other: Any) -> Complex:
-    if isinstance(other, Complex):
-        squares = other.real * other.real + other.imag * other.imag
-        return _product(one, Complex(other.real / squares, -other.imag / squares))
-    return Complex(one.real / other, one.imag / other)
-
-
-def _magnitude(value: Any) -> Tensor:
-    """Return absolute values, whose gradient at 0 is 0 as PyTorch's is."""
-    squares = value.real * value.real + value.imag * value.imag
-    nothing = squares == 0
-    return torch.where(nothing, 0.0, torch.sqrt(torch.where(nothing, 1.0, squares)))
+    __abs__ = _magnitude
+    __add__ = __radd__ = _sum
+    __sub__ = _difference
+    __mul__ = __rmul__ = _product
+    __truediv__ = _quotient
 
 
 _MOVES = {
-    *(
-        "cat",
-        "clone",
-        "concat",
-        "contiguous",
-        "expand",
-        "flatten",
-        "flip",
-        "mean",
-        "movedim",
-        "narrow",
-        "neg",
-        "permute",
-    ),
-    *("repeat", "reshape", "roll", "select", "squeeze", "stack", "sum", "swapaxes", "swapdims", "transpose"),
-    *("unflatten", "unsqueeze", "view"),
+    *("cat", "clone", "concat", "contiguous", "expand", "flatten", "flip", "mean", "movedim", "narrow", "neg"),
+    *("permute", "repeat", "reshape", "roll", "select", "squeeze", "stack", "sum", "swapaxes", "swapdims"),
+    *("transpose", "unflatten", "unsqueeze", "view"),
 }
 """Functions of complex numbers that are those of both parts."""
 
@@ -754,21 +729,9 @@ def _frames(x: Tensor, length: int, hop: int) -> Tensor:
     return chosen.reshape(*x.shape[:-1], count, length)
 
 
-def real_transform(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Complex:
-    """Return what ``torch.fft.rfft`` does of real values: n // 2 + 1 frequencies along ``dim``."""
-    return _along(input, n, dim, norm, whole=False)
-
-
-def full_transform(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Complex:
-    """Return what ``torch.fft.fft`` does of real values: n frequencies along ``dim``."""
-    return _along(input, n, dim, norm, whole=True)
-
-
-_TRANSFORMS: dict[str, Callable[..., Any]] = {"fft_rfft": real_transform, "fft_fft": full_transform}
-
-
-def _along(x: Tensor, n: int | None, dim: int, norm: str | None, *, whole: bool) -> Complex:
-    x = x.movedim(dim, -1)
+def _along(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, *, whole: bool) -> Complex:
+    """Return n frequencies of real values along ``dim`` as ``torch.fft.fft`` does, or as rfft n // 2 + 1 of them."""
+    x = input.movedim(dim, -1)
     length = x.shape[-1] if n is None else n
     if length < x.shape[-1]:
         x = x[..., :length]
@@ -777,6 +740,12 @@ def _along(x: Tensor, n: int | None, dim: int, norm: str | None, *, whole: bool)
     scale = {"ortho": length**-0.5, "forward": 1 / length}.get(norm or "", 1.0)
     found: Complex = _spectrum(x, length if whole else length // 2 + 1, scale).movedim(-1, dim)
     return found
+
+
+_TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "fft_rfft": functools.partial(_along, whole=False),
+    "fft_fft": functools.partial(_along, whole=True),
+}
 
 
 def _spectrum(x: Tensor, bins: int, scale: float) -> Complex:

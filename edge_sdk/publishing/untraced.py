@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,18 +85,16 @@ def describe_whole(
 
 def _statistics(model: nn.Module, frozen: Collection[str]) -> set[str]:
     """Return the buffers that can be averaged, by name. Raises UnsupportedLayer for infinite entries in them."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {
-        name
-        for name, tensor in model.state_dict().items()
-        if name not in parameters and tensor.dtype == torch.float32 and tensor.dim()
-    }
-    for name in sorted(found - set(frozen)):
-        if not torch.isfinite(model.state_dict()[name]).all():
+    found: set[str] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter) or tensor.dtype != torch.float32 or not tensor.dim():
+            continue
+        if name not in frozen and not torch.isfinite(tensor).all():
             raise UnsupportedLayer(
                 f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
                 f"persistent=False"
             )
+        found.add(name)
     return found
 
 
@@ -121,12 +118,10 @@ class _Watch(TorchFunctionMode):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
                 self._hooks.append(module.register_forward_hook(self._ended(path)))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     @property
     def read(self) -> set[str]:
