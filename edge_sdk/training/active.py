@@ -107,7 +107,7 @@ class ActiveBlock:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
+    def forward(ctx: Any, layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
         ctx.block = block
         ctx.late = block.column_share > _KEEP_WHOLE
         flat = x.reshape(-1, x.shape[-1])
@@ -121,14 +121,14 @@ class _Linear(torch.autograd.Function):
         x, weight = x.to(error.dtype), block.parameter.to(error.dtype)  # which under autocast is bfloat16
         flat = error.reshape(-1, error.shape[-1])
         into_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             into_x = _scattered(flat @ _columns(weight, block), block) if _scatters(block) else flat @ weight
             into_x = into_x.view(*error.shape[:-1], -1)
-        into_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        into_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
         rows = flat if block.rows is None else flat.index_select(1, block.rows)
         inputs = _columns(x, block) if ctx.late else x
         into_leaf = (rows.t() @ inputs).view(-1, *(_active_columns(block), *block.view[2:]))
-        return into_x, into_leaf, into_bias, None
+        return None, into_x, into_leaf, into_bias, None
 
 
 def _scatters(block: ActiveBlock) -> bool:
@@ -159,7 +159,7 @@ def _columns(flat: Tensor, block: ActiveBlock) -> Tensor:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock, layer: nn.Conv1d | nn.Conv2d
+        ctx: Any, layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
     ) -> Tensor:
         ctx.block, ctx.layer, ctx.shape = block, layer, x.shape
         channels = _channels_read(layer, block)
@@ -172,15 +172,15 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         (x,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
-        into_x = _into_input(layer, error, ctx.shape, block) if ctx.needs_input_grad[0] else None
-        into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[2] else None
+        into_x = _into_input(layer, error, ctx.shape, block) if ctx.needs_input_grad[1] else None
+        into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[3] else None
         inputs = _channels(x, ctx.channels) if ctx.late else x
         if layer.groups == 1:
             errors = _channels(error, block.rows)
             into_leaf = _gradients(layer, errors, inputs, block.take(block.parameter.detach()), 1, (False, True))[1]
         else:
             into_leaf = _grouped(layer, error, inputs, block)
-        return into_x, into_leaf, into_bias, None, None
+        return None, into_x, into_leaf, into_bias, None
 
 
 def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
@@ -307,7 +307,9 @@ def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, words: Tensor, leaf: Tensor, block: ActiveBlock, layer: nn.Embedding) -> Tensor:
+    def forward(
+        ctx: Any, layer: nn.Embedding, words: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
+    ) -> Tensor:
         ctx.block, ctx.layer = block, layer
         ctx.save_for_backward(words)
         return F.embedding(words, block.parameter)
@@ -321,31 +323,11 @@ class _Embedding(torch.autograd.Function):
         into_leaf = torch.ops.aten.embedding_dense_backward(
             taken.contiguous(), words, layer.num_embeddings, padding, layer.scale_grad_by_freq
         )
-        return None, into_leaf, None, None
+        return None, None, into_leaf, None, None
 
 
-def linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """Return ``layer(x)``, x [..., in_features]; the gradient of its weight goes to ``leaf``, the block's values."""
-    result: Tensor = _Linear.apply(x, leaf, bias, block)  # type: ignore[no-untyped-call]
-    return result
-
-
-def convolution(
-    layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
-) -> Tensor:
-    """Return ``layer(x)``, x [N, C, ...]; the gradient of its weight goes to ``leaf``, the block's values."""
-    result: Tensor = _Convolution.apply(x, leaf, bias, block, layer)  # type: ignore[no-untyped-call]
-    return result
-
-
-def embedding(layer: nn.Embedding, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """Return ``layer(x)``, x int64 [...]; the gradient of its weight goes to ``leaf``, the block's values."""
-    result: Tensor = _Embedding.apply(x, leaf, block, layer)  # type: ignore[no-untyped-call]
-    return result
-
-
-Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, Any], Tensor]
-"""(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs."""
+Kernel = Callable[..., Any]
+"""(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs; gradients of the weight go to the leaf."""
 
 
 def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
@@ -355,12 +337,12 @@ def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
     Of exactly the types of torch.nn: a subclass may do something else with its weight.
     """
     if type(layer) is nn.Linear:
-        return linear if layer.weight.numel() * block.positions >= FEW_PRODUCTS else None
+        return _Linear.apply if layer.weight.numel() * block.positions >= FEW_PRODUCTS else None
     if isinstance(layer, (nn.Conv1d, nn.Conv2d)) and type(layer) in (nn.Conv1d, nn.Conv2d):
         plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         saved = layer.weight.numel() * block.positions * (1 - block.share)
         gains = layer.groups > 1 or (layer.weight[0].numel() >= FEW_INPUTS and saved >= FEW_SAVED)
-        return convolution if plain and gains else None
+        return _Convolution.apply if plain and gains else None
     if type(layer) is nn.Embedding:
-        return embedding if layer.max_norm is None and not layer.sparse else None
+        return _Embedding.apply if layer.max_norm is None and not layer.sparse else None
     return None

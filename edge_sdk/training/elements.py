@@ -102,8 +102,10 @@ def _ends(lines: Tensor, count: int) -> Tensor:
 
 
 class _SparseLinear(torch.autograd.Function):
+    """A linear layer, x [..., in_features], with a weight of elements ``values`` [n] where ``rows`` says, else 0."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
+    def forward(ctx: Any, layer: nn.Linear, x: Tensor, values: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(values.dtype)
         ctx.rows, ctx.shape, ctx.dtype = rows, x.shape, x.dtype
         ctx.save_for_backward(flat, values)
@@ -118,16 +120,10 @@ class _SparseLinear(torch.autograd.Function):
         flat, values = ctx.saved_tensors
         across = error.reshape(-1, error.shape[-1]).to(values.dtype).t().contiguous()
         into_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             into_x = torch.mm(ctx.rows.transposed(values), across).t().reshape(ctx.shape).to(ctx.dtype)
         products = torch.sparse.sampled_addmm(ctx.rows.matrix(values), across, flat, beta=0.0)
-        return into_x, products.values(), across.sum(1) if ctx.needs_input_grad[2] else None, None
-
-
-def sparse_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
-    """Return ``layer(x)``, x [..., in_features], with a weight of elements ``leaf`` [n] where ``rows`` says, else 0."""
-    result: Tensor = _SparseLinear.apply(x, leaf, bias, rows)  # type: ignore[no-untyped-call]
-    return result
+        return None, into_x, products.values(), across.sum(1) if ctx.needs_input_grad[3] else None, None
 
 
 def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
@@ -159,7 +155,7 @@ def run_of(
     linear = type(layer) is nn.Linear and parameter.numel() * positions >= FEW_PRODUCTS
     # Only Intel's library multiplies compressed rows at this speed.
     if linear and density <= DENSEST_ROWS and parameter.device.type == "cpu" and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return cast(Kernel, sparse_linear), SparseRows(parameter, _flat(exists))
+        return _SparseLinear.apply, SparseRows(parameter, _flat(exists))
     convolution = (
         type(layer) in (nn.Conv1d, nn.Conv2d)
         and cast(nn.Conv2d, layer).groups == 1
@@ -172,7 +168,7 @@ def run_of(
         )
         if 0 < float(rows.sum() * columns.sum()) <= _WORTH_PACKING * len(rows) * len(columns):
             block = ActiveBlock(parameter, tuple(parameter.shape), _where(rows), _where(columns))
-            return cast(Kernel, packed_linear if linear else packed_convolution), block
+            return packed_linear if linear else packed_convolution, block
     if density <= DENSEST_INDEX:
         return None, Elements(parameter, _flat(exists))
     return None, None

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 
 from sparrow.protocol.errors import ManifestError
-from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.masks import NeuronMask, neuron_block
+from sparrow.protocol.manifest import InputError, Layer, Manifest
+from sparrow.protocol.masks import Block, NeuronMask, neuron_block
 
 from .active import ActiveBlock, Kernel, kernel_of
 from .elements import Bits, Elements, run_of
@@ -39,11 +38,13 @@ there: to be called in the middle of a backward pass takes longer than the work.
 class _Part:
     """A parameter and what is trained of it.
 
-    leaf: the parameter itself, where that is all of it, else the values that ``trained`` takes of it. kernel: what runs
-    its layer; None where autograd's own do. bits: zeroes the leaf's gradient where no element exists.
+    module: the layer whose ``weight`` it is, if any. kernel: what runs that layer; None where autograd's own do. bits:
+    zeroes the leaf's gradient where no element exists. leaf: the parameter itself, where that is all of it, else the
+    values that ``trained`` takes of it.
     """
 
     parameter: nn.Parameter
+    module: nn.Module | None = None
     trained: ActiveBlock | Elements | None = None
     kernel: Kernel | None = None
     bits: Bits | None = None
@@ -75,10 +76,8 @@ class Freezing:
     ) -> None:
         self.model, self._manifest, self._mask, self._trained = model, manifest, mask, trained
         self._still: list[nn.Parameter] = []
-        self._modules: list[tuple[nn.Module, _Part]] = []
         self._undo: list[Callable[[], object]] = []
-        self._parts: list[_Part] = []
-        self.names: list[str] = []
+        self._parts: dict[str, _Part] = {}
         specs = {spec.name: spec for spec in manifest.tensors}
         layers = {name: layer for layer in manifest.layers for name in layer.tensors}
         exist, only = dict(elements or {}), dict(trained or {})
@@ -93,39 +92,28 @@ class Freezing:
             moving = _of_shape(name, parameter, only.pop(name, None))
             if not parameter.requires_grad:
                 continue
-            part, module = _Part(parameter), modules.get(name)
-            if moving is not None:
-                moving = moving if exists is None else moving & exists
-                if bool(moving.any()):
-                    part.trained = Elements(parameter, moving.reshape(-1).nonzero().flatten())
-                    self._parts.append(part)
-                    self.names.append(name)
-                else:
-                    self._still.append(parameter)
+            if moving is None:
+                block = neuron_block(manifest, specs[name], mask)
+                self._parts[name] = _part_of(parameter, modules.get(name), block, layers.get(name), exists)
                 continue
-            block = neuron_block(manifest, specs[name], mask)
-            told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
-            if block.rows is not None or block.columns is not None:
-                rows, columns = (_index(index, parameter.device) for index in (block.rows, block.columns))
-                part.trained = ActiveBlock(parameter, block.view, rows, columns, **told)
-                part.kernel = None if module is None else kernel_of(module, part.trained)
-            elif exists is not None:
-                part.kernel, part.trained = run_of(module, parameter, exists, told.get("positions", 1))
-            if exists is not None and not isinstance(part.trained, Elements):
-                left = exists if part.trained is None else part.trained.take(exists)
-                part.bits = None if bool(left.all()) else Bits(left)
-            self._parts.append(part)
-            self.names.append(name)
-            if module is not None and part.kernel is not None:
-                self._modules.append((module, part))
+            index = (moving if exists is None else moving & exists).reshape(-1).nonzero().flatten()
+            if len(index):
+                self._parts[name] = _Part(parameter, trained=Elements(parameter, index))
+            else:
+                self._still.append(parameter)
         if exist or only:
             unknown = ", ".join(sorted({*exist, *only}))
             raise ValueError(f"there are elements for {unknown}, which the model does not have")
 
     @property
+    def names(self) -> list[str]:
+        """The names of the parameters that train."""
+        return list(self._parts)
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """The values to train, for the optimiser: whole parameters, and leaves of those that are frozen in part."""
-        return [part.leaf for part in self._parts]
+        return [part.leaf for part in self._parts.values()]
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
         """Return the same of a model of which other elements exist, now. Raises what making one does."""
@@ -134,12 +122,12 @@ class Freezing:
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor that lies where the parameter's leaf does; the tensor itself, where that
         is all."""
-        trained = self._parts[self.names.index(name)].trained
+        trained = self._parts[name].trained
         return tensor if trained is None else trained.take(tensor)
 
     def spread(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the inverse of ``take``: a tensor of the parameter's shape, and zero where its leaf is not."""
-        part = self._parts[self.names.index(name)]
+        part = self._parts[name]
         if part.trained is None:
             return values
         positions = torch.arange(part.parameter.numel(), device=values.device).view(part.parameter.shape)
@@ -148,29 +136,27 @@ class Freezing:
         return whole.view(part.parameter.shape)
 
     def __enter__(self) -> Freezing:
-        for part in self._parts:
-            part.leaf = part.parameter
-            if part.trained is not None:
-                part.leaf = part.trained.take(part.parameter.detach()).requires_grad_()
         for parameter in self._still:
             parameter.requires_grad_(False)
             self._undo.append(partial(parameter.requires_grad_, True))
-        for module, part in self._modules:
-            part.parameter.requires_grad_(False)
-            module.forward = partial(_run, module, part)
-            self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
-        for part in self._parts:
-            if part.gathers and part.parameter.numel() >= _LARGE:
+        for part in self._parts.values():
+            part.leaf = part.parameter
+            if part.trained is not None:
+                part.leaf = part.trained.take(part.parameter.detach()).requires_grad_()
+            if part.kernel is not None:
+                module: Any = part.module
+                part.parameter.requires_grad_(False)
+                module.forward = partial(_run, module, part)
+                self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
+            elif part.gathers and part.parameter.numel() >= _LARGE:
                 hook = part.parameter.register_post_accumulate_grad_hook(partial(_hand_over, part))  # type: ignore[no-untyped-call]
                 self._undo.append(hook.remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         while self._undo:
             self._undo.pop()()
-        for part in self._parts:
+        for part in self._parts.values():
             vars(part).pop("leaf", None)  # none, where it was left before: what exists was to change, and could not
 
     def collect_gradients(self) -> None:
@@ -178,7 +164,7 @@ class Freezing:
 
         Optimisers that start afresh and see gradients of zero alone move no zero, with momentum or weight decay.
         """
-        for part in self._parts:
+        for part in self._parts.values():
             if part.gathers and part.parameter.grad is not None:
                 _hand_over(part, part.parameter)
             if part.bits is not None and part.leaf.grad is not None:
@@ -186,11 +172,34 @@ class Freezing:
 
     def write_back(self) -> None:
         """Bring the leaves into the model: after the optimiser steps. Raises RuntimeError where it had no gradients."""
-        for part in self._parts:
+        for part in self._parts.values():
             if part.gathers and part.parameter.grad is not None:
                 raise RuntimeError("gradients were not collected; call collect_gradients() between backward and step")
             if part.trained is not None:
                 part.trained.put(part.leaf.detach())
+
+
+def _part_of(
+    parameter: nn.Parameter,
+    module: nn.Module | None,
+    block: Block,
+    layer: Layer | None,
+    exists: torch.Tensor | None,
+) -> _Part:
+    """Return what is trained of a parameter: its active ``block``, of which only some elements may exist."""
+    part = _Part(parameter, module)
+    positions = 1 if layer is None else layer.positions
+    if block.rows is not None or block.columns is not None:
+        rows, columns = (_index(index, parameter.device) for index in (block.rows, block.columns))
+        error: InputError = "all" if layer is None else layer.input_error
+        part.trained = ActiveBlock(parameter, block.view, rows, columns, error, positions)
+        part.kernel = None if module is None else kernel_of(module, part.trained)
+    elif exists is not None:
+        part.kernel, part.trained = run_of(module, parameter, exists, positions)
+    if exists is not None and not isinstance(part.trained, Elements):
+        left = exists if part.trained is None else part.trained.take(exists)
+        part.bits = None if bool(left.all()) else Bits(left)
+    return part
 
 
 def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) -> torch.Tensor | None:

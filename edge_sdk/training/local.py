@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -40,16 +39,8 @@ from .layout import Layout
 from .optimisation import Optimisation
 
 
-class Steps(Protocol):
+class Steps(AbstractContextManager[object], Protocol):
     """An optimisation that ``take_steps`` moves a model by; entered while the model trains."""
-
-    def __enter__(self) -> object:
-        """Begin."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the model as it has become."""
 
     def forget_gradients(self) -> None:
         """Prepare a step's backward pass."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -47,12 +46,10 @@ class Optimisation:
         self._begin({})
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
             self.forget_gradients()  # as large as the model: free them until the next round
-        self._freezing.__exit__(kind, error, trace)
+        self._freezing.__exit__(*raised)
 
     def _begin(self, changed: Mapping[str, torch.Tensor]) -> None:
         self._freezing.__enter__()
@@ -91,7 +88,7 @@ class Optimisation:
         """
         before, memory = self._freezing, [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
         self.forget_gradients()
-        before.__exit__(None, None, None)
+        before.__exit__()
         change = decide()
         elements, renewed = tensors_of(change.elements), tensors_of(change.renewed)
         self._freezing = before.with_elements(elements)
@@ -150,26 +147,6 @@ class _PlainSGD:
         torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
 
 
-class _FusedSGD(torch.optim.SGD):
-    """SGD with momentum in one pass over gradient, momentum and weight, not three: the same bits in half the time.
-
-    For vectors alone: the kernel goes by memory, and of what has more axes a gradient may lie there otherwise.
-    """
-
-    def __init__(self, vectors: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> None:
-        momentum, decay = settings.momentum, settings.weight_decay
-        super().__init__(vectors, lr=learning_rate, momentum=momentum, weight_decay=decay, fused=True)
-        self._vectors = vectors
-
-    def step(self, closure: Any = None) -> Any:
-        """Move the vectors that have a gradient."""
-        # The kernel does not take momentum that some have and others, whose first gradient it is, have not.
-        for vector in self._vectors:
-            if vector.grad is not None and not self.state.get(vector):
-                self.state[vector]["momentum_buffer"] = torch.zeros_like(vector)
-        return super().step(closure)
-
-
 def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
     """Return a new optimiser as ``settings`` name it."""
     if settings.optimizer == "adam":
@@ -177,8 +154,6 @@ def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, l
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.momentum:
-        if all(parameter.dim() == 1 and parameter.device.type in ("cpu", "cuda") for parameter in parameters):
-            return _FusedSGD(parameters, settings, learning_rate)
         return torch.optim.SGD(
             parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
         )

@@ -130,18 +130,14 @@ def _allocations(work: Callable[[], object], device: str) -> list[int]:
     from torch._C._autograd import DeviceType
     from torch.autograd import profiler
 
-    with _silence(), profiler.profile(profile_memory=True, use_device=_profiled(device)) as profile:
-        work()
     on_processor = device == "cpu"
+    with _silence(), profiler.profile(profile_memory=True, use_device=None if on_processor else device) as profile:
+        work()
     return [
         event.nbytes()
         for event in profile.kineto_results.events()
         if event.name() == "[memory]" and (event.device_type() == DeviceType.CPU) == on_processor
     ]
-
-
-def _profiled(device: str) -> str | None:
-    return None if device == "cpu" else device
 
 
 @contextlib.contextmanager

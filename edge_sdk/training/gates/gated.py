@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -192,9 +191,7 @@ class GatedOptimisation:
     def __enter__(self) -> GatedOptimisation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
