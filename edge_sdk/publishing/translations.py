@@ -346,15 +346,6 @@ def _batch_norm_in_place(x: Any, weight: Any, bias: Any, mean: Any, variance: An
     return output, batch_mean, inverse
 
 
-def _batch_norm_without(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-    return _batch_norm(x, weight, bias, None, None, *rest)[:3]
-
-
-def _batch_norm_with_update(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any) -> Any:
-    reserve = torch.zeros(0, dtype=torch.uint8)
-    return (*_batch_norm_in_place(x, weight, bias, mean, variance, True, *rest), reserve)
-
-
 def _batch_norm_backward(
     error: Tensor,
     x: Tensor,
@@ -493,9 +484,14 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.slice_backward.default: _slice_backward,
     _ATEN.native_batch_norm.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.default: _batch_norm_in_place,
-    _ATEN._native_batch_norm_legit.no_stats: _batch_norm_without,
+    _ATEN._native_batch_norm_legit.no_stats: lambda x, weight, bias, *rest: _batch_norm(
+        x, weight, bias, None, None, *rest
+    )[:3],
     _ATEN._native_batch_norm_legit_functional.default: _batch_norm,
-    _ATEN._batch_norm_with_update.default: _batch_norm_with_update,
+    _ATEN._batch_norm_with_update.default: lambda x, weight, bias, mean, variance, *rest: (
+        *_batch_norm_in_place(x, weight, bias, mean, variance, True, *rest),
+        torch.zeros(0, dtype=torch.uint8),
+    ),
     _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
     _ATEN.batch_norm_backward.default: _batch_norm_backward,
     _ATEN.native_group_norm.default: _group_norm,

@@ -127,7 +127,8 @@ class _Linear(torch.autograd.Function):
         into_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
         rows = flat if block.rows is None else flat.index_select(1, block.rows)
         inputs = _columns(x, block) if ctx.late else x
-        into_leaf = (rows.t() @ inputs).view(-1, *(_active_columns(block), *block.view[2:]))
+        columns = block.view[1] if block.columns is None else len(block.columns)
+        into_leaf = (rows.t() @ inputs).view(-1, columns, *block.view[2:])
         return None, into_x, into_leaf, into_bias, None
 
 
@@ -140,10 +141,6 @@ def _scattered(part: Tensor, block: ActiveBlock) -> Tensor:
     """Return the gradient of a linear layer's input, [samples, features], from that of the active columns; else 0."""
     channels = part.new_zeros(len(part), block.view[1], math.prod(block.view[2:]))
     return channels.index_copy_(1, cast(Tensor, block.columns), part.view(len(part), -1, channels.shape[2])).flatten(1)
-
-
-def _active_columns(block: ActiveBlock) -> int:
-    return block.view[1] if block.columns is None else len(block.columns)
 
 
 def _columns(flat: Tensor, block: ActiveBlock) -> Tensor:
@@ -166,7 +163,8 @@ class _Convolution(torch.autograd.Function):
         ctx.channels = channels
         ctx.late = channels is None or len(channels) > _KEEP_WHOLE * x.shape[1]
         ctx.save_for_backward(x if ctx.late else _channels(x, channels))
-        return _convolve(layer, x, bias)
+        convolve: Callable[..., Tensor] = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+        return convolve(x, layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
     @staticmethod
     @once_differentiable
@@ -227,11 +225,6 @@ def _grouped(layer: nn.Conv1d | nn.Conv2d, error: Tensor, inputs: Tensor, block:
         errors, read = _channels(error, mine), inputs.narrow(1, position * width, width)
         parts.append(_gradients(layer, errors, read, weight.index_select(0, mine), 1, (False, True))[1])
     return torch.cat(parts)
-
-
-def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, bias: Tensor | None) -> Tensor:
-    convolve: Callable[..., Tensor] = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
-    return convolve(x, layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
 
 def _gradients(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -94,27 +93,20 @@ class Optimisation:
         self._freezing = before.with_elements(elements)
         self._begin(elements)
         for name, leaf, slots in zip(before.names, self._parameters, memory, strict=True):
-            carry = _Carry(before, self._freezing, name, renewed.get(name))
             if slots:
-                self._optimizer.state[leaf] = {slot: carry(value) for slot, value in slots.items()}
+                fresh = renewed.get(name)
+                self._optimizer.state[leaf] = {
+                    slot: self._carried(before, name, value, fresh) for slot, value in slots.items()
+                }
 
-
-@dataclass(frozen=True)
-class _Carry:
-    """Brings what an optimiser remembers of a parameter's leaf to its new leaf."""
-
-    before: Freezing
-    after: Freezing
-    name: str
-    renewed: torch.Tensor | None
-
-    def __call__(self, value: Any) -> Any:
+    def _carried(self, before: Freezing, name: str, value: Any, renewed: torch.Tensor | None) -> Any:
+        """Return what an optimiser remembers of a parameter's leaf for its new leaf."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps
             return value
-        whole = self.before.spread(self.name, value)
-        if self.renewed is not None:
-            whole = whole.masked_fill(self.renewed.to(whole.device), 0.0)
-        return self.after.take(self.name, whole)
+        whole = before.spread(name, value)
+        if renewed is not None:
+            whole = whole.masked_fill(renewed.to(whole.device), 0.0)
+        return self._freezing.take(name, whole)
 
 
 class _Optimizer(Protocol):

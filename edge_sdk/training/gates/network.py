@@ -42,9 +42,27 @@ from . import layers as gates_layers
 from .tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from .values import Partial, like
 
+_TRACING = threading.Lock()
+"""Held while a model is traced: what fx puts in place of every module's call, two tracers would not take back."""
 
-class DefaultsTracer(fx.Tracer):
-    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults."""
+
+class _Tracer(fx.Tracer):
+    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults.
+
+    Only this thread's calls are traced: models of other threads, devices that train beside it, run as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a module gives: its node in the graph."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
@@ -176,26 +194,6 @@ class _Call:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         return self.function(tensor, *self.others, **self.named)
-
-
-_TRACING = threading.Lock()
-"""Held while a model is traced: what fx puts in place of every module's call, two tracers would not take back."""
-
-
-class _Tracer(DefaultsTracer):
-    """Traces what this thread calls. Models of other threads, devices that train beside it, run as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what a module gives: its node in the graph."""
-        if threading.get_ident() != self._thread:
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
 
 
 class _Run(fx.Interpreter):
