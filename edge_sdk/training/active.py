@@ -10,8 +10,9 @@ the weight's gradient only the block,
 from the input's active columns alone, which is all that is kept for it. So a block of r rows and c columns costs r·c of
 the n·m that the dense gradient costs.
 
-Weights of Linear, Conv1d, Conv2d and Embedding have kernels of their own, where they are large enough for gathering
-rows and columns to pay (``kernel_of``). Of every other parameter the gradient is dense, and the block taken out of it.
+Weights of Linear, and of Conv1d and Conv2d in one group, have kernels of their own, where they are large enough for
+gathering rows and columns to pay (``kernel_of``). Of every other parameter the gradient is dense, and the block taken
+out of it.
 """
 
 from __future__ import annotations
@@ -159,10 +160,8 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
     ) -> Tensor:
         ctx.block, ctx.layer, ctx.shape = block, layer, x.shape
-        channels = _channels_read(layer, block)
-        ctx.channels = channels
-        ctx.late = channels is None or len(channels) > _KEEP_WHOLE * x.shape[1]
-        ctx.save_for_backward(x if ctx.late else _channels(x, channels))
+        ctx.late = block.column_share > _KEEP_WHOLE
+        ctx.save_for_backward(x if ctx.late else _channels(x, block.columns))
         convolve: Callable[..., Tensor] = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
         return convolve(x, layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
@@ -172,12 +171,8 @@ class _Convolution(torch.autograd.Function):
         (x,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
         into_x = _into_input(layer, error, ctx.shape, block) if ctx.needs_input_grad[1] else None
         into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[3] else None
-        inputs = _channels(x, ctx.channels) if ctx.late else x
-        if layer.groups == 1:
-            errors = _channels(error, block.rows)
-            into_leaf = _gradients(layer, errors, inputs, block.take(block.parameter.detach()), 1, (False, True))[1]
-        else:
-            into_leaf = _grouped(layer, error, inputs, block)
+        inputs, errors = _channels(x, block.columns) if ctx.late else x, _channels(error, block.rows)
+        into_leaf = _gradients(layer, errors, inputs, block.take(block.parameter.detach()), (False, True))[1]
         return None, into_x, into_leaf, into_bias, None
 
 
@@ -185,55 +180,22 @@ def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, 
     """Return the gradient of the input, of ``shape``; zero where nothing below reads it and leaving it out is worth
     while."""
     weight = block.parameter.detach()
-    some = layer.groups == 1 and _scatters(block)
+    some = _scatters(block)
     if some:
         weight = _channels(weight, block.columns)
     # Of the input only its shape is read.
-    stand_in = error.new_empty(1).expand(shape[0], weight.shape[1] * layer.groups, *shape[2:])
-    part = _gradients(layer, error, stand_in, weight, layer.groups, (True, False))[0]
+    stand_in = error.new_empty(1).expand(shape[0], weight.shape[1], *shape[2:])
+    part = _gradients(layer, error, stand_in, weight, (True, False))[0]
     return _spread(part, cast(Tensor, block.columns), shape[1]) if some else part
 
 
-def _channels_read(layer: nn.Conv1d | nn.Conv2d, block: ActiveBlock) -> Tensor | None:
-    """Return the input channels that the weight gradient of the block reads, sorted; None for all.
-
-    In groups: those of every group that has an active filter. Of a depthwise convolution a channel once for each of its
-    active filters, so that each filter is a group of its own.
-    """
-    if layer.groups == 1:
-        return block.columns
-    assert block.rows is not None, "the columns of a convolution in groups belong to no neuron"
-    groups = block.rows // (layer.out_channels // layer.groups)
-    if layer.groups == layer.in_channels:
-        return groups
-    width = layer.in_channels // layer.groups
-    active = torch.tensor(sorted(set(groups.tolist())), device=groups.device)
-    return (active.unsqueeze(1) * width + torch.arange(width, device=groups.device)).flatten()
-
-
-def _grouped(layer: nn.Conv1d | nn.Conv2d, error: Tensor, inputs: Tensor, block: ActiveBlock) -> Tensor:
-    """Return the gradient of the active filters of a convolution in groups, from the channels of ``_channels_read``."""
-    rows, weight = block.rows, block.parameter.detach()
-    assert rows is not None
-    if layer.groups == layer.in_channels:
-        errors, filters = _channels(error, rows), weight.index_select(0, rows)
-        return _gradients(layer, errors, inputs, filters, len(rows), (False, True))[1]
-    groups = rows // (layer.out_channels // layer.groups)
-    width, parts = layer.in_channels // layer.groups, []
-    for position, group in enumerate(sorted(set(groups.tolist()))):
-        mine = rows[groups == group]
-        errors, read = _channels(error, mine), inputs.narrow(1, position * width, width)
-        parts.append(_gradients(layer, errors, read, weight.index_select(0, mine), 1, (False, True))[1])
-    return torch.cat(parts)
-
-
 def _gradients(
-    layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
+    layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of input and weight that are wanted, in the precision of ``error``."""
     gradients = torch.ops.aten.convolution_backward(
         *(error, x.to(error.dtype), weight.to(error.dtype), None, layer.stride, layer.padding, layer.dilation, False),
-        *([0] * len(layer.kernel_size), groups, [*wanted, False]),
+        *([0] * len(layer.kernel_size), 1, [*wanted, False]),
     )
     return gradients[0], gradients[1]
 
@@ -298,27 +260,6 @@ def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor
     return part if index is None else cast(Tensor, _Spread.apply(part, index, channels))  # type: ignore[no-untyped-call]
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, layer: nn.Embedding, words: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
-    ) -> Tensor:
-        ctx.block, ctx.layer = block, layer
-        ctx.save_for_backward(words)
-        return F.embedding(words, block.parameter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        (words,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
-        taken = error if block.columns is None else error.index_select(-1, block.columns)
-        padding = -1 if layer.padding_idx is None else layer.padding_idx
-        into_leaf = torch.ops.aten.embedding_dense_backward(
-            taken.contiguous(), words, layer.num_embeddings, padding, layer.scale_grad_by_freq
-        )
-        return None, None, into_leaf, None, None
-
-
 Kernel = Callable[..., Any]
 """(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs; gradients of the weight go to the leaf."""
 
@@ -332,10 +273,8 @@ def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
     if type(layer) is nn.Linear:
         return _Linear.apply if layer.weight.numel() * block.positions >= FEW_PRODUCTS else None
     if isinstance(layer, (nn.Conv1d, nn.Conv2d)) and type(layer) in (nn.Conv1d, nn.Conv2d):
-        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        plain = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         saved = layer.weight.numel() * block.positions * (1 - block.share)
-        gains = layer.groups > 1 or (layer.weight[0].numel() >= FEW_INPUTS and saved >= FEW_SAVED)
+        gains = layer.weight[0].numel() >= FEW_INPUTS and saved >= FEW_SAVED
         return _Convolution.apply if plain and gains else None
-    if type(layer) is nn.Embedding:
-        return _Embedding.apply if layer.max_norm is None and not layer.sparse else None
     return None
