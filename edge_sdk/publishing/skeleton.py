@@ -114,8 +114,7 @@ def _exported(
             f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not values, "
             f"and use operations that torch.onnx.export knows"
         ) from error
-    if program is None:
-        raise AssertionError("the exporter answers with a program whenever dynamo is True")
+    assert program is not None, "the exporter answers with a program whenever dynamo is True"
     return program.model_proto
 
 

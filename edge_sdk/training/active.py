@@ -260,7 +260,7 @@ def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor
     return part if index is None else cast(Tensor, _Spread.apply(part, index, channels))  # type: ignore[no-untyped-call]
 
 
-Kernel = Callable[..., Any]
+Kernel = Callable[..., Tensor]
 """(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs; gradients of the weight go to the leaf."""
 
 

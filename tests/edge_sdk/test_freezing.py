@@ -128,14 +128,6 @@ def test_v6_the_signal_passes_through_frozen_neurons():
     assert all(layer.weight.requires_grad and "forward" not in vars(layer) for layer in model.layers)
 
 
-def test_a_step_without_its_gradients_is_refused():
-    model = Chain(1, 2, 2, 1)
-    with Freezing(model, CHAIN, FIRST_OF_EACH) as freezing:
-        model(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"call collect_gradients\(\) between backward and step"):
-            freezing.write_back()
-
-
 def test_an_infinite_gradient_of_a_kept_zero_counts_as_zero():
     model = Chain(1, 2, 2, 1)
     with torch.no_grad():

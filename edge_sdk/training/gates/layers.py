@@ -169,13 +169,12 @@ def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, b
     if not len(rows.off):
         return output
     learns = torch.is_grad_enabled()
-    hears = learns and batch.heard > 0
     echo = None
-    if hears:
+    if learns:
         off = _OffRows(layer, rows.off, fixed, inputs, constants, output.shape)
         echo = Echo(off.start, len(rows.off))
-    live = np.full(len(rows.off), learns and (hears or fixed is not None))
-    return Partial(output, rows, operator.axis(output), fixed, live, np.full(len(rows.off), hears), echo)
+    live = np.full(len(rows.off), learns)
+    return Partial(output, rows, operator.axis(output), fixed, live, live, echo)
 
 
 _NONE: Index = np.zeros(0, dtype=np.intp)

@@ -87,17 +87,14 @@ class GatedModel:
     An optimiser over them moves the model in place; a block that was off has no gradient, and standard optimisers pass
     it over, with its momentum and weight decay. Parameters must keep their storage while the gated model is in use.
 
-    ``probe`` says how gates of off blocks learn. 1: exactly. Between 0 and 1: rows that are not computed learn from the
-    first ``probe`` of the batch's samples (rounded up) alone, as if they were the batch, scaled up to its size; off
-    parts of rows that are computed, and blocks of all but the weights of linear layers and convolutions, still learn
-    exactly. 0: not at all.
+    ``probe`` says how gates of off blocks learn. 1: exactly. Below 1: rows that are not computed learn from the first
+    ``probe`` of the batch's samples (rounded up) alone, as if they were the batch, scaled up to its size; off parts of
+    rows that are computed, and blocks of all but the weights of linear layers and convolutions, still learn exactly.
 
     Raises ValueError where the table is not of this model's parameters, or one of them is not contiguous.
     """
 
     def __init__(self, model: nn.Module, table: BlockTable, *, probe: float = 1.0) -> None:
-        if not 0 <= probe <= 1:
-            raise ValueError(f"probe is {probe}; the share of a batch that off blocks' gates learn from lies in [0, 1]")
         parameters = dict(model.named_parameters())
         if {name: sum(sizes) for name, sizes in table.tensors.items()} != {
             name: parameter.numel() for name, parameter in parameters.items()
@@ -105,7 +102,6 @@ class GatedModel:
             raise ValueError("the block table is not of this model's parameters; make it from their names and shapes")
         self._model = model
         self._probe = probe
-        self._length = len(table.sizes)
         self._tensors: dict[int, BlockedTensor] = {}
         self._runs: dict[bool, _Run] = {}
         self.leaves: list[torch.Tensor] = []
@@ -120,17 +116,10 @@ class GatedModel:
 
         ``gates``: float [L], M', 0 at blocks that are off, differentiable; to train both paths of a gating
         layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
-        as those of the masked whole model would. Raises ValueError for gates that do not fit.
+        as those of the masked whole model would.
         """
-        scales = gates.detach().cpu().numpy()
-        if len(scales) != self._length or len(selected) != self._length:
-            raise ValueError(f"{len(scales)} gates and {len(selected)} choices for {self._length} blocks")
-        if scales[~selected].any():
-            raise ValueError("the gate of a block that is off must be 0; multiply gates by what is selected")
         heard = math.ceil(self._probe * len(inputs) - 1e-9)
-        if not heard:
-            gates = gates * torch.from_numpy(selected).to(gates)
-        batch = Batch(gates, scales, selected, heard, len(inputs) / max(1, heard))
+        batch = Batch(gates, gates.detach().cpu().numpy(), selected, heard, len(inputs) / heard)
         training = self._model.training
         if training not in self._runs:  # forward may ask which mode it is in; tracing writes the answer down
             self._runs[training] = _Run(self._model, self._tensors, self._vectors)

@@ -102,10 +102,9 @@ class Channels:
 class Batch:
     """The facts of one batch.
 
-    gates: float [L], M', 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
-    blocks are on. heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor:
-    what they are multiplied by, so that they stand for the whole batch. With heard 0 off blocks' gates get none:
-    ``gates`` passes no gradients to them.
+    gates: float [L], M', 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which blocks are on.
+    heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor: what they are
+    multiplied by, so that they stand for the whole batch.
     """
 
     gates: torch.Tensor
