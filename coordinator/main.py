@@ -73,7 +73,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     """Return the application with the given settings, or those of the environment.
 
     listening: the address of the server of ``sparrow serve``, to log how a device joins, and to make tokens where other
-    machines reach it; without, the address is read from uvicorn's command line, and no token is made.
+    machines reach it.
     """
     settings = settings or Settings()
 
@@ -92,8 +92,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
                     sys.stderr.write(f"{line}\n")  # no line of the log, which others may read
             guarded = await run_in_threadpool(coordinator.tokens.guarded)
             coordinator.tokens.forget()  # so that a token made meanwhile is in force with the first call
-            where = listening or starting.by_uvicorn(sys.argv)
-            for line in starting.introduction(settings, where, enrolment_guarded="enrolment" in guarded):
+            for line in starting.introduction(settings, listening, enrolment_guarded="enrolment" in guarded):
                 log.info("%s", line)
             gc.freeze()  # a collection that looks through all modules again and again stops every call for 0.1 s
             with _before_stop(coordinator.leave):

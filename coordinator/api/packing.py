@@ -34,18 +34,16 @@ class PackedRoute(APIRoute):
 
         async def packed(request: Request) -> Response:
             answer = await answered(request)
-            if answer.media_type == "application/json" and len(answer.body) >= SMALLEST and _may(answer):
-                answer.headers["Vary"] = HEADERS["Vary"]
-                if takes_gzip(request):
-                    answer.body = await run_in_threadpool(gzip.compress, bytes(answer.body), LEVEL)
-                    answer.headers.update({**HEADERS, "Content-Length": str(len(answer.body))})
+            long = answer.media_type == "application/json" and len(answer.body) >= SMALLEST
+            if not long or "no-transform" in answer.headers.get("Cache-Control", ""):
+                return answer
+            answer.headers["Vary"] = HEADERS["Vary"]
+            if takes_gzip(request):
+                answer.body = await run_in_threadpool(gzip.compress, bytes(answer.body), LEVEL)
+                answer.headers.update({**HEADERS, "Content-Length": str(len(answer.body))})
             return answer
 
         return packed
-
-
-def _may(answer: Response) -> bool:
-    return "no-transform" not in answer.headers.get("Cache-Control", "")
 
 
 async def packed_events(events: AsyncIterator[str]) -> AsyncIterator[bytes]:

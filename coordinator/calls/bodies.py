@@ -95,20 +95,15 @@ class InParts(Response):
         if not self._downloads.take(self.body):
             detail = "too many downloads are in progress; try again when Retry-After has passed"
             return await problem(503, "Unavailable", detail, {"Retry-After": "5"})(scope, receive, send)
+        body = memoryview(self.body)
         try:
-            await self._send(send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            for start in range(0, len(body), PART_BYTES):
+                await send({"type": "http.response.body", "body": body[start : start + PART_BYTES], "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._downloads.give_back(self.body)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        body = memoryview(self.body)
-        for start in range(0, max(1, len(self.body)), PART_BYTES):
-            part = body[start : start + PART_BYTES]
-            more = start + PART_BYTES < len(self.body)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 def ranged(request: Request, body: bytes, media_type: str, digest: str | None = None) -> Response:

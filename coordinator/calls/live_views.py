@@ -73,9 +73,14 @@ class LiveView:
         loop = asyncio.get_running_loop()
         changed, began = self._views.changed.next(), loop.time()
         known = None if self._latest is None else self._latest.overview
-        overview, seconds = await run_in_threadpool(_timed, self._compare, known)
+        overview, seconds = await run_in_threadpool(self._timed, known)
         again = began + max(LEAST_PAUSE_SECONDS, seconds / SHARE_OF_TIME)
         self._latest = _Look(overview, changed, again)
+
+    def _timed(self, known: Overview | None) -> tuple[Overview, float]:
+        # Processor seconds: on a busy machine far fewer than have passed.
+        began = time.thread_time()
+        return self._compare(known), time.thread_time() - began
 
     def _compare(self, known: Overview | None) -> Overview:
         """Return the whole overview, in which points that did not change are the same objects as before."""
@@ -89,12 +94,6 @@ class LiveView:
         points = {point.first: point for point in known.points}
         points |= {point.first: point for point in news.points if points.get(point.first) != point}
         return news.model_copy(update={"points": tuple(points.values())})
-
-
-def _timed(compare: Callable[[Overview | None], Overview], known: Overview | None) -> tuple[Overview, float]:
-    """Return the overview with the processor seconds that it took: on a busy machine far fewer than have passed."""
-    began = time.thread_time()
-    return compare(known), time.thread_time() - began
 
 
 @dataclass

@@ -77,7 +77,8 @@ class Threads:
 
     async def _take(self) -> None:
         if not self._slots.locked():
-            return await self._acquired()
+            await self._slots.acquire()
+            return
         if self._waiting >= self._most_waiting:
             raise Unavailable("too many calls wait already; try again in a while")
         came = time.monotonic()
@@ -88,14 +89,12 @@ class Threads:
                 if left <= 0:
                     raise Unavailable(f"{self._busy}; try again in a while")
                 try:
-                    return await asyncio.wait_for(self._acquired(), left)
+                    await asyncio.wait_for(self._slots.acquire(), left)
+                    return
                 except asyncio.TimeoutError:  # writes may have gone on meanwhile
                     continue
         finally:
             self._waiting -= 1
-
-    async def _acquired(self) -> None:
-        await self._slots.acquire()
 
 
 class Batches(Generic[Item, Result]):

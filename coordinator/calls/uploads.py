@@ -258,21 +258,19 @@ class Uploads:
         with part.lock:
             # Only this function takes from it; later pieces are appended meanwhile.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
-            if pieces and not part.forgotten:
-                self._append(part, pieces)
-
-    def _append(self, part: _Part, pieces: list[bytes]) -> None:
-        size = sum(map(len, pieces))
-        if part.received + size > part.total:  # a whole update is never written again: it may be a blob already
-            raise BadContent("more has come than Content-Range says; send the update again")
-        with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
-            file.seek(part.received)
-            file.writelines(pieces)
-            file.truncate()  # the rest of a write that a full disk has cut off
-        for piece in pieces:  # while caches hold it
-            part.found.update(piece)
-        part.received += size
-        part.touched = self._clock()
+            size = sum(map(len, pieces))
+            if not size or part.forgotten:
+                return
+            if part.received + size > part.total:  # a whole update is never written again: it may be a blob already
+                raise BadContent("more has come than Content-Range says; send the update again")
+            with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
+                file.seek(part.received)
+                file.writelines(pieces)
+                file.truncate()  # the rest of a write that a full disk has cut off
+            for piece in pieces:  # while caches hold it
+                part.found.update(piece)
+            part.received += size
+            part.touched = self._clock()
 
     def _read(self, part: _Part, turn: int) -> tuple[memoryview, str]:
         self._write(part)

@@ -1,19 +1,15 @@
 """The lines that a coordinator logs when it has started: its data folder, its page, and how a device joins.
 
-An application is not told where its server listens. ``sparrow serve`` says it; of ``uvicorn`` it is read from uvicorn's
-own command line, by uvicorn's own parser.
+An application is not told where its server listens, so only ``sparrow serve`` has the last two.
 """
 
 from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from click import ClickException
 
 from sparrow.protocol.addresses import in_network, in_url, is_loopback, is_unspecified
 
@@ -37,19 +33,6 @@ class Listening:
     def url(self) -> str:
         """Return the address at which others reach it: this machine's in its network, if it listens on all."""
         return f"http{'s' if self.tls else ''}://{in_url(_in_network(self.host))}:{self.port}"
-
-
-def by_uvicorn(arguments: Sequence[str]) -> Listening | None:
-    """Return the address of a ``uvicorn`` with this command line; None for another program or an unknown port."""
-    if "uvicorn" not in (Path(arguments[0]).name, Path(arguments[0]).parent.name):
-        return None
-    from uvicorn.main import main
-
-    with suppress(ClickException):
-        options = main.make_context("uvicorn", list(arguments[1:])).params
-        if options["uds"] is None and options["fd"] is None and options["port"]:
-            return Listening(options["host"], options["port"], options["ssl_certfile"] is not None)
-    return None
 
 
 def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:

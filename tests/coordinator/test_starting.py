@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from sparrow.command_line.command import WrongUsage
 from sparrow.coordinator.clock import KEEP_SECONDS, SteadyClock
-from sparrow.coordinator.commands.starting import Listening, by_uvicorn, introduction
+from sparrow.coordinator.commands.starting import Listening, introduction
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.simulation import in_process
@@ -103,24 +103,6 @@ def test_who_listens_on_all_addresses_names_one_that_others_can_use(host):
     assert url.endswith(":8000")
     assert "//0.0.0.0" not in url
     assert "[::]" not in url
-
-
-def test_where_uvicorn_listens_is_read_from_its_command_line(monkeypatch):
-    assert by_uvicorn(["/x/bin/uvicorn", "coordinator.main:app"]) == Listening("127.0.0.1", 8000)
-    words = [
-        "/x/uvicorn/__main__.py",
-        "--host",
-        "::1",
-        "coordinator.main:app",
-        "--port=9000",
-        "--ssl-certfile",
-        __file__,
-    ]
-    assert by_uvicorn(words) == Listening("::1", 9000, tls=True)
-    monkeypatch.setenv("UVICORN_PORT", "9001")
-    assert by_uvicorn(["uvicorn", "coordinator.main:app"]) == Listening("127.0.0.1", 9001)
-    for unknown in (["uvicorn", "a:b", "--uds", "s"], ["uvicorn", "a:b", "--port", "0"], ["uvicorn"], ["pytest"]):
-        assert by_uvicorn(unknown) is None
 
 
 @pytest.mark.parametrize("weak", ["", "secret", "a" * 64, "abababababababababab", "fifteen-letters"])
