@@ -1,7 +1,7 @@
 """Costs of running ONNX files: seconds and memory to load each, seconds for one sample; in processes of their own.
 
 A process that has loaded other things has memory to reuse and threads that spin, so ``load_costs`` and ``latencies``
-start ``python -m export.measure``, which imports ONNX Runtime and numpy and nothing else.
+start ``python -m sparrow.export.measure``, which imports little beside ONNX Runtime and numpy.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sparrow.devices import memory
 
 from .errors import ExportError
 from .running import load, runtime
@@ -31,8 +32,6 @@ LOADS = 5
 
 TURNS, RUNS, IDLE = 20, 20, 3
 """Turns of each file, runs of a turn that are timed, runs before them that are not: threads wake, caches fill."""
-
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,12 @@ def _run(session: Any, sample: Array) -> float:
 def _load(path: str, threads: int, sample: Array) -> LoadCost:
     runtime()  # before memory is counted
 
-    _forget_peak()
-    before = _held("VmRSS")
+    memory.forget_peak()  # else it is that of importing the libraries
+    before = memory.resident()
     start = time.perf_counter()
     session = load(Path(path), threads)
     seconds = time.perf_counter() - start
-    return LoadCost(seconds, _run(session, sample), max(0, _held("VmHWM") - before))
+    return LoadCost(seconds, _run(session, sample), max(0, memory.peak_resident() - before))
 
 
 def _latencies(paths: Sequence[str], threads: int, sample: Array) -> list[Latency]:
@@ -127,23 +126,6 @@ def _latencies(paths: Sequence[str], threads: int, sample: Array) -> list[Latenc
                 _run(session, sample)
             spent += [_run(session, sample) for _ in range(RUNS)]
     return [Latency(*(float(value) for value in np.percentile(spent, [50, 95]))) for spent in seconds]
-
-
-def _forget_peak() -> None:
-    with suppress(OSError):  # else the peak is that of importing the libraries, where this was higher
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _held(field: str) -> int:
-    """Return bytes: VmRSS what is held now, VmHWM the most that was; elsewhere than on Linux the latter for both."""
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    import resource  # which Windows has not
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _main(what: str, sample: str, threads: str, *paths: str) -> None:

@@ -98,7 +98,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
             )
         if saved.manifest != found.values_digest:
             raise ExportError(f"{model} was trained with another manifest; give the one of its federation")
-    beside = model.with_name(personal.values_file("frozen"))
+    beside, own = model.with_name(personal.values_file("frozen")), model.with_name(personal.OWN)
     try:
         if found.frozen and beside.exists():
             tensors = {**values.unpack(found, "frozen", _bytes(beside)), **tensors}
@@ -113,7 +113,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
         progress=_progress(model, saved) if saved else {},
         membership=_membership(model.with_name(personal.MEMBERSHIP)) if saved else None,
         preparation=_preparation(model, found),
-        class_names=_class_names(model.with_name(personal.OWN)),
+        class_names=personal.read_class_names(_bytes(own)) if own.exists() else (),
     )
 
 
@@ -138,10 +138,6 @@ def _preparation(model: Path, manifest: Manifest) -> bytes | None:
             "--without-preparation"
         )
     return complete(graph, own)
-
-
-def _class_names(path: Path) -> tuple[str, ...]:
-    return personal.read_class_names(_bytes(path)) if path.exists() else ()
 
 
 def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:

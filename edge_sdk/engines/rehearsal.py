@@ -154,19 +154,8 @@ class Rehearsal(ABC):
         return self._clock()
 
 
-class Rehearse(Protocol):
-    """Makes the rehearsal of an engine."""
-
-    def __call__(
-        self,
-        task: Task,
-        manifest: Manifest,
-        settings: FederationSettings,
-        *,
-        narrow: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> Rehearsal:
-        """Return it."""
+Rehearse = Callable[..., Rehearsal]
+"""Makes the rehearsal of an engine, of what ``Rehearsal`` takes."""
 
 
 class OnnxRehearsal(Rehearsal):

@@ -121,6 +121,12 @@ class Editor:
         self._constants[name] = array
         return name
 
+    def add(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
+        """Add a node behind all others, and return the name of its output."""
+        name = output or self.fresh()
+        self.graph.node.append(helper.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave their order."""
         nodes = list(self.graph.node)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -69,10 +68,11 @@ def flow_graph(step: bytes, names: Collection[str]) -> bytes:
 
 
 class Tangents:
-    """Adds the tangents of a graph's values to it. of: value -> its tangent; there is none where it does not move."""
+    """Adds the tangents of a graph's values to it. of: value -> its tangent; there is none if it does not move."""
 
     def __init__(self, editor: Editor, of: dict[str, str]) -> None:
         self.editor, self.of = editor, of
+        self.make, self.number = editor.add, editor.number
 
     def add(self, node: onnx.NodeProto) -> None:
         """Add the tangents of what a node makes."""
@@ -84,12 +84,6 @@ class Tangents:
         if made is None:
             raise NoCurvature(f"{node.op_type} has no second derivative with ONNX Runtime: join with --engine torch")
         self.of |= {name: tangent for name, tangent in zip(node.output, made, strict=False) if name}
-
-    def make(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node, and return the name of its output."""
-        output = self.editor.fresh()
-        self.editor.graph.node.append(helper.make_node(kind, list(inputs), [output], **attributes))
-        return output
 
     def again(self, node: onnx.NodeProto, inputs: Sequence[str]) -> list[str]:
         """Add a node of the same kind with other inputs, and return its outputs."""
@@ -103,10 +97,6 @@ class Tangents:
         for term in others:
             total = self.make("Add", total, term)
         return total
-
-    def number(self, value: float) -> str:
-        """Return the name of a constant."""
-        return self.editor.number(value)
 
     def whole(self, value: str) -> str:
         """Return the tangent of a value, of its shape: zeros where it does not move."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
@@ -34,14 +33,10 @@ def scale_outputs(step: bytes) -> bytes:
     ends = _free_ends(editor)
     loss, error = (names.get(name, ends[name]) for name in ENDS)
     editor.graph.input.append(helper.make_tensor_value_info("scale", TensorProto.FLOAT, None))
-    editor.graph.node.extend(
-        [
-            helper.make_node("Mul", ["output", "scale"], [names["output"]]),
-            *copies,
-            helper.make_node("Identity", [loss], ["loss"]),
-            helper.make_node("Mul", [error, "scale"], ["error"]),
-        ]
-    )
+    editor.add("Mul", "output", "scale", output=names["output"])
+    editor.graph.node.extend(copies)
+    editor.add("Identity", loss, output="loss")
+    editor.add("Mul", error, "scale", output="error")
     return _finished(proto, editor)
 
 
@@ -53,16 +48,11 @@ def distil(step: bytes, weight: float, temperature: float) -> bytes:
     """
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
-    ends, nodes = _free_ends(editor), editor.graph.node
+    ends, add = _free_ends(editor), editor.add
     output = next(each for each in editor.graph.output if each.name == "output")
     teacher = deepcopy(output)
     teacher.name = "teacher"
     editor.graph.input.append(teacher)
-
-    def add(kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:
-        output = name or editor.fresh()
-        nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
-        return output
 
     cool = editor.number(1 / temperature)
     wanted, found = (add("LogSoftmax", add("Mul", each, cool), axis=1) for each in ("teacher", "output"))
@@ -74,7 +64,7 @@ def distil(step: bytes, weight: float, temperature: float) -> bytes:
     for end, (value, factor) in taught.items():
         task = [add("Mul", ends[end], editor.number(1 - weight))] if weight < 1 else []
         own = add("Mul", value, editor.number(factor))
-        add("Add" if task else "Identity", own, *task, name=end)
+        add("Add" if task else "Identity", own, *task, output=end)
     return _finished(proto, editor)
 
 
@@ -92,20 +82,16 @@ def weigh(step: bytes) -> bytes:
 def likelihoods(evaluation: bytes) -> bytes:
     """Return the graph of a mixture's ``likelihoods`` [N, M]: ln p(y | x) of each sample under each component."""
     proto = onnx.load_from_string(evaluation)
-    editor, nodes = Editor(proto), proto.graph.node
+    editor = Editor(proto)
+    add = editor.add
     target = next(each for each in editor.graph.input if each.name == "target")
-
-    def add(kind: str, *inputs: str, **attributes: Any) -> str:
-        output = editor.fresh()
-        nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
-        return output
 
     places = add("Unsqueeze", add("Cast", target.name, to=TensorProto.INT64), editor.integers([1]))
     found = [
         add("GatherElements", add("LogSoftmax", name_in(each, "output"), axis=1), places, axis=1)
         for each in range(_components(proto))
     ]
-    nodes.append(helper.make_node("Concat", found, ["likelihoods"], axis=1))
+    add("Concat", *found, output="likelihoods", axis=1)
     del editor.graph.output[:]
     editor.graph.output.append(helper.make_tensor_value_info("likelihoods", TensorProto.FLOAT, None))
     return _finished(proto, editor)
