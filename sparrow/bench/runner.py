@@ -46,6 +46,7 @@ from ..protocol.messages import (
 from ..protocol.settings import AUTO
 from ..simulation.fleet import run_fleet
 from ..simulation.host import Plan, Stepped
+from ..simulation.result import Result
 from . import rows
 from .experiment import DEFAULT, FOLDER, Experiment, Trial, Value, trials
 from .files import files_of_devices
@@ -115,11 +116,11 @@ def run(
     done = rows.latest(rows.read(file))
     every = list(trials(experiment, name, read_tuned(where.folder, name, experiment), scale))
     wanted = [trial for trial in every if (not only or trial.label in only) and (not seeds or trial.seed in seeds)]
-    check([trial for trial in wanted if trial.name not in done or done[trial.name].trial.asked != trial], where)
+    check([trial for trial in wanted if not _is_done(trial, done)], where)
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True, disable=None) as bar:
         for number, trial in enumerate(bar, start=1):
             bar.set_postfix_str(trial.name)
-            if trial.name in done and done[trial.name].trial.asked == trial:
+            if _is_done(trial, done):
                 continue
             if bar.disable:  # no terminal: a line for each trial
                 print(f"{name}: trial {number} of {len(wanted)}, {trial.name}", file=sys.stderr, flush=True)
@@ -130,6 +131,10 @@ def run(
                 rows.append(file, each)
     done = rows.latest(rows.read(file))  # all alike, whether run now or before
     return [done[trial.name] for trial in wanted]
+
+
+def _is_done(trial: Trial, done: Mapping[str, Recorded]) -> bool:
+    return trial.name in done and done[trial.name].trial.asked == trial
 
 
 def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
@@ -206,17 +211,7 @@ def run_trial(
             exist_ok=True,
             **settings,
         )
-        with observe(server, plan, folder) if observe else nullcontext() as observer:
-            fleet = run_fleet(
-                server,
-                plan,
-                engine=trial.engine,
-                processes=1 if observer else where.processes,
-                state_dir=folder / "devices",
-                on_step=observer or (lambda stepped: None),
-                interrupted=lambda: observer is not None and observer.error is not None,
-            )
-            analyses = observer.rows() if observer else ()
+        fleet, analyses = _play(server, trial, plan, folder, where, observe)
         seconds = time.monotonic() - begin
         found_by = (seconds, fleet.engine, where.compute)
         recorded = [replace(collect(server, each, *found_by), analyses=analyses) for each in trials]
@@ -232,6 +227,23 @@ def run_trial(
             others = [_retuned(finished, recorded[0], each, plan, where) for each in retuned]
     shutil.rmtree(folder)
     return [*(replace(each, shifts=_shifts(each.trial, found)) for each in recorded), *others]
+
+
+def _play(
+    server: str, trial: Trial, plan: Plan, folder: Path, where: Where, observe: Observe | None
+) -> tuple[Result, tuple[Analysis, ...]]:
+    """Run a trial's devices to the end of its federation; return what they did, and the rows of an observer."""
+    with observe(server, plan, folder) if observe else nullcontext() as observer:
+        fleet = run_fleet(
+            server,
+            plan,
+            engine=trial.engine,
+            processes=1 if observer else where.processes,
+            state_dir=folder / "devices",
+            on_step=observer or (lambda stepped: None),
+            interrupted=lambda: observer is not None and observer.error is not None,
+        )
+        return fleet, observer.rows() if observer else ()
 
 
 def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:

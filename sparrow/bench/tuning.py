@@ -148,12 +148,7 @@ def search(
     choice = Choice(experiment.tuning_rounds(run, scale))
     points, idle = grid_points(experiment.grid_of(run)), set[str]()
     for extension in range(experiment.tune.extensions + 1):
-        asked: dict[str, list[Trial]] = {}
-        for point in points:
-            with suppress(ValidationError):  # beyond the grid is beyond what the setting may be
-                asked[json.dumps(point)] = [
-                    tuning_trial(experiment, name, run, point, seed, scale) for seed in experiment.tune.seeds
-                ]
+        asked = _asked(experiment, name, run, points, scale)
         every = [trial for trials in asked.values() for trial in trials]
         for text, trials in asked.items():
             found = [result(trial, [each for each in every if each != trial]) for trial in trials]
@@ -163,11 +158,25 @@ def search(
             idle |= {act for each in known for act in each.result.idle or ()}
             choice.scores[text] = _score(known)
             choice.beyond += [json.loads(text)] if extension else []
-        if not any(score is not None for score in choice.scores.values()):
+        if set(choice.scores.values()) <= {None}:
             raise NothingActed(_too_short(experiment, run, sorted(idle)))
         best = choice.best
         points = [{**best, key: value} for key, values in choice.open_edges.items() for value in values]
     return choice
+
+
+def _asked(
+    experiment: Experiment, name: str, run: MethodRun, points: Sequence[Point], scale: float
+) -> dict[str, list[Trial]]:
+    """Return the trials of each point, without points that a setting cannot have."""
+    assert experiment.tune is not None, "only what has [tune] is tuned"
+    asked: dict[str, list[Trial]] = {}
+    for point in points:
+        with suppress(ValidationError):  # beyond the grid is beyond what the setting may be
+            asked[json.dumps(point)] = [
+                tuning_trial(experiment, name, run, point, seed, scale) for seed in experiment.tune.seeds
+            ]
+    return asked
 
 
 def _score(found: Sequence[Recorded]) -> float | None:
