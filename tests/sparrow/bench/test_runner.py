@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.__main__ import main as in_a_clone
 from edge_sdk.engines.engine import OnnxEngine
 from edge_sdk.tasks.dealing import read_dealing
 from sparrow.bench import rows
@@ -326,6 +327,7 @@ def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path):
         assert (still.accuracy, still.accuracy_global) == (each.points[-1].accuracy, each.points[-1].accuracy_global)
         assert moved.devices != still.devices
         assert still.accuracy.devices >= 3, "one may never have been drawn"
+    assert in_a_clone(["report", str(file), "--folder", str(tmp_path / "work")]) == 0
     assert "| FedDST+FT, global model |" in (tmp_path / "work" / "tiny.md").read_text()
     personal, adaptive = found["DM-PFL"], found["DM-PFL+"]
     assert personal.result.wall_seconds == adaptive.result.wall_seconds, "trained once"
