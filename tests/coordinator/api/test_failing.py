@@ -123,7 +123,7 @@ def test_a_full_disk_is_said_and_survived(open_app, small_disk, train, caplog):
     if (small_disk / "data" / "coordinator.sqlite3").exists():
         refused = client.post("/v1/federations/default/devices", json={"name": "x", "enrolment_key": 32 * "k"})
         assert refused.status_code in (503, 507)
-    assert_problem(client.get("/readyz"), 503, "disk is full", "check the database and the disk")
+    assert_problem(client.get("/readyz"), 503, "is full", "check the database and the disk")
     assert client.get("/healthz").status_code == 200
     assert client.get("/v1/federations/default").json()["status"] == "running", "who only looks is answered"
     assert 1 <= len(said(caplog)) <= 2, "a line for the blobs, and one for the records"
