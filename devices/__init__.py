@@ -1,10 +1,7 @@
-"""The kind, the energy and the condition of a device, read from the device itself.
+"""Board, energy and conditions of a device, read from the device itself.
 
-This package knows nothing of federated learning and needs only the standard library. `devices.board` says what it is,
-`devices.conditions` what it is like, and `sparrow devices` prints all of it for a person. `EnergyMeter` measures a
-phase of work, `PowerModel` stands in where no sensor exists, and every figure carries its `Quality`: measured, derived
-from measured values, estimated by a model, or unavailable with the reason. It only ever reads: it changes no setting of
-the device it runs on.
+The package knows nothing of federated learning, needs only the standard library and changes no setting of the device.
+Every figure carries its `Quality`: measured, derived, estimated, or unavailable with a reason.
 """
 
 from .energy import Energy, EnergyMeter, Phase

@@ -1,11 +1,4 @@
-"""``sparrow devices``: the kind, the sensors and the condition of this device.
-
-sparrow devices                     what was found, each sensor with its value, what is missing and how to get it
-sparrow devices --watch             again and again
-sparrow devices --json              for a program
-sparrow devices --root FOLDER       a copy of some other device
-sparrow devices --meter METER.csv --phases PHASES.csv     joules per phase from an external meter
-"""
+"""``sparrow devices``: the board, the sensors and the conditions of this device."""
 
 import argparse
 import json
@@ -50,22 +43,22 @@ def _show(survey: Survey, every: float | None, *, as_json: bool) -> None:
 
 
 def _options(parser: Parser) -> None:
-    add_json(parser, ", with --watch a line for each look")
+    add_json(parser, ", with --watch one line per reading")
     parser.add_argument(
-        "--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again and again (every 2 seconds)"
+        "--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help="repeat every SECONDS (default: 2)"
     )
-    parser.add_argument("--root", type=Path, metavar="FOLDER", help="look at a copy of a device's files instead")
-    parser.add_argument("--meter", type=Path, metavar="CSV", help="an external meter's readings: time,watts")
-    parser.add_argument("--phases", type=Path, metavar="CSV", help="phases to give joules for: name,start,end")
+    parser.add_argument("--root", type=Path, metavar="FOLDER", help="read a copy of another device's files")
+    parser.add_argument("--meter", type=Path, metavar="CSV", help="readings of an external meter: time,watts")
+    parser.add_argument("--phases", type=Path, metavar="CSV", help="phases to compute joules for: name,start,end")
     parser.add_argument(
-        "--offset", type=float, default=0.0, metavar="SECONDS", help="added to the meter's times (its clock may differ)"
+        "--offset", type=float, default=0.0, metavar="SECONDS", help="add to the meter's times if its clock differs"
     )
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited; give a number above 0")
+        raise argparse.ArgumentTypeError(f"interval of {text} seconds; give a number above 0")
     return seconds
 
 
@@ -101,7 +94,7 @@ def _headline(board: BoardInfo) -> list[str]:
     lines = [f"{board.name} ({board.kind}){': ' if board.model else ''}{board.model}"]
     lines.append("  " + ", ".join(fact for fact in facts if fact))
     if not board.has_wheels:
-        lines.append("  a 32-bit system: it can predict from an exported file, torch is not published for it")
+        lines.append("  32-bit system: it can predict from an exported file; torch has no 32-bit release")
     return lines
 
 
@@ -110,7 +103,8 @@ def _short(name: str) -> str:
 
 
 def _value(reading: Reading) -> str:
-    value, unit = reading.value, reading.unit
+    value = reading.value
+    unit = reading.unit
     if value is None:
         return "-"
     if unit == "1":
@@ -149,7 +143,7 @@ def _record(reading: Reading) -> dict[str, Any]:
 
 def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: bool) -> None:
     if phases is None:
-        raise WrongUsage("--meter needs --phases: a file with a line NAME,START,END for each phase")
+        raise WrongUsage("--meter needs --phases: give a file with a line NAME,START,END per phase")
     recorded = ExternalMeter.load(meter, offset)
     rows = [(name, recorded.energy(start, end)) for name, start, end in load_phases(phases)]
     if as_json:
@@ -161,7 +155,7 @@ def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: b
         print(f"{name:<20}  {joules:>12}  {energy.quality}, {energy.coverage:.0%} of {energy.seconds:.1f} s{why}")
 
 
-COMMAND = Command("sparrow devices", "What this device is, what it draws and what it is like now.", _options, _run)
+COMMAND = Command("sparrow devices", "Show this device's board, power and conditions.", _options, _run)
 main = COMMAND.main
 
 

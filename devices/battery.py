@@ -1,10 +1,8 @@
 """Batteries: while one discharges, its power is the power of the whole device.
 
-On external power it is the power of charging, which says nothing about the device; so any supply that is online, or a
-battery in any state but discharging, makes the reading unavailable. Names of folders mean nothing (BAT0, bms,
-axp20x-battery): `type` tells a battery from a supply, and `scope` = Device marks the battery of a mouse or a headset.
-Source: the kernel's power_supply documentation (microwatts, microvolts, microamperes; the sign of a current differs
-from driver to driver).
+On external power a battery shows the power of charging, so the reading is unavailable then. Folder names (BAT0, bms,
+axp20x-battery) carry no meaning: `type` separates batteries from supplies, and `scope` = Device marks the battery of a
+mouse or a headset. Source: the kernel's power_supply documentation (µW, µV, µA; drivers differ in the current's sign).
 """
 
 from collections.abc import Mapping
@@ -17,18 +15,18 @@ POWER_SUPPLY = "sys/class/power_supply"
 
 
 class Batteries(PowerSource):
-    """The device's own batteries together, in watts.
+    """The sum of the device's own batteries, in watts.
 
-    A gauge refreshes every few seconds and answers slowly, so it is asked at most every five; in a phase shorter than
-    that the figure may still be the one of the moment before.
+    A gauge refreshes every few seconds and answers slowly, so reads are at least five seconds apart. In a shorter phase
+    the value may be older than the phase.
     """
 
     name = "battery"
     scope = "device"
     shortest_period_seconds = 5.0
     advice: ClassVar[Mapping[Reason, str]] = {
-        Reason.CHARGING: "it tells what the device draws only while it discharges; unplug the charger to measure",
-        Reason.STALE: "the gauge gave no power, or too rarely",
+        Reason.CHARGING: "on external power; unplug the charger to measure",
+        Reason.STALE: "the gauge has no value yet or was read too rarely",
     }
 
     def __init__(self, files: Files, batteries: list[str], supplies: list[str]) -> None:
@@ -39,7 +37,7 @@ class Batteries(PowerSource):
         self.quality = Quality.MEASURED if len(self._own_watts) == len(batteries) else Quality.DERIVED
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return the device's power: one reading in watts."""
+        """Return one reading in watts."""
         try:
             states = {battery: self._files.text(f"{battery}/status").lower() for battery in self._batteries}
             reason = self._not_discharging(set(states.values()))
@@ -47,13 +45,14 @@ class Batteries(PowerSource):
                 watts = sum(self._watts(battery) for battery, state in states.items() if state == "discharging")
                 if watts > 0:
                     return (Reading(watts, "W", self.scope, self.quality, self.name, now),)
-                reason = Reason.STALE  # a device that runs draws something: the gauge has no value yet
+                # A running device draws power, so the gauge has no value yet.
+                reason = Reason.STALE
         except ReadError as failure:
             reason = failure.reason
         return (Reading.failed("W", self.scope, self.name, now, reason),)
 
     def charge(self, now: float) -> Reading:
-        """Charge in per cent; several batteries count by what they hold when full. Never ABSENT: there is a battery."""
+        """Return the charge in per cent, weighted by full capacity; never ABSENT."""
         readings = [self._capacity(path, now) for path in self._batteries]
         lost = next((reading for reading in readings if reading.value is None), None)
         if lost is not None or len(readings) == 1:
@@ -63,7 +62,7 @@ class Batteries(PowerSource):
         return Reading(total / sum(weights), "%", "battery", Quality.DERIVED, "capacity", now)
 
     def temperature(self, now: float) -> Reading:
-        """Temperature of the warmest battery in °C."""
+        """Return the temperature of the warmest battery in °C."""
         readings = [self._files.reading(f"{path}/temp", "°C", "battery", now, 0.1) for path in self._batteries]
         good = [reading for reading in readings if reading.value is not None]
         return max(good, key=lambda reading: reading.value or 0.0) if good else readings[0]
@@ -73,8 +72,9 @@ class Batteries(PowerSource):
         return self._sum("now", now)
 
     def health(self, now: float) -> Reading:
-        """Return the capacity of the batteries as a share of their capacity when new, in per cent."""
-        full, design = self._sum("full", now), self._sum("full_design", now)
+        """Return the full capacity relative to the design capacity, in per cent."""
+        full = self._sum("full", now)
+        design = self._sum("full_design", now)
         lost = next((each for each in (full, design) if each.value is None), None)
         if full.value is None or not design.value:
             reason = lost.reason if lost else Reason.IMPLAUSIBLE
@@ -82,14 +82,16 @@ class Batteries(PowerSource):
         return Reading(100 * full.value / design.value, "%", "battery", Quality.DERIVED, "energy_full", now)
 
     def status(self) -> str:
-        """In the kernel's words, such as discharging; of several batteries all different ones."""
+        """Return the kernel's states, such as "discharging", without repeats."""
         words = [self._files.text_or(f"{path}/status", "unknown").lower() for path in self._batteries]
         return ", ".join(dict.fromkeys(words))
 
     def _capacity(self, path: str, now: float) -> Reading:
         reading = self._files.reading(f"{path}/capacity", "%", "battery", now)
-        if reading.reason is Reason.ABSENT:  # some gauges leave the division to others
-            left, full = self._watt_hours(path, "now", now).value, self._watt_hours(path, "full", now).value
+        # Some gauges report energy but no percentage.
+        if reading.reason is Reason.ABSENT:
+            left = self._watt_hours(path, "now", now).value
+            full = self._watt_hours(path, "full", now).value
             if left is None or not full:
                 return Reading.failed("%", "battery", path, now, Reason.STALE)
             reading = Reading(100 * left / full, "%", "battery", Quality.DERIVED, path, now)
@@ -102,11 +104,12 @@ class Batteries(PowerSource):
         lost = next((reading for reading in readings if reading.value is None), None)
         if lost is not None:
             return lost
-        total, first = sum(reading.value or 0.0 for reading in readings), readings[0]
+        total = sum(reading.value or 0.0 for reading in readings)
+        first = readings[0]
         return Reading(total, "Wh", "battery", first.quality, first.source, now)
 
     def _watt_hours(self, path: str, which: str, now: float) -> Reading:
-        """Return one battery's energy; from its charge and the voltage it was designed for where it counts charge."""
+        """Return one battery's energy; a gauge of charge is converted with the design voltage."""
         energy = self._files.reading(f"{path}/energy_{which}", "Wh", "battery", now, 1e-6)
         if energy.reason is not Reason.ABSENT:
             return energy
@@ -120,7 +123,8 @@ class Batteries(PowerSource):
         if "charging" in states or any(_online(self._files, supply) for supply in self._supplies):
             return Reason.CHARGING
         if "discharging" in states:
-            return None  # of two batteries one may rest ("not charging") while the other carries the device
+            # Of two batteries, one may rest ("not charging") while the other powers the device.
+            return None
         return Reason.STALE if "unknown" in states else Reason.CHARGING
 
     def _watts(self, battery: str) -> float:
@@ -131,46 +135,46 @@ class Batteries(PowerSource):
 
 
 def find_batteries(files: Files) -> Batteries | None:
-    """Return the batteries that feed this device, or None where it has none."""
+    """Return the batteries that power this device, if any."""
     batteries, supplies = _supplies(files)
     return Batteries(files, batteries, supplies) if batteries else None
 
 
 def on_mains(files: Files, now: float) -> Reading:
-    """1.0 when something outside feeds the device, 0.0 when its battery does.
-
-    What has neither a battery nor a supply that tells runs from the mains: derived.
-    """
+    """Return 1.0 on external power, 0.0 on battery; a device without battery and supplies counts as on mains."""
     try:
         files.children(POWER_SUPPLY)
     except ReadError as failure:
         if failure.reason is not Reason.ABSENT:
             return Reading.failed("1", "device", POWER_SUPPLY, now, failure.reason)
     batteries, supplies = _supplies(files)
-    told = [supply for supply in supplies if files.text_or(f"{supply}/online") in ("0", "1", "2")]
+    reporting = [supply for supply in supplies if files.text_or(f"{supply}/online") in ("0", "1", "2")]
     states = {files.text_or(f"{battery}/status").lower() for battery in batteries}
-    if any(_online(files, supply) for supply in told) or "charging" in states:
+    if any(_online(files, supply) for supply in reporting) or "charging" in states:
         return Reading(1.0, "1", "device", Quality.MEASURED, POWER_SUPPLY, now)
     if not batteries:
         return Reading(1.0, "1", "device", Quality.DERIVED, "it runs and has no battery", now)
-    if told or "discharging" in states:
+    if reporting or "discharging" in states:
         return Reading(0.0, "1", "device", Quality.MEASURED, POWER_SUPPLY, now)
     return Reading.failed("1", "device", POWER_SUPPLY, now, Reason.STALE)
 
 
 def _supplies(files: Files) -> tuple[list[str], list[str]]:
-    """Folders of the device's own batteries, and of what can feed it from outside."""
-    batteries, supplies = [], []
+    """Return the folders of the device's own batteries and of its external supplies."""
+    batteries = []
+    supplies = []
     for path in files.folders(POWER_SUPPLY):
         if files.text_or(f"{path}/scope") == "Device" or files.text_or(f"{path}/present") == "0":
             continue
         kind = files.text_or(f"{path}/type")
         if kind == "Battery":
             batteries.append(path)
-        elif kind not in ("", "UPS"):  # Mains, USB and its variants, Wireless
+        # Mains, USB and its variants, Wireless.
+        elif kind not in ("", "UPS"):
             supplies.append(path)
     return batteries, supplies
 
 
 def _online(files: Files, supply: str) -> bool:
-    return files.text_or(f"{supply}/online") in ("1", "2")  # 2: with a voltage that was agreed upon
+    # 2: online with a negotiated voltage.
+    return files.text_or(f"{supply}/online") in ("1", "2")

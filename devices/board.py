@@ -1,9 +1,7 @@
-"""Identification of the board, from what its maker wrote into it: the device tree, the Pi's revision code, or x86's
-DMI.
+"""Identification of the board from the device tree, the Pi's revision code, or x86's DMI.
 
-Nothing is guessed from a name: carrier makers put their own into `model`, and DMI is wrong on some Jetsons. Sources:
-Raspberry Pi's documentation of revision codes, NVIDIA's part numbers as they stand in device trees, Arm's part numbers
-in /proc/cpuinfo.
+Names are not trusted: carrier makers write their own into `model`, and DMI is wrong on some Jetsons. Sources: Raspberry
+Pi's documentation of revision codes, NVIDIA's part numbers in device trees, Arm's part numbers in /proc/cpuinfo.
 """
 
 import re
@@ -26,15 +24,13 @@ _DMI = "sys/devices/virtual/dmi/id"
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """The facts of a board.
+    """A board and its system; unknown texts are empty.
 
-    name: as this project calls it, such as raspberry-pi-5 or jetson-orin-nano. model: as its maker calls it. soc: its
-    chip. module: a Jetson's part number. memory_bytes: what the system may use, less than what is soldered on; None
-    where it cannot be read. cpu_core: the Arm core, cpu: an x86 processor's name. features: as /proc/cpuinfo lists
-    them. cores: those online; physical_cores: without hyper-threading, 0 where that is not told. bits: word size of the
-    programs, which on a 64-bit kernel may be 32. revision, ram_code_bytes: from the Pi's code. l4t, jetpack: versions
-    of a Jetson's system ("" where unknown). cuda: its compute capability. super_mode: flashed for the higher clocks.
-    supply_milliamperes: what a Pi 5's power supply has offered.
+    name: this project's name, such as raspberry-pi-5. model: the maker's name. module: a Jetson's part number.
+    memory_bytes: usable memory, less than the installed memory. cpu_core: the Arm core; cpu: an x86 processor.
+    features: flags of /proc/cpuinfo. physical_cores: 0 if unknown. bits: word size of programs, 32 on some 64-bit
+    kernels. revision, ram_code_bytes: from the Pi's code. cuda: compute capability. super_mode: flashed for higher
+    clocks. supply_milliamperes: offered by a Pi 5's power supply.
     """
 
     name: str
@@ -59,17 +55,17 @@ class BoardInfo:
 
     @property
     def has_wheels(self) -> bool:
-        """True if torch and ONNX Runtime are published for it: there are none for 32-bit systems."""
+        """True if torch and ONNX Runtime are published for it."""
         return self.bits == 64
 
     @property
     def detects_under_voltage(self) -> bool:
-        """True if it notices a weak supply: the Pi Zero family has no detector."""
+        """True if it detects a weak supply; the Pi Zero family cannot."""
         return self.kind in ("raspberry-pi", "jetson") and "zero" not in self.name
 
 
 def find_board(system: System) -> BoardInfo:
-    """Return the board, as well as its files tell; never raises."""
+    """Return the board as far as its files describe it; never raises."""
     files = system.files
     compatible = _strings(files, f"{_TREE}/compatible")
     processors, tail = _cpuinfo(files)
@@ -132,7 +128,7 @@ _NEW_STYLE = 1 << 23
 
 
 def _revision(text: str) -> int | None:
-    """Return a Pi's revision code, None for one of the first boards' (which have no bits to read) and for none."""
+    """Return a Pi's new-style revision code; None for old codes, which have no bit fields."""
     try:
         code = int(text, 16)
     except ValueError:
@@ -166,7 +162,7 @@ _MODULES: Mapping[str, str] = {
     "p3701-0008": "agx-orin",
     "p3834-0008": "agx-thor",
 }  # fmt: skip
-# What the chip, or a word of the maker's, says where no module is named.
+# Used if the device tree names no module.
 _JETSON_WORDS: Mapping[str, str] = {
     "nvidia,jetson-nano": "nano",
     "nvidia,galen": "agx-xavier",
@@ -213,7 +209,7 @@ def _jetson(compatible: list[str], system: System) -> BoardInfo | None:
 
 
 def _l4t(system: System) -> str:
-    """Return the version of a Jetson's system, such as 36.4.3; "" where it is not told."""
+    """Return the version of a Jetson's system, such as 36.4.3; "" if unknown."""
     match = _RELEASE.match(system.files.text_or("etc/nv_tegra_release"))
     if match:
         version = f"{match[1]}.{match[2]}"
@@ -240,7 +236,8 @@ def _phone(system: System) -> BoardInfo | None:
 
 
 _MEANINGLESS = {"", "Default string", "To Be Filled By O.E.M.", "System Product Name", "System manufacturer"}
-_PORTABLE = {"8", "9", "10", "11", "14", "30", "31", "32"}  # chassis types of the SMBIOS standard
+# Chassis types of the SMBIOS standard.
+_PORTABLE = {"8", "9", "10", "11", "14", "30", "31", "32"}
 
 
 def _x86(files: Files, processor: Mapping[str, str]) -> BoardInfo | None:
@@ -252,7 +249,7 @@ def _x86(files: Files, processor: Mapping[str, str]) -> BoardInfo | None:
     return BoardInfo("x86", "laptop" if portable else "linux", model=model)
 
 
-# --- what all have
+# --- common
 
 _CORES: Mapping[tuple[int, int], str] = {
     (0x41, 0xD03): "cortex-a53", (0x41, 0xD04): "cortex-a35", (0x41, 0xD05): "cortex-a55", (0x41, 0xD07): "cortex-a57",
@@ -264,7 +261,7 @@ _CORES: Mapping[tuple[int, int], str] = {
 
 
 def _cpuinfo(files: Files) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """/proc/cpuinfo as its processors, and the lines at its end that speak of the board."""
+    """Return the processors of /proc/cpuinfo, and the board's fields at its end."""
     processors: list[dict[str, str]] = []
     tail: dict[str, str] = {}
     for line in files.text_or("proc/cpuinfo").splitlines():
@@ -281,7 +278,7 @@ def _cpuinfo(files: Files) -> tuple[list[dict[str, str]], dict[str, str]]:
 
 
 def _core(processors: list[dict[str, str]]) -> str:
-    """Return the cores' names; with big and little ones, all of them."""
+    """Return the names of all kinds of cores, joined by "+"."""
     names = []
     for processor in processors:
         try:

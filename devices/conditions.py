@@ -1,12 +1,11 @@
-"""The conditions of a device that decide whether and how much it may work.
+"""Conditions of a device: temperature, battery, load and network.
 
     reader = ConditionsReader(System.here())
     conditions = reader.read()
     if conditions.temperature.value is not None and conditions.temperature.value > 80: ...
 
-Every field is a `Reading`: without a value it says why, and never stands at 0 instead. Reading is cheap enough to be
-done every second: what answers slowly, or changes slowly, is asked as seldom as `_PERIODS` says, and in between the
-last answer stands, with the moment when it was given.
+A field without a value carries a reason and is never 0 instead. `read` may be called every second: slow sources are
+read at the intervals in `_PERIODS`, and keep their last reading and its time in between.
 """
 
 import time
@@ -24,19 +23,18 @@ from .system import System
 from .termux import TermuxBattery
 from .throttle import Throttle
 
-# Seconds between two questions: a gauge refreshes every few seconds, a command costs a process.
+# Seconds between two reads: a gauge refreshes every few seconds, a command costs a process.
 _PERIODS = {"battery": 5.0, "throttle": 5.0, "storage": 10.0, "network": 60.0, "clock": 60.0}
 _SHORTEST_PERIOD = 1.0
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """One look at a device.
+    """One reading of a device.
 
-    temperature: °C, the one that makes this board throttle. battery_temperature: °C. battery: charge in per cent,
-    ABSENT without one. on_mains, throttled, under_voltage, metered, clock_synchronised: 1.0 or 0.0. load_by_others:
-    share of all cores, 0 to 1. free_memory: bytes that this process could still get, limits of control groups counted.
-    free_storage: bytes.
+    temperature: °C of the zone that makes the board throttle. battery: charge in per cent. on_mains, throttled,
+    under_voltage, metered, clock_synchronised: 1.0 or 0.0. load_by_others: share of all cores, 0 to 1. free_memory:
+    bytes that this process can still get within its control groups. free_storage: bytes.
     """
 
     temperature: Reading
@@ -53,7 +51,7 @@ class Conditions:
 
 
 class ConditionsReader:
-    """Reads a device's conditions. storage: a folder on the disk that is to be written to. clock: monotonic seconds."""
+    """Reads a device's conditions. storage: a folder on the disk in question. clock: monotonic seconds."""
 
     def __init__(
         self, system: System, *, clock: Callable[[], float] = time.monotonic, storage: Path = Path("/")
@@ -70,7 +68,8 @@ class ConditionsReader:
 
     def read(self) -> Conditions:
         """Return the conditions now; never raises."""
-        files, now = self._system.files, self._clock()
+        files = self._system.files
+        now = self._clock()
         (temperature,) = self._every("heat", now, lambda: (self._thermometer.read(now),))
         charge, warmth, mains = self._every("battery", now, lambda: self._battery(now))
         throttled, weak = self._every("throttle", now, lambda: self._throttle.read(now))
@@ -93,20 +92,22 @@ class ConditionsReader:
             clock_synchronised=synchronised,
         )
 
-    def _every(self, what: str, now: float, read: Callable[[], tuple[Reading, ...]]) -> tuple[Reading, ...]:
-        kept = self._kept.get(what)
-        if kept is None or now - kept[0] >= _PERIODS.get(what, _SHORTEST_PERIOD):
-            kept = self._kept[what] = now, read()
+    def _every(self, name: str, now: float, read: Callable[[], tuple[Reading, ...]]) -> tuple[Reading, ...]:
+        kept = self._kept.get(name)
+        if kept is None or now - kept[0] >= _PERIODS.get(name, _SHORTEST_PERIOD):
+            kept = self._kept[name] = now, read()
         return kept[1]
 
     def _battery(self, now: float) -> tuple[Reading, ...]:
         if self._termux is not None:
             charge = self._termux.charge(now)
-            if charge.reason is Reason.ABSENT:  # Termux:API is; the battery is there, and hidden from apps
+            # Only Termux:API is absent; Android hides the battery from apps.
+            if charge.reason is Reason.ABSENT:
                 charge = replace(charge, reason=Reason.PERMISSION)
             return charge, self._termux.temperature(now), self._termux.on_mains(now)
         files = self._system.files
-        mains, own = battery.on_mains(files, now), battery.find_batteries(files)
+        mains = battery.on_mains(files, now)
+        own = battery.find_batteries(files)
         if own is None:
             reason = mains.reason or Reason.ABSENT
             failed = [Reading.failed(unit, "battery", battery.POWER_SUPPLY, now, reason) for unit in ("%", "°C")]

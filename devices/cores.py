@@ -1,4 +1,4 @@
-"""Processor cores: which are online, how busy they are, how much of that is ours, and at what clock they run.
+"""Processor cores: online cores, load, this process's part of it, and clocks.
 
 Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
 """
@@ -9,11 +9,12 @@ from .readings import Files, Quality, ReadError, Reading, Reason
 from .system import System
 
 CPU = "sys/devices/system/cpu"
-JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on
+# USER_HZ, the unit of /proc/stat on all supported architectures.
+JIFFIES_PER_SECOND = 100
 
 
 def online_cores(files: Files) -> list[int]:
-    """Numbers of the online cores, from a text such as "0-3,5"; where none is told, as many as Python sees."""
+    """Return the numbers of the online cores; without the kernel's list, as many as Python counts."""
     try:
         spans = [span.split("-") for span in files.text(f"{CPU}/online").split(",")]
         cores = [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
@@ -23,7 +24,7 @@ def online_cores(files: Files) -> list[int]:
 
 
 def busy_seconds(files: Files, now: float) -> Reading:
-    """Core-seconds that all cores together have worked since the start of the system."""
+    """Return the core-seconds that all cores together have worked since the start of the system."""
     path = "proc/stat"
 
     def take() -> float:
@@ -37,11 +38,11 @@ def busy_seconds(files: Files, now: float) -> Reading:
 
 
 def own_seconds(files: Files, now: float) -> Reading:
-    """Core-seconds that this process has worked, in user and kernel mode together."""
+    """Return the core-seconds that this process has worked, in user and kernel mode together."""
     path = "proc/self/stat"
 
     def take() -> float:
-        # The process's name stands in parentheses and may itself have spaces and parentheses.
+        # The process's name is in parentheses and may itself contain spaces and parentheses.
         user, system = files.text(path).rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / JIFFIES_PER_SECOND
 
@@ -55,15 +56,15 @@ def load_average(files: Files, now: float) -> Reading:
 
 
 def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") -> Reading:
-    """Return a core's clock in Hz as the kernel sees it; also its limits (`scaling_max_freq`, `cpuinfo_max_freq`).
+    """Return a core's clock in Hz as the kernel sees it, or a limit of it (`scaling_max_freq`, `cpuinfo_max_freq`).
 
-    What a Pi's firmware takes away when it throttles does not show here.
+    Throttling by a Pi's firmware does not show here; see `arm_clock`.
     """
     return files.reading(f"{CPU}/cpu{core}/cpufreq/{which}", "Hz", "cpu", now, 1e3)
 
 
 def arm_clock(system: System, now: float) -> Reading:
-    """Return the clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
+    """Return the clock in Hz at which a Pi's firmware runs its cores, throttling included."""
     source = "vcgencmd measure_clock arm"
 
     def take() -> float:
@@ -78,8 +79,7 @@ def arm_clock(system: System, now: float) -> Reading:
 class LoadOfOthers:
     """The share of all cores, 0 to 1, that other processes have kept busy over the last minute.
 
-    The first answer is the kernel's own average of that minute, from which all that this process ever worked is taken
-    off; later ones are counted from read to read.
+    The first value is the kernel's load average less this process's work; later ones are counted from read to read.
     """
 
     window_seconds = 60.0
@@ -90,15 +90,17 @@ class LoadOfOthers:
         self._past: list[tuple[float, float, float]] = []
 
     def read(self, now: float) -> Reading:
-        """Return the share, or why there is none."""
-        busy, own = busy_seconds(self._files, now), own_seconds(self._files, now)
+        """Return the share, or a reading with the reason for its absence."""
+        busy = busy_seconds(self._files, now)
+        own = own_seconds(self._files, now)
         if busy.value is None:
             return Reading.failed("1", "cpu", busy.source, now, busy.reason or Reason.ABSENT)
         mine = own.value or 0.0
         while len(self._past) > 1 and self._past[1][0] <= now - self.window_seconds:
             self._past.pop(0)
+        # Cores that went offline took their counts along.
         if self._past and busy.value < self._past[-1][1]:
-            self._past.clear()  # cores went offline and took their counts along
+            self._past.clear()
         self._past.append((now, busy.value, mine))
         seconds = now - self._past[0][0]
         cores = len(online_cores(self._files))
@@ -106,7 +108,10 @@ class LoadOfOthers:
             average = load_average(self._files, now)
             if average.value is None:
                 return Reading.failed("1", "cpu", average.source, now, average.reason or Reason.ABSENT)
-            share, source = (average.value - mine / self.window_seconds) / cores, average.source
+            share = (average.value - mine / self.window_seconds) / cores
+            source = average.source
         else:
-            share, source = (busy.value - self._past[0][1] - (mine - self._past[0][2])) / (seconds * cores), busy.source
+            by_others = busy.value - self._past[0][1] - (mine - self._past[0][2])
+            share = by_others / (seconds * cores)
+            source = busy.source
         return Reading(min(1.0, max(0.0, share)), "1", "cpu", Quality.DERIVED, source, now)

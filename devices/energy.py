@@ -5,10 +5,9 @@
             train()
         print(phase.energy.joules, phase.energy.quality)
 
-Every source the device has is read at both ends of a phase, and by one background thread in between; the best one that
-covered the phase gives the figure (`devices.power` has the order, `devices.integral` the choice). Counters and
-processor time lose nothing between two reads, so for them the ends are all that matters; a battery's watts are
-integrated by the trapezoid rule. Time without good readings is left out and shows as coverage below 1.
+All power sources are read at both ends of a phase, and by one background thread in between; the best one that covered
+the phase gives the figure (order: `devices.power`, choice: `devices.integral`). Counters and processor time are exact
+between two reads; watts are integrated by the trapezoid rule. Time without good readings lowers the coverage.
 """
 
 import math
@@ -30,10 +29,9 @@ from .system import System
 class Energy:
     """The energy of one phase.
 
-    joules: of the covered time, not scaled up to the rest; None when unavailable, never 0 instead. scope: what they
-    cover (board, device, package, package+dram; empty when unavailable). coverage: share of the time with good
-    readings, 0 to 1. seconds: length of the phase. reason: a sentence that says why joules are missing, all or some,
-    and what to do. Raises ValueError for a record that contradicts itself.
+    joules: of the covered time, not extrapolated; None if unavailable. scope: board, device, package, package+dram; ""
+    if unavailable. coverage: share of the time with good readings, 0 to 1. seconds: length of the phase. reason: why
+    joules are missing or incomplete, with advice. Raises ValueError if the fields contradict each other.
     """
 
     joules: float | None
@@ -46,7 +44,7 @@ class Energy:
 
     def __post_init__(self) -> None:
         if (self.joules is None) != (self.quality is Quality.UNAVAILABLE):
-            raise ValueError(f"energy of {self.joules} J cannot be {self.quality}: without joules, and only then")
+            raise ValueError(f"energy of {self.joules} J cannot be {self.quality}; only missing joules are unavailable")
         if self.joules is not None and not 0 <= self.joules < math.inf:
             raise ValueError(f"energy must be finite and not negative, not {self.joules} J")
         if self.joules is None and not self.reason:
@@ -56,7 +54,7 @@ class Energy:
 
 
 class Phase:
-    """A stretch of work being measured: a context manager made by `EnergyMeter.phase`."""
+    """A measured period of work: a context manager made by `EnergyMeter.phase`."""
 
     def __init__(self, meter: "EnergyMeter", name: str) -> None:
         self.name = name
@@ -64,7 +62,8 @@ class Phase:
         self._integrals: list[Integral] = []
         self._started = 0.0
         self._energy: Energy | None = None
-        self._began_at = self._ended_at = 0.0
+        self._began_at = 0.0
+        self._ended_at = 0.0
 
     def __enter__(self) -> "Phase":
         self._meter._begin(self)
@@ -84,16 +83,15 @@ class Phase:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Its begin and end, in seconds since 1970: for readings of another clock, such as an external meter's.
-
-        Raises RuntimeError before the phase has ended.
-        """
+        """Start and end, in seconds since 1970. Raises RuntimeError before the phase has ended."""
         if self._energy is None:
             raise RuntimeError(f"phase {self.name!r} has not ended: ask for its span after the `with` block")
         return self._began_at, self._ended_at
 
     def _begin(self, integrals: list[Integral], now: float, wall: float) -> None:
-        self._integrals, self._started, self._energy = integrals, now, None
+        self._integrals = integrals
+        self._started = now
+        self._energy = None
         self._began_at = wall
         self._sample(now)
 
@@ -107,11 +105,12 @@ class Phase:
         self._energy = energy_of(self._integrals, now - self._started)
 
 
-_WHOLE = 0.999  # but for rounding
+# Below 1 to allow for rounding.
+_WHOLE = 0.999
 
 
 def energy_of(integrals: list[Integral], seconds: float) -> Energy:
-    """Return the energy of a phase of so many seconds from the best of these sources."""
+    """Return the energy of a phase of this length from the best of these sources."""
     chosen = best(integrals, seconds)
     if chosen is None:
         why = why_unavailable([(i.source, i.trouble or Reason.STALE) for i in integrals])
@@ -125,14 +124,12 @@ def energy_of(integrals: list[Integral], seconds: float) -> Energy:
 class EnergyMeter:
     """Measures phases of work on this device; phases may follow or overlap each other.
 
-    system: the device, by default this machine. model: power of this machine, for when no sensor answers; a known board
-    has one in the table. period_seconds: how often the background thread samples. clock: monotonic seconds.
-    cpu_seconds: processor time of this process. background: False for no thread, then whoever runs long phases calls
-    `sample` now and then. wall_clock: seconds since 1970, for a phase's `span`. Raises ValueError for a period that is
-    not above 0.
+    system: the device, by default this machine. model: watts to estimate with if no sensor answers. period_seconds:
+    interval of the background thread, above 0, else ValueError. clock: monotonic seconds. cpu_seconds: processor time
+    of this process. background: False for no thread; call `sample` in long phases then. wall_clock: seconds since 1970.
 
-    Close it, or use it as a context manager, to end the thread. After a fork the child's meter starts a thread of its
-    own with its next phase. Where no thread can be started, and after closing, phases are read at their two ends.
+    Close the meter, or use it as a context manager, to end the thread. If no thread can be started, and after closing,
+    only the two ends of a phase are read. After a fork the child starts its own thread with its next phase.
     """
 
     def __init__(
@@ -168,21 +165,20 @@ class EnergyMeter:
         self.close()
 
     def phase(self, name: str) -> Phase:
-        """Return a phase to measure with a `with` block; its `energy` is there when the block ends, by
-        an error or not."""
+        """Return a phase to measure with a `with` block, even if an error ends it."""
         return Phase(self, name)
 
     def sample(self) -> None:
-        """Read, for every running phase, the sources that are due. The background thread calls this."""
+        """Read the sources that are due, for every running phase. The background thread calls this."""
         with self.lock:
             now = self._clock()
             for phase in self._running:
                 phase._sample(now)
 
     def describe(self) -> str:
-        """Return one line for a person: the source that answers now and its quality, or why none does
-        and what helps."""
-        now, troubles = self._clock(), []
+        """Return one line for a person: the source in use and its quality, or why none works."""
+        now = self._clock()
+        troubles = []
         for source in self._sources:
             reason = next((reading.reason for reading in source.read(now) if reading.reason is not None), None)
             if reason is None:
@@ -191,7 +187,7 @@ class EnergyMeter:
         return f"energy: unavailable, {why_unavailable(troubles)}"
 
     def close(self) -> None:
-        """End the background thread, for good. Phases that still run get their end all the same."""
+        """End the background thread for good. Running phases can still end."""
         self._stop.set()
         if self.thread is not None:
             self.thread.join()
@@ -216,7 +212,8 @@ class EnergyMeter:
         thread = threading.Thread(target=self._run, args=(self._stop, wake_seconds), name="energy-meter", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads here, or none at all: the ends of each phase are still read
+        # No more threads: the ends of each phase are still read.
+        except RuntimeError:
             return
         self.thread = thread
 

@@ -1,11 +1,10 @@
-"""Energy where no sensor exists: a straight line from idle to full load, always labelled `estimated`.
+"""Energy without a sensor: a straight line from idle to full load, always labelled `estimated`.
 
     P = P_idle + (P_max - P_idle) * u * (f / f_max)^a
 
-u is the mean utilisation of the online cores (0 to 1), f their mean clock, a = 1.7 (voltage rises with the clock: the
-Pi 5's tables give 1.78, the CM5's 1.68). The result is the whole energy of the board, idle share included, without USB
-devices; uncalibrated it is good to about 30 %. Since processor time is itself a running sum, the mean utilisation
-between two reads is exact, and no sample in between can be missed.
+u is the mean utilisation of the online cores (0 to 1), f their mean clock, a = 1.7 (fits: 1.78 on the Pi 5, 1.68 on the
+CM5). The result covers the whole board, idle power included, USB devices excluded, within about 30 % if uncalibrated.
+Processor time is a running sum, so the mean utilisation between two reads is exact.
 """
 
 import math
@@ -23,9 +22,8 @@ METHOD = "util-linear-v1"
 class PowerModel:
     """Watts of a board at rest and under full load.
 
-    coefficients: where the two figures come from, shown wherever the estimate is. exponent: a, 0 to leave the clock
-    out. rel_uncertainty: share of the value. Raises BadFigures unless 0 <= idle_watts <= max_watts, both finite and
-    max_watts above 0.
+    coefficients: origin of the two figures. exponent: a; 0 ignores the clock. rel_uncertainty: relative error. Raises
+    BadFigures unless 0 <= idle_watts <= max_watts, both finite and max_watts above 0.
     """
 
     idle_watts: float
@@ -43,10 +41,9 @@ class PowerModel:
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """Return the model in a text such as "2.3:6.4": watts at rest, watts under full load.
+        """Return the model of a text such as "2.3:6.4": idle watts, watts under full load. Raises BadFigures.
 
-        The clock is left out: whoever measured full load measured it at the clock the machine then runs at. Raises
-        ValueError that says what was wanted.
+        The clock is ignored: the measured full load already includes its clock.
         """
         try:
             idle, full = (float(part) for part in text.split(":"))
@@ -58,14 +55,14 @@ class PowerModel:
         return cls(idle, full, f"given {text.strip()}", exponent=0.0)
 
     def watts(self, utilisation: float, clock_share: float = 1.0) -> float:
-        """Return the board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
+        """Return the board's power at this utilisation and share of the highest clock, both from 0 to 1."""
         return self.idle_watts + (self.max_watts - self.idle_watts) * utilisation * math.pow(clock_share, self.exponent)
 
 
-# First entry of the device tree's `compatible` -> watts, measured by others under a generic load. PowerJoular's linear
-# models for 3B, 3B+, 4B and 400; Zero 2 W: a published power study at rest and the maker's typical current; 5: middle
-# of the published idle figures (1.8 to 4.4 W) and PowerJoular's full load. Compute modules lack an idle figure, and on
-# a Jetson the processor's utilisation says nothing about its GPU: both stay out rather than be guessed.
+# First entry of the device tree's `compatible` -> watts, as published. 3B, 3B+, 4B, 400: PowerJoular's linear models.
+# Zero 2 W: a power study at rest and the maker's typical current. 5: middle of the published idle figures (1.8 to
+# 4.4 W) and PowerJoular's full load. Compute modules lack an idle figure, and a Jetson's processor load does not
+# predict its GPU's: both are omitted.
 BOARDS: Mapping[str, PowerModel] = {
     "raspberrypi,model-zero-2-w": PowerModel(0.6, 1.75, "pizero2w"),
     "raspberrypi,3-model-b": PowerModel(1.08, 4.56, "pi3b"),
@@ -77,7 +74,7 @@ BOARDS: Mapping[str, PowerModel] = {
 
 
 def board_model(files: Files) -> PowerModel | None:
-    """Return the table's model of this board, None for a board that it does not know."""
+    """Return the table's model of this board, if it has one."""
     try:
         names = files.strings("proc/device-tree/compatible")
     except ReadError:
@@ -86,9 +83,9 @@ def board_model(files: Files) -> PowerModel | None:
 
 
 class Estimate:
-    """A power model driven by processor time: of all cores where /proc/stat can be read, else of this process alone.
+    """A power model driven by processor time: of all cores, or of this process if /proc/stat is unreadable.
 
-    cpu_seconds: processor time of this process so far. Where a clock cannot be read, it counts as the highest.
+    cpu_seconds: processor time of this process so far. A clock that cannot be read counts as the highest.
     """
 
     scope = "board"
@@ -106,7 +103,7 @@ class Estimate:
         self.name = f"{METHOD} {model.coefficients} ±{model.rel_uncertainty:.0%}, utilisation of {whose}"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Busy core-seconds so far, number of online cores, mean clock as a share of the highest."""
+        """Return busy core-seconds so far, number of online cores, mean clock as a share of the highest."""
         if self._whole_machine:
             busy = busy_seconds(self._files, now)
         else:
@@ -117,8 +114,9 @@ class Estimate:
         return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
 
     def watts_now(self, now: float) -> Reading:
-        """Watts at the load of the last minute, for a look at a moment."""
-        load, online = load_average(self._files, now), online_cores(self._files)
+        """Return the watts at the load of the last minute."""
+        load = load_average(self._files, now)
+        online = online_cores(self._files)
         if load.value is None:
             return Reading.failed("W", self.scope, self.name, now, load.reason or Reason.ABSENT)
         share = self._clock_share(online) if self._model.exponent else 1.0
@@ -126,19 +124,18 @@ class Estimate:
         return Reading(watts, "W", self.scope, self.quality, self.name, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between two reads, at the mean utilisation between them.
-
-        The clock is the one at the end: it is what the load of the interval brought about, while the one at the start
-        still belongs to what was before.
-        """
-        busy, cores, clock_share = after[0] - before[0], after[1], after[2]
+        """Return joules between two reads, at the mean utilisation between them."""
+        busy = after[0] - before[0]
+        cores = after[1]
+        # The clock at the end results from the interval's load; the clock at its start does not.
+        clock_share = after[2]
         if busy < 0:
             return None
         utilisation = min(1.0, busy / (seconds * cores)) if seconds > 0 else 0.0
         return self._model.watts(utilisation, clock_share) * seconds
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Without limit: processor time forgets nothing."""
+        """No limit: processor time is a running sum."""
         return math.inf
 
     def _clock_share(self, cores: list[int]) -> float:
@@ -146,7 +143,8 @@ class Estimate:
         for core in cores:
             folder = f"{CPU}/cpu{core}/cpufreq"
             try:
-                if core not in self._highest_clocks:  # which never changes
+                # The highest clock never changes.
+                if core not in self._highest_clocks:
                     self._highest_clocks[core] = self._files.number(f"{folder}/cpuinfo_max_freq")
                 shares.append(self._files.number(f"{folder}/scaling_cur_freq") / self._highest_clocks[core])
             except (ReadError, ZeroDivisionError):

@@ -1,8 +1,7 @@
 """Readings of an external meter: a CSV file of times and watts, turned into joules per phase.
 
-A meter at the plug or in the supply line has a clock of its own: `offset_seconds` is added to its times. Between two
-readings power is taken as a straight line; where they lie more than five of its periods apart, nothing is known.
-
+`offset_seconds` is added to the meter's times to align its clock. Power is interpolated linearly between two readings;
+a gap of more than five of the meter's periods counts as unknown.
     time,watts
     2026-11-22T10:00:00Z,3.1
     2026-11-22T10:00:01Z,3.4
@@ -25,10 +24,10 @@ from .readings import BadFigures, Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):
-    """The recording of a meter: a source whose past can be read.
+    """The recording of a meter, as a power source.
 
-    times: seconds since 1970, increasing. watts: one for each. Raises BadFigures for less than two, and for others
-    than these.
+    times: seconds since 1970, increasing. watts: one per time. Raises BadFigures for fewer than two readings, and for
+    values that are not finite, negative powers and unsorted times.
     """
 
     scope = "external meter"
@@ -40,11 +39,11 @@ class ExternalMeter(PowerSource):
 
     def __init__(self, times: Sequence[float], watts: Sequence[float], name: str = "external meter") -> None:
         if len(times) < 2 or len(times) != len(watts):
-            raise BadFigures(f"{name}: {len(times)} times and {len(watts)} powers; an integral needs two readings")
+            raise BadFigures(f"{name}: {len(times)} times and {len(watts)} powers; give at least two readings")
         for index, (time, power) in enumerate(zip(times, watts, strict=True)):
             if not math.isfinite(time) or not 0 <= power < math.inf:
                 raise BadFigures(
-                    f"{name}: reading {index + 1} is {power} W at {time} s; both must be finite, and not < 0"
+                    f"{name}: reading {index + 1} is {power} W at {time} s; both must be finite, power not below 0"
                 )
             if index and time <= times[index - 1]:
                 raise BadFigures(f"{name}: reading {index + 1} is not after the one before it; sort the file by time")
@@ -55,12 +54,12 @@ class ExternalMeter(PowerSource):
 
     @classmethod
     def load(cls, path: Path, offset_seconds: float = 0.0) -> "ExternalMeter":
-        """Return a meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
+        """Read a CSV file: a column of times (seconds, or ISO 8601 dates) and one of watts.
 
-        A first line that names columns decides which they are (`time` and `watts`). offset_seconds: added to each
-        time. Raises BadFigures that names the line; OSError.
+        A header with `time` and `watts` selects the columns. Raises BadFigures with the line, or OSError.
         """
-        times, watts = [], []
+        times = []
+        watts = []
         for line, row in _rows(path, ("time", "watts")):
             try:
                 times.append(_seconds(row[0]) + offset_seconds)
@@ -72,9 +71,7 @@ class ExternalMeter(PowerSource):
         return cls(times, watts, path.name)
 
     def energy(self, start: float, end: float) -> Energy:
-        """Return joules from one moment to another, in seconds since 1970. Raises BadFigures for an end before the
-        start.
-        """
+        """Return the joules between two times in seconds since 1970. Raises BadFigures if end is before start."""
         if not start <= end:
             raise BadFigures(f"a phase cannot end at {end} when it starts at {start}")
         integral = Integral(self, self.period_seconds)
@@ -84,7 +81,7 @@ class ExternalMeter(PowerSource):
         return energy_of([integral], end - start)
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Power at a moment, on the line between the readings before and after it."""
+        """Return the power at this time, interpolated between two readings."""
         after = bisect_left(self._times, now)
         if after < len(self._times) and self._times[after] == now:
             return (Reading(self._watts[after], "W", self.scope, self.quality, self.name, now),)
@@ -92,19 +89,20 @@ class ExternalMeter(PowerSource):
             0.0
         ):
             return (Reading.failed("W", self.scope, self.name, now, Reason.STALE),)
-        t0, t1, p0, p1 = *self._times[after - 1 : after + 1], *self._watts[after - 1 : after + 1]
+        t0, t1 = self._times[after - 1 : after + 1]
+        p0, p1 = self._watts[after - 1 : after + 1]
         value = p0 + (p1 - p0) * (now - t0) / (t1 - t0)
         return (Reading(value, "W", self.scope, self.quality, self.name, now),)
 
     def longest_gap_seconds(self, _period_seconds: float) -> float:
-        """Five of the meter's own periods."""
+        """Return five of the meter's own periods."""
         return 5 * self.period_seconds
 
 
 def load_phases(path: Path) -> list[tuple[str, float, float]]:
-    """Phases from a CSV file: name, start, end (seconds since 1970, or dates of ISO 8601).
+    """Read phases from a CSV file: name, start, end (seconds since 1970, or ISO 8601 dates).
 
-    Raises BadFigures that names the line; OSError.
+    Raises BadFigures with the line, or OSError.
     """
     phases = []
     for line, row in _rows(path, ("name", "start", "end")):
@@ -113,12 +111,12 @@ def load_phases(path: Path) -> list[tuple[str, float, float]]:
         except ValueError as error:
             raise BadFigures(f"{path}, line {line}: {error}; want a name, a start and an end") from None
     if not phases:
-        raise BadFigures(f"{path}: there is no phase in it; write a line NAME,START,END for each")
+        raise BadFigures(f"{path}: no phases; write a line NAME,START,END for each")
     return phases
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
-    """Return the wanted columns of each line that is not empty, and its number."""
+    """Return the wanted columns of each line that is not empty, with its line number."""
     places = list(range(len(columns)))
     rows: list[tuple[int, list[str]]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -137,7 +135,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
 
 
 def _seconds(text: str) -> float:
-    """Return seconds since 1970 of a number or a date; a date without a zone is local time."""
+    """Return seconds since 1970; a date without a zone is local time."""
     try:
         return float(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Temperatures, above all the one that makes a board throttle.
+"""Temperatures, and the one that makes a board throttle.
 
-Zones are known by their `type`, never by their number; `CPU-therm`, `cpu-thermal` and `cpu_thermal` are all "cpu". A
-zone whose hardware is switched off fails or says -256 °C: that is no temperature. Sources: the kernel's documentation
-of thermal zones and hwmon (thousandths of a degree), the zone names of Raspberry Pi's and NVIDIA's kernels.
+Zones are identified by their `type`, not by their number; `CPU-therm`, `cpu-thermal` and `cpu_thermal` are all "cpu". A
+zone whose hardware is off fails or reads -256 °C. Sources: the kernel's documentation of thermal zones and hwmon
+(thousandths of a degree), the zone names of Raspberry Pi's and NVIDIA's kernels.
 """
 
 import re
@@ -15,9 +15,9 @@ THERMAL = "sys/class/thermal"
 HWMON = "sys/class/hwmon"
 
 IGNORED = frozenset({"pmic-die"})
-"""Zones that say the same whatever happens (50 or 100 °C on a Jetson)."""
+"""Zones with a constant value (50 or 100 °C on a Jetson)."""
 
-# Board (the beginning of its name) -> its zones that throttle it; the hottest of them counts.
+# Board (prefix of its name) -> the zones that throttle it; the hottest counts.
 _DECISIVE: Mapping[str, tuple[str, ...]] = {
     "raspberry-pi": ("cpu",),
     "jetson-nano": ("cpu", "gpu"),
@@ -30,20 +30,20 @@ _DECISIVE: Mapping[str, tuple[str, ...]] = {
 }
 _PROCESSOR = re.compile(r"(cpu|soc|package|cluster|big|little|core)")
 _X86_SENSORS = ("coretemp", "k10temp", "zenpower")
-_COLDEST, _HOTTEST = -60.0, 150.0
+_COLDEST = -60.0
+_HOTTEST = 150.0
 _SWITCHED_OFF = -200.0
 
 
 def temperatures(files: Files, now: float) -> dict[str, Reading]:
-    """Zone -> its temperature in °C, ignored ones left out. On x86 with those of the processor's own sensors."""
+    """Return the temperature of each zone in °C; on x86 with the processor's own sensors."""
     return {name: _degrees(files, path, name, now) for name, path in _zones(files).items()}
 
 
 class Thermometer:
-    """The temperature that makes a board throttle: the hottest of those that can.
+    """The temperature that makes a board throttle: the hottest of its decisive zones.
 
-    Where a board's zones are not known, the hottest that is named after a processor. Zones are looked for once, and
-    again when they are gone.
+    On unknown boards, the hottest zone named after a processor. Zones are searched again if all disappear.
     """
 
     def __init__(self, files: Files, board: BoardInfo) -> None:
@@ -52,7 +52,7 @@ class Thermometer:
         self._zones = _decisive(files, board)
 
     def read(self, now: float) -> Reading:
-        """In °C."""
+        """Return the temperature in °C."""
         readings = [_degrees(self._files, path, name, now) for name, path in self._zones]
         good = [reading for reading in readings if reading.value is not None]
         if good:
@@ -63,13 +63,14 @@ class Thermometer:
 
 
 def _zones(files: Files) -> dict[str, str]:
-    """Zone -> the file of its temperature."""
+    """Return the temperature file of each zone."""
     found: dict[str, str] = {}
     for folder in files.folders(THERMAL, "thermal_zone"):
         try:
             name = _folded(files.text(f"{folder}/type"))
+        # A zone without a name could be anything.
         except ReadError:
-            continue  # without a name it could be anything
+            continue
         if name not in IGNORED:
             found.setdefault(name, f"{folder}/temp")
     for folder in files.folders(HWMON, "hwmon"):
@@ -109,13 +110,12 @@ def _degrees(files: Files, path: str, zone: str, now: float) -> Reading:
 
 
 def hwmon(files: Files, name: str) -> str:
-    """Return the folder of the chip or driver of this name, "" where there is none; where there are
-    several, the first."""
+    """Return the folder of the first chip or driver of this name, or ""."""
     return next((f for f in files.folders(HWMON, "hwmon") if files.text_or(f"{f}/name") == name), "")
 
 
 def fan(files: Files, now: float) -> Reading:
-    """Return the speed that is asked of the fan, 0 to 255."""
+    """Return the fan's requested speed, 0 to 255."""
     folder = hwmon(files, "pwmfan")
     if not folder:
         return Reading.failed("1/255", "fan", HWMON, now, Reason.ABSENT)
@@ -123,9 +123,7 @@ def fan(files: Files, now: float) -> Reading:
 
 
 def critical_temperature(files: Files, now: float) -> Reading:
-    """Return the temperature at which the system switches itself off, in °C: the lowest critical trip point of any
-    zone.
-    """
+    """Return the temperature in °C at which the system switches itself off: the lowest critical trip point."""
     trips = []
     for folder in files.folders(THERMAL, "thermal_zone"):
         for path in files.folders(folder, "trip_point_"):

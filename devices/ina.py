@@ -1,12 +1,12 @@
-"""INA3221 and INA238: the chips that measure a Jetson's rails, in all forms in which kernels show them.
+"""INA3221 and INA238, the chips that measure a Jetson's rails, in all layouts of its kernels.
 
-    sys/class/hwmon/hwmonN            JetPack 5 to 7: volts and amperes of each channel; Thor's INA238 also watts
-    sys/bus/i2c/{devices,drivers/..}  the same chips again, by their address; before JetPack 5 the only place, where a
-                                      folder iio:deviceN has names, volts, amperes and watts
+    sys/class/hwmon/hwmonN            JetPack 5 to 7: volts and amperes per channel; Thor's INA238 also watts
+    sys/bus/i2c/{devices,drivers/..}  the same chips by address; before JetPack 5 the only place, with names, volts,
+                                      amperes and watts in a folder iio:deviceN
 
-One chip shows at several paths; the first kind of path that shows rails is taken. In hwmon's form, channels 4 to 6 are
-voltages over shunts in microvolts, and "sum of shunt voltages" is no rail either. Sources: the kernel's ina3221 and
-ina238 drivers (mV, mA, and µW where there are watts), NVIDIA's older one (mV, mA, mW).
+A chip appears at several paths; the first kind of path with rails is used. In hwmon, channels 4 to 6 are shunt voltages
+in microvolts and "sum of shunt voltages" is not a rail either. Sources: the kernel's ina3221 and ina238 drivers (mV,
+mA, µW), NVIDIA's older driver (mV, mA, mW).
 """
 
 import re
@@ -21,18 +21,19 @@ HWMON = "sys/class/hwmon"
 I2C = "sys/bus/i2c"
 
 HOW_TO_GRANT = (
-    "an administrator can let a group read them, by a udev rule that sets the group of the ina3221x files to i2c and "
-    "their mode to 0440, and by: sudo usermod -aG i2c USER"
+    "let a group read it: an administrator adds a udev rule that sets the group of the ina3221x files to i2c and "
+    "their mode to 0440, then runs: sudo usermod -aG i2c USER"
 )
 
 _CHANNELS = (1, 2, 3)
 _NOT_CONNECTED = "NC"
-_NO_LIMIT_AMPERES = 32.7  # the chip's largest number, which stands for none
+# The chip's largest number means that no limit is set.
+_NO_LIMIT_AMPERES = 32.7
 
 
 @dataclass(frozen=True)
 class Rail:
-    """One rail. watts: a file and its factor where the chip computes the power, else None: volts times amperes."""
+    """One rail. watts: file of the chip's own power, None for volts times amperes."""
 
     label: str
     volts: str
@@ -42,7 +43,7 @@ class Rail:
     limit: str = ""
 
     def read(self, files: Files, now: float) -> Reading:
-        """Return its power in watts. Both factors are read one right after the other."""
+        """Return its power in watts."""
         if self.watts is not None:
             return files.reading(self.watts, "W", self.label, now, self.watts_factor)
         volts = files.reading(self.volts, "V", self.label, now, 1e-3)
@@ -53,7 +54,7 @@ class Rail:
         return Reading(volts.value * amperes.value, "W", self.label, Quality.DERIVED, self.amperes, now)
 
     def current_limit(self, files: Files, now: float) -> Reading:
-        """Return the current at which the board is slowed down, in amperes; ABSENT where none is set."""
+        """Return the current at which the board is slowed down, in amperes; ABSENT if none is set."""
         reading = files.reading(self.limit, "A", self.label, now, 1e-3)
         if reading.value is not None and reading.value >= _NO_LIMIT_AMPERES:
             return Reading.failed("A", self.label, self.limit, now, Reason.ABSENT)
@@ -61,13 +62,13 @@ class Rail:
 
 
 class Ina(PowerSource):
-    """All rails of a board, and of those the ones that make up the whole, as one source of power."""
+    """All rails of a board, and the power of the rails that make up its total."""
 
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"this board's power sensor is readable by root only; {HOW_TO_GRANT}",
-        Reason.ABSENT: "no table says which of this board's rails make up the whole; please report their names",
-        Reason.STALE: "its rails read zero, which no running board draws, or samples came too rarely",
+        Reason.ABSENT: "no known total for this board's rails; please report their names",
+        Reason.STALE: "its rails read zero, or samples came too rarely",
     }
 
     def __init__(self, files: Files, rails: list[Rail], unnamed: Reason | None) -> None:
@@ -81,17 +82,14 @@ class Ina(PowerSource):
         self.name = f"INA {' + '.join(total.rails)}" if total else "INA3221"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Watts of the rails that make up the whole."""
+        """Return the watts of the rails that make up the total."""
         if not self._counted:
             return (Reading.failed("W", self.scope, self.name, now, self._unnamed or Reason.ABSENT),)
         return believable(tuple(rail.read(self._files, now) for rail in self._counted))
 
 
 def find_ina(files: Files) -> Ina | None:
-    """Return the chips of this board, None where there are none.
-
-    Where the names of its rails may not be read, it is there all the same and says so.
-    """
+    """Return the chips of this board, if any; also those whose names cannot be read, with that reason."""
     for chips in (_hwmon_chips(files), _i2c_chips(files, "devices"), _i2c_chips(files, "drivers")):
         rails: list[Rail] = []
         unnamed: Reason | None = None
@@ -108,10 +106,10 @@ def _hwmon_chips(files: Files) -> list[str]:
     return [f for f in files.folders(HWMON, "hwmon") if re.fullmatch(r"ina(3221|238).*", files.text_or(f"{f}/name"))]
 
 
-def _i2c_chips(files: Files, where: str) -> list[str]:
-    """Folders of the chips' values, by the chips' addresses; each chip once."""
-    parents = files.folders(f"{I2C}/{where}")
-    if where == "drivers":
+def _i2c_chips(files: Files, kind: str) -> list[str]:
+    """Return the value folder of each chip, found by its address."""
+    parents = files.folders(f"{I2C}/{kind}")
+    if kind == "drivers":
         parents = [chip for driver in parents if "ina3221" in driver for chip in files.folders(driver)]
     chips = []
     for chip in parents:
@@ -124,13 +122,14 @@ def _i2c_chips(files: Files, where: str) -> list[str]:
 
 
 def _rails(files: Files, folder: str) -> tuple[list[Rail], Reason | None]:
-    """Return the connected rails of one chip; and why the name of one could not be read."""
+    """Return the connected rails of one chip, and the reason if a name could not be read."""
     if files.has(f"{folder}/power1_input"):
         label = files.text_or(f"{folder}/label", "INA238")
         watts = f"{folder}/power1_input"
         return [Rail(label, f"{folder}/in1_input", f"{folder}/curr1_input", watts, 1e-6, f"{folder}/curr1_max")], None
     iio = "iio:device" in folder
-    rails, unnamed = [], None
+    rails = []
+    unnamed = None
     for channel in _CHANNELS:
         n = channel - 1 if iio else channel
         try:

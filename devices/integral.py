@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from .power import Source
 from .readings import Quality, Reason
 
-# A sampler's wake-up comes a little early or late; a read that is almost due is due.
+# A sampler may wake up a little early: a read that is almost due counts as due.
 _DUE = 0.9
-# A source that covered this share of a phase need not give way to a lesser one that covered more.
+# A source that covered this share of a phase is preferred to a later one that covered more.
 _ENOUGH_COVERAGE = 0.9
-# A device that runs draws something: a sensor that shows nothing for so long is stuck (virtual machines have such).
+# A running device draws power: a sensor that shows none for this long is stuck, as in some virtual machines.
 _STUCK_SECONDS = 1.0
 
 
@@ -17,8 +17,8 @@ _STUCK_SECONDS = 1.0
 class Integral:
     """Joules so far, and the seconds they cover.
 
-    A failed read is passed over: the next good one closes the interval, unless that has become too long for this
-    source to speak for. Nothing is extrapolated. trouble: why the last lost read or interval was lost.
+    After a failed read the next good one closes the interval, unless it has become too long for this source. Nothing
+    is extrapolated. trouble: the reason for the last loss.
     """
 
     source: Source
@@ -32,22 +32,18 @@ class Integral:
 
     @property
     def wake_seconds(self) -> float:
-        """The seconds between two reads of this source: as asked, but for slow gauges and for counters
-        that might wrap."""
+        """Seconds between two reads: longer for slow gauges, shorter for counters that might wrap."""
         period = max(self.period_seconds, self.source.shortest_period_seconds)
         return min(period, self.source.longest_gap_seconds(self.period_seconds) / 2)
 
     @property
     def answered(self) -> bool:
-        """True if there is a figure that can be believed."""
+        """True if there is a plausible figure."""
         stuck = self.joules == 0 and self.covered_seconds >= _STUCK_SECONDS
         return self.intervals > 0 and (not stuck or self.source.quality is Quality.ESTIMATED)
 
     def sample(self, now: float, *, at_end: bool = False) -> None:
-        """Read the source and add what it drew since the last good read; skipped while no read is due.
-
-        at_end: read in any case.
-        """
+        """Add the energy since the last good read, if a read is due or at_end is set."""
         due = self._tried_at is None or now - self._tried_at >= _DUE * self.wake_seconds
         if not due and not at_end:
             return
@@ -77,10 +73,10 @@ class Integral:
 
 
 def best(integrals: list[Integral], seconds: float) -> Integral | None:
-    """Return the integral that speaks for a phase of this length; None when no source covered any of it.
+    """Return the first integral that covered enough of the phase, else the one that covered most, if any.
 
-    The first, in the order given, that covered enough of the phase, else the one that covered most. What contains the
-    processor cannot draw less than it: psys is wrong on some laptops, and a battery's gauge lags behind.
+    Sources that show less than the processor package are rejected: psys is wrong on some laptops, and a battery's gauge
+    lags behind.
     """
     answered = [integral for integral in integrals if integral.answered]
     package = next((i for i in answered if i.source.scope.startswith("package")), None)

@@ -1,7 +1,7 @@
-"""The sensors that only Jetsons have: their power mode, and the load and clock of the GPU inside their chip.
+"""Sensors that only Jetsons have: the power mode, and the load and clock of the integrated GPU.
 
-A mode's name caps clocks rather than watts, and after a change that needs a restart the old one is still shown.
-Sources: nvpmodel's files and print-out, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
+A mode caps clocks, not watts; after a change that needs a restart, the old mode is still shown. Sources: nvpmodel's
+files and output, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
 """
 
 import re
@@ -12,21 +12,22 @@ from .system import System
 
 DEVFREQ = "sys/class/devfreq"
 
-_STATUS, _MODES = "var/lib/nvpmodel/status", "etc/nvpmodel.conf"
+_STATUS = "var/lib/nvpmodel/status"
+_MODES = "etc/nvpmodel.conf"
 _GPU = re.compile(r"(.*\.)?(gpu|ga10b|gv11b|gp10b|gb10b)|gpu\.0|gpu-gpc-0")
 _GPU_FOLDERS = ("sys/devices/platform/bus@0", "sys/devices/platform", "sys/devices")
 
 
 @dataclass(frozen=True)
 class PowerMode:
-    """A mode as nvpmodel numbers and names it."""
+    """A mode of nvpmodel."""
 
     id: int
     name: str
 
 
 def power_mode(system: System) -> PowerMode:
-    """Return the mode that is set, from nvpmodel's files or else from nvpmodel itself. Raises ReadError."""
+    """Return the current mode, from nvpmodel's files or else its command. Raises ReadError."""
     try:
         return _mode_of_files(system.files)
     except ReadError:

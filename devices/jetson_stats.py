@@ -1,7 +1,7 @@
-"""Power rails by way of jetson-stats: where it is installed and its service runs, it reads what is root's to read.
+"""Power rails through jetson-stats, whose service can read files that only root may read.
 
-The service publishes milliwatts of each rail about once a second. Its own total is left aside, because it adds up
-whatever rails it finds; ours comes from the table in `devices.rails`.
+The service publishes milliwatts per rail about once a second. Its own total is not used, since it adds up all rails;
+the total comes from the table in `devices.rails`.
 """
 
 import os
@@ -13,21 +13,21 @@ from .rails import PowerSource, Total, believable, total_of
 from .readings import Quality, ReadError, Reading, Reason
 from .system import System
 
+# Each attempt to connect starts threads, so a failed one is not repeated sooner.
 _ASK_AGAIN_SECONDS = 60.0
-"""A service that does not serve is left alone for so long: each attempt starts threads."""
 
 HOW_TO_GET = "sudo pip3 install jetson-stats, start its service, sudo usermod -aG jtop USER"
 
 
 class JetsonStats(PowerSource):
-    """The rails that make up the whole, as jetson-stats tells them."""
+    """The rails that make up the total, as reported by jetson-stats."""
 
     quality = Quality.MEASURED
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
-        Reason.ABSENT: f"jetson-stats is not there or knows no total of this board; {HOW_TO_GET}",
-        Reason.PERMISSION: "jetson-stats does not serve this user; sudo usermod -aG jtop USER, then log in again",
-        Reason.POWERED_DOWN: "jetson-stats does not serve; sudo systemctl restart jtop.service",
+        Reason.ABSENT: f"jetson-stats is not installed or this board's total is unknown; {HOW_TO_GET}",
+        Reason.PERMISSION: "jetson-stats refuses this user; sudo usermod -aG jtop USER, then log in again",
+        Reason.POWERED_DOWN: "jetson-stats does not respond; sudo systemctl restart jtop.service",
     }
 
     def __init__(self, system: System) -> None:
@@ -39,7 +39,7 @@ class JetsonStats(PowerSource):
         self.scope = "rails"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Watts of the rails that make up the whole."""
+        """Return the watts of the rails that make up the total."""
         try:
             watts = self._rails(now)
         except ReadError as failure:
@@ -53,10 +53,11 @@ class JetsonStats(PowerSource):
         )
 
     def _take(self, total: Total) -> None:
-        self.scope, self.name = total.scope, f"jetson-stats {' + '.join(total.rails)}"
+        self.scope = total.scope
+        self.name = f"jetson-stats {' + '.join(total.rails)}"
 
     def _rails(self, now: float) -> dict[str, float]:
-        """Label -> watts. Raises ReadError, and for a while again after a failure without asking anew."""
+        """Return watts per label. Raises ReadError, which is repeated for a while after a failed connection."""
         if self._failure is not None and 0 <= now - self._failure[0] < _ASK_AGAIN_SECONDS:
             raise ReadError(self.name, self._failure[1])
         try:
@@ -65,19 +66,23 @@ class JetsonStats(PowerSource):
             watts = {str(label): float(values["power"]) * 1e-3 for label, values in rails.items()}
         except (KeyError, TypeError, ValueError):
             raise ReadError(self.name, Reason.PARSE) from None
-        except Exception as error:  # the library raises its own kinds, and those of its connection
-            self._client, self._failure = None, (now, _reason(error))
+        # The library raises its own errors and those of its connection.
+        except Exception as error:
+            self._client = None
+            self._failure = now, _reason(error)
             raise ReadError(self.name, self._failure[1]) from None
         self._failure = None
         return watts
 
     def _connected(self) -> Any:
-        """Return a client whose thread is at work, in this process: the one before a fork has none behind it."""
+        """Return a client with a live thread in this process; after a fork the old one has none."""
         if self._client is None or self._process != os.getpid():
             client = self._library("jtop").jtop()
             client.start()
-            self._client, self._process = client, os.getpid()
-        if not self._client.ok(spin=True):  # raises what ended its thread
+            self._client = client
+            self._process = os.getpid()
+        # `ok` raises the error that ended its thread.
+        if not self._client.ok(spin=True):
             raise RuntimeError("its thread has ended")
         return self._client
 
@@ -90,12 +95,12 @@ def _reason(error: Exception) -> Reason:
 
 
 def _total_rail(total: Mapping[str, Any]) -> dict[str, Any]:
-    """Return its total if that is one rail (it is then not among the others)."""
+    """Return the total if it is a single rail, which is then missing among the others."""
     return {str(total["name"]): total} if "name" in total else {}
 
 
 def find_jetson_stats(system: System, board: BoardInfo) -> JetsonStats | None:
-    """jetson-stats on a Jetson that has it installed."""
+    """Return jetson-stats on a Jetson that has it installed."""
     if board.kind != "jetson":
         return None
     try:

@@ -1,7 +1,7 @@
-"""The memory that a process holds, has held at most, and could still get, in bytes.
+"""Memory in bytes that this process holds, has held at most, and could still get.
 
-From Linux's /proc, and the limits of containers and systemd units from their control groups (version 2 or 1);
-where there is none of that, only the peak that every Unix counts. Swap is never counted as free.
+From Linux's /proc and the limits of control groups (version 2 or 1), which containers and systemd units have; elsewhere
+only the peak that every Unix counts. Swap never counts as free.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from .readings import Files, Quality, ReadError, Reading, Reason
 PROC = Path("/proc")
 CGROUP = "sys/fs/cgroup"
 
+# Version 1 of control groups writes "no limit" as a number above this.
 _NO_LIMIT = 1 << 62
-"""The older control groups write no limit as a number about as large as there is."""
 
 
 def resident(proc: Path = PROC) -> int:
-    """Return the bytes that this process holds in memory now; elsewhere than on Linux, has held at most."""
+    """Return the bytes that this process holds in memory now; on systems other than Linux, its peak."""
     held = _kilobytes(proc / "self/status", "VmRSS")
     return peak_resident(proc) if held is None else held
 
 
 def peak_resident(proc: Path = PROC) -> int:
-    """Return the most bytes that this process has held, since its start or ``forget_peak``."""
+    """Return the most bytes that this process has held since its start or ``forget_peak``."""
     held = _kilobytes(proc / "self/status", "VmHWM")
     if held is not None:
         return held
-    import resource  # which Windows has not
+    # Windows lacks this module.
+    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def forget_peak(proc: Path = PROC) -> bool:
-    """Let the peak begin anew from what is held now; False where the system cannot."""
+    """Reset the peak to the current size; return False if the system cannot."""
     try:
         (proc / "self/clear_refs").write_text("5")
     except OSError:
@@ -49,15 +50,14 @@ def forget_peak(proc: Path = PROC) -> bool:
 
 
 def give_back() -> None:
-    """Return to the system what the C library's heap holds free, where it is one that can be told to."""
+    """Return the free memory of the C library's heap to the system, if it supports that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def available(files: Files | None = None) -> int:
-    """Return the bytes that this process could still get without swapping: of the machine, or of a control group that
-    it is in where that is less."""
+    """Return the bytes that this process can still get without swapping, within its control groups."""
     files = files or Files()
     free = _meminfo(files, "MemAvailable", 0.0).value
     if free is None:
@@ -66,7 +66,7 @@ def available(files: Files | None = None) -> int:
 
 
 def free_memory(files: Files, now: float) -> Reading:
-    """Return the same as a reading in bytes, None where the machine does not tell."""
+    """Return the same as a reading in bytes, without a value if the machine does not report it."""
     reading = _meminfo(files, "MemAvailable", now)
     if reading.value is None:
         return reading
@@ -77,15 +77,15 @@ def free_memory(files: Files, now: float) -> Reading:
 
 
 def total_memory(files: Files, now: float) -> Reading:
-    """Return the bytes that the system may use: less than the memory that is soldered on."""
+    """Return the bytes that the system may use, less than the installed memory."""
     return _meminfo(files, "MemTotal", now)
 
 
 def memory_limit(files: Files, now: float) -> Reading:
     """Return the tightest limit of the control groups around this process, in bytes.
 
-    CONTROLLER_ABSENT where the kernel has no control groups for memory (Raspberry Pi OS switches them off), ABSENT
-    where it has and none is limited.
+    CONTROLLER_ABSENT if the kernel has no control groups for memory (Raspberry Pi OS disables them), ABSENT if there is
+    no limit.
     """
     groups = _limited_groups(files)
     if groups:
@@ -98,8 +98,7 @@ def memory_limit(files: Files, now: float) -> Reading:
 
 
 def core_quota(files: Files, now: float) -> Reading:
-    """Return the number of cores that the control groups around this process let it use; ABSENT without
-    such a limit."""
+    """Return the number of cores that the control groups allow this process; ABSENT without a limit."""
     quotas = []
     for folder in _version_2(files):
         quota, _, period = files.text_or(f"{folder}/cpu.max").partition(" ")
@@ -112,7 +111,7 @@ def core_quota(files: Files, now: float) -> Reading:
 
 @dataclass(frozen=True)
 class _Group:
-    """A control group with a limit: that, and what is left of it, in bytes."""
+    """A control group with a limit, and the bytes left of it."""
 
     limit: int
     left: int
@@ -130,24 +129,26 @@ def _limited_groups(files: Files) -> list[_Group]:
 
 def _group(files: Files, folder: str, used: str, cached: str, limit: str) -> _Group | None:
     try:
-        most, now = int(files.text(f"{folder}/{limit}")), int(files.text(f"{folder}/{used}"))
-    except (ReadError, ValueError):  # "max"
+        most = int(files.text(f"{folder}/{limit}"))
+        now = int(files.text(f"{folder}/{used}"))
+    # "max" is no limit.
+    except (ReadError, ValueError):
         return None
     if most >= _NO_LIMIT:
         return None
-    # Files that were read count as used until somebody needs their memory.
+    # Cached files count as used until another process needs their memory.
     found = re.search(rf"^{cached} (\d+)$", files.text_or(f"{folder}/memory.stat"), re.MULTILINE)
     return _Group(most, max(0, most - now + (int(found[1]) if found else 0)))
 
 
 def _version_2(files: Files) -> list[str]:
-    """Return the folders of the control groups that hold this process, the innermost first: each may have a limit."""
+    """Return the folders of the control groups that hold this process, innermost first: each may have a limit."""
     own = _own_group(files, "")
     return [] if own is None else _upwards(CGROUP, own)
 
 
 def _version_1(files: Files) -> list[str]:
-    """Return the same in the older hierarchy, which has one of its own for memory."""
+    """Return the same in version 1's hierarchy for memory."""
     own = _own_group(files, "memory")
     return [] if own is None else _upwards(f"{CGROUP}/memory", own)
 
@@ -176,9 +177,7 @@ def _meminfo(files: Files, key: str, now: float) -> Reading:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """Return the value behind ``key:`` in a file of lines such as ``VmRSS:  1234 kB``, in bytes; None where there is
-    none.
-    """
+    """Return the bytes of a line such as ``VmRSS:  1234 kB``, if there is one."""
     try:
         for line in path.read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -1,8 +1,8 @@
-"""The network: which interface the traffic takes, how much it carried, whether it costs money; and the clock's state.
+"""The network: interface, traffic and whether it is metered; and whether the clock is synchronised.
 
-NetworkManager knows whether a connection is metered, or guesses; without it only the interface's name says something:
-modems are metered. Anything else is unknown, and whoever asks decides. Sources: NetworkManager's D-Bus interface
-(property Metered), the kernel's documentation of /proc/net/route and of network statistics.
+NetworkManager knows or guesses whether a connection is metered; without it, modems count as metered and other
+interfaces as unknown. Sources: NetworkManager's D-Bus interface (property Metered), the kernel's documentation of
+/proc/net/route and of network statistics.
 """
 
 from .readings import Files, Quality, ReadError, Reading, Reason
@@ -15,7 +15,7 @@ _GUESSED = {"3": (1.0, Quality.ESTIMATED), "4": (0.0, Quality.ESTIMATED)}
 
 
 def interface(files: Files) -> str:
-    """Return the interface of the default route with the lowest metric. Raises ReadError, ABSENT without a route."""
+    """Return the interface of the default route with the lowest metric. Raises ReadError without a route."""
     routes = []
     for line in files.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -39,7 +39,7 @@ def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
 
 
 def metered(system: System, now: float) -> Reading:
-    """1.0 where traffic is counted or costs, 0.0 where not; ABSENT where nobody knows."""
+    """Return 1.0 on a metered connection, 0.0 otherwise; ABSENT if unknown."""
     try:
         answer = system.commands.text(["busctl", "get-property", _NM, f"/{_NM.replace('.', '/')}", _NM, "Metered"])
         known = {**_METERED, **_GUESSED}.get(answer.rpartition(" ")[2])
@@ -57,7 +57,7 @@ def metered(system: System, now: float) -> Reading:
 
 
 def clock_synchronised(system: System, now: float) -> Reading:
-    """1.0 when the kernel holds its clock to be right, whoever keeps it so; 0.0 when not."""
+    """Return 1.0 if the kernel considers its clock synchronised, else 0.0."""
     source = "timedatectl"
 
     def take() -> float:

@@ -1,8 +1,8 @@
-"""NVIDIA graphics cards, through the driver's own library: energy counters of the cards of this machine.
+"""Energy counters of NVIDIA graphics cards, through the driver's library.
 
-Needs the optional package nvidia-ml-py. The library is opened with the first read of each process: what was opened
-before a fork is of no use behind it. Cards older than Volta have no counter; their power is integrated instead.
-Source: NVIDIA's NVML reference (total energy in millijoules since the driver was loaded; power in milliwatts).
+Needs the optional package nvidia-ml-py. Each process opens the library with its first read, because it is unusable
+after a fork. Cards older than Volta have no counter; their power is integrated instead. Source: NVIDIA's NVML reference
+(total energy in millijoules since the driver was loaded; power in milliwatts).
 """
 
 import os
@@ -16,9 +16,10 @@ from .system import System
 DRIVER = "proc/driver/nvidia/version"
 HOW_TO_GET = "pip install nvidia-ml-py"
 
-# The strongest cards may draw 1.2 kW; a counter that was reset shows as far more.
+# The strongest cards may draw 1.2 kW; a counter that was reset shows far more.
 _LIMIT_WATTS = 2000.0
-_SHORTEST_JUDGED_SECONDS = 0.1  # counters move in steps of some 20 to 100 ms
+# Counters move in steps of 20 to 100 ms.
+_SHORTEST_JUDGED_SECONDS = 0.1
 
 
 class Nvml(PowerSource):
@@ -29,9 +30,9 @@ class Nvml(PowerSource):
     quality = Quality.MEASURED
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
-        Reason.ABSENT: f"the library that asks NVIDIA's driver is not there; {HOW_TO_GET}",
+        Reason.ABSENT: f"the library nvidia-ml-py is missing; {HOW_TO_GET}",
         Reason.STALE: "the card's counter stands still, or was read too rarely",
-        Reason.POWERED_DOWN: "NVIDIA's driver does not answer; look at nvidia-smi",
+        Reason.POWERED_DOWN: "NVIDIA's driver does not respond; run nvidia-smi",
     }
 
     def __init__(self, system: System) -> None:
@@ -41,18 +42,19 @@ class Nvml(PowerSource):
         self._process = 0
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Of each card its counter in joules, or where it has none its power in watts."""
+        """Return each card's counter in joules, or its power in watts if it has no counter."""
         try:
             self._open()
         except ImportError:
             return (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
-        except Exception as error:  # the library's own errors, which only it defines
+        # The library's own error classes exist only once it is loaded.
+        except Exception as error:
             return (Reading.failed("J", self.scope, self.name, now, self._reason(error)),)
         readings = tuple(self._read(card, counts, now) for card, counts in self._cards or [])
         return readings or (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between two reads; None when a counter went back or made too large a step."""
+        """Return joules between two reads; None if a counter went back or made too large a step."""
         total = 0.0
         for (_, counts), first, last in zip(self._cards or [], before, after, strict=True):
             joules = last - first if counts else trapezoid((first,), (last,), seconds)
@@ -93,5 +95,5 @@ class Nvml(PowerSource):
 
 
 def find_cards(system: System) -> Nvml | None:
-    """NVIDIA's cards, None where their driver is not loaded."""
+    """Return NVIDIA's cards if their driver is loaded."""
     return Nvml(system) if system.files.has(DRIVER) else None

@@ -1,9 +1,9 @@
-"""The Raspberry Pi 5's power chip (also of the 500 and the CM5): volts and amperes of twelve rails.
+"""The power chip of the Raspberry Pi 5, 500 and CM5: volts and amperes of twelve rails.
 
-`vcgencmd pmic_read_adc` prints them. Their sum leaves out all that is fed straight from the 5 V input (USB, PCIe, HATs,
-the fan) and the chip's own loss, and the input itself has a voltage but no current: so the sum covers `rails`, and what
-the board draws can only be estimated from it. Source of that fit: jfikar's measurements of one board against a USB
-meter. The command costs a process of some 14 ms: it is run every two seconds at most, below 1 % of a core.
+`vcgencmd pmic_read_adc` prints them. Their sum leaves out loads on the 5 V input (USB, PCIe, HATs, the fan) and the
+chip's own loss, and the input has no current reading, so the board's power is estimated from the sum: a fit to
+jfikar's measurements of one board against a USB meter. The command takes about 14 ms of processor time; every two
+seconds it stays below 1 % of a core.
 """
 
 import re
@@ -16,31 +16,33 @@ from .system import Commands, System
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
 
-INPUT_SLOPE, INPUT_WATTS = 1.1451, 0.5879
-"""Watts at the input = slope * watts of the rails + these: fitted on one board."""
+# Watts at the input = slope * watts of the rails + offset.
+INPUT_SLOPE = 1.1451
+INPUT_WATTS = 0.5879
 
-_TIMEOUT_SECONDS = 1.0  # whoever begins a phase may have to wait for it
+# The start of a phase may have to wait for it.
+_TIMEOUT_SECONDS = 1.0
 
 _LINE = re.compile(r"\s*(\w+)_([AV])\s+(current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*")
 
 
 class Pmic(PowerSource):
-    """The rails' sum as a source of power."""
+    """The sum of the rails, as a power source."""
 
     name = "PMIC rails"
     scope = "rails"
     quality = Quality.DERIVED
     shortest_period_seconds = 2.0
     advice: ClassVar[Mapping[Reason, str]] = {
-        Reason.PERMISSION: "vcgencmd may not be asked by this user; sudo usermod -aG video USER, then log in again",
-        Reason.ABSENT: "vcgencmd is not there; sudo apt install raspi-utils (in a container: pass /dev/vcio in)",
+        Reason.PERMISSION: "vcgencmd refuses this user; sudo usermod -aG video USER, then log in again",
+        Reason.ABSENT: "vcgencmd is missing; sudo apt install raspi-utils (in a container: pass /dev/vcio in)",
     }
 
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return the rails' sum in watts."""
+        """Return the sum of the rails in watts."""
         try:
             total = sum(self.rails().values())
         except ReadError as failure:
@@ -50,10 +52,7 @@ class Pmic(PowerSource):
         return (Reading(total, "W", self.scope, self.quality, self.name, now),)
 
     def rails(self) -> dict[str, float]:
-        """Watts of each rail. Raises ReadError.
-
-        PARSE where a current has no voltage: a sum without that rail would be too small.
-        """
+        """Return watts per rail. Raises ReadError, also if a current has no voltage: the sum would be too small."""
         amperes, volts = parse(self._commands.text(COMMAND, _TIMEOUT_SECONDS))
         if not amperes or amperes.keys() - volts.keys():
             raise ReadError(" ".join(COMMAND), Reason.PARSE)
@@ -70,8 +69,7 @@ class Pmic(PowerSource):
 
 
 def find_pmic(system: System) -> Pmic | None:
-    """Return the power chip of a board that has one, None elsewhere: older boards' firmware does not
-    know the question."""
+    """Return the power chip if the board has one; the firmware of older boards lacks the command."""
     try:
         names = system.files.strings("proc/device-tree/compatible")
     except ReadError:
@@ -80,7 +78,7 @@ def find_pmic(system: System) -> Pmic | None:
 
 
 def parse(text: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Rail -> amperes, rail -> volts, in whatever order and indentation they stand."""
+    """Return amperes and volts per rail from lines in any order and indentation."""
     amperes: dict[str, float] = {}
     volts: dict[str, float] = {}
     for line in text.splitlines():

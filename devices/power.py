@@ -1,15 +1,14 @@
 """The sources of a device's energy figure, best first.
 
     1. RAPL psys          the whole board, a counter
-    2. INA total rail     a Jetson's module, or its board, in watts; through jetson-stats where only that may read it
+    2. INA total rail     a Jetson's module or board, in watts; through jetson-stats if files are unreadable
     3. batteries          the whole device, in watts, while they discharge
-    4. RAPL packages      processor, and memory where it counts itself; with NVIDIA's cards where there are such
-    5. rails              those of a Jetson without a total, or of a Raspberry Pi 5: added up, not the whole board
-    6. a power model      the caller's own, else the one of a known board; estimated
-    7. NVIDIA's cards     alone, where nothing else tells
+    4. RAPL packages      processor, with separately counted memory and NVIDIA's cards
+    5. rails              of a Jetson without a total or a Raspberry Pi 5, added up: not the whole board
+    6. a power model      the caller's, else a known board's; estimated
+    7. NVIDIA's cards     if there is no other source
 
-All sources look alike to the meter: `read` gives readings, `joules` the energy between two good reads. An unknown
-machine without a sensor has none: a wrong default would be worse than no figure.
+A machine without a sensor that is not in the table has no source, since a wrong default would be worse than no figure.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,11 +34,11 @@ __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 
 
 class Source(Protocol):
-    """Something that tells energy."""
+    """A source of energy figures."""
 
     @property
     def name(self) -> str:
-        """As a person should see it."""
+        """The name shown to a person."""
         ...
 
     @property
@@ -54,30 +53,29 @@ class Source(Protocol):
 
     @property
     def shortest_period_seconds(self) -> float:
-        """Asking more often than this brings nothing."""
+        """The shortest period at which reads bring new values."""
         ...
 
     @property
     def advice(self) -> Mapping[Reason, str]:
-        """The advice to a person, per reason of failure."""
+        """Advice to a person for each reason of failure."""
         ...
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Raw readings, all taken at the moment `now`."""
+        """Return raw readings, all taken at the time `now`."""
         ...
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between the values of two complete reads `seconds` apart; None when they cannot
-        both be true."""
+        """Return joules between two complete reads `seconds` apart; None if their values contradict each other."""
         ...
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return the seconds beyond which two reads say nothing about the time between them."""
+        """Return the gap in seconds above which two reads do not cover the time between them."""
         ...
 
 
 class Together:
-    """Two sources that cover different parts, added up: both must answer."""
+    """The sum of two sources that cover different parts; both must give values."""
 
     def __init__(self, first: Source, second: Source) -> None:
         self._parts = (first, second)
@@ -89,24 +87,25 @@ class Together:
         self.advice = {**first.advice, **second.advice}
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return readings of the one, then of the other."""
+        """Return the readings of the first, then of the second source."""
         first = self._parts[0].read(now)
         self._first_count = len(first)
         return first + self._parts[1].read(now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return the sum; None when either cannot be true."""
+        """Return the sum; None if either part is None."""
         cut = self._first_count
         first = self._parts[0].joules(before[:cut], after[:cut], seconds)
         second = self._parts[1].joules(before[cut:], after[cut:], seconds)
         return None if first is None or second is None else first + second
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return the shorter of both."""
+        """Return the shorter gap of the two."""
         return min(part.longest_gap_seconds(period_seconds) for part in self._parts)
 
 
-@cache  # looking through the installed packages takes milliseconds
+# Searching the installed packages takes milliseconds.
+@cache
 def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
     """Return the finders that other packages register under ``sparrow.power_sources``, by name."""
     found = installed("sparrow.power_sources").values()
@@ -114,12 +113,11 @@ def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
 
 
 def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:
-    """Return the sources this device has, best first, whether or not they can be read right now.
-
-    Those of other packages come first: who installs one means it to be used.
-    """
+    """Return this device's sources, best first, readable or not; those of other packages precede the built-in ones."""
     files = system.files
-    ina, packages, cards = find_ina(files), find_packages(files), find_cards(system)
+    ina = find_ina(files)
+    packages = find_packages(files)
+    cards = find_cards(system)
     whole = ina is not None and ina.scope != "rails"
     found: list[Source | None] = [find(system) for find in installed_sources()]
     found += [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
@@ -132,7 +130,7 @@ def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable
 
 
 def _jetson_stats(system: System, ina: Source | None) -> JetsonStats | None:
-    """jetson-stats, unless the board's own files say as much: its client costs a thread."""
+    """Return jetson-stats unless the board's own files can be read: its client costs a thread."""
     if ina is not None and all(reading.reason is None for reading in ina.read(0.0)):
         return None
     return find_jetson_stats(system, find_board(system))
@@ -143,10 +141,10 @@ _COMMON_ADVICE: Mapping[Reason, str] = {
     Reason.CHARGING: "it is on external power",
     Reason.STALE: "samples came too rarely; choose a shorter period and let the sampler thread run",
     Reason.IMPLAUSIBLE: "two readings contradicted each other; measure again",
-    Reason.PARSE: "what it says is not a number",
-    Reason.POWERED_DOWN: "it does not answer at the moment",
+    Reason.PARSE: "its value is not a number",
+    Reason.POWERED_DOWN: "it does not respond at the moment",
     Reason.UNRELIABLE: "its unit differs from maker to maker",
-    Reason.ABSENT: "it is not there any more",
+    Reason.ABSENT: "it is no longer present",
 }
 _GIVE_MODEL = "for an estimate give a power model as IDLE:MAX watts, such as 2.3:6.4"
 
@@ -157,8 +155,8 @@ def explain(source: Source, reason: Reason) -> str:
 
 
 def why_unavailable(troubles: list[tuple[Source, Reason]]) -> str:
-    """Why no source gave a figure, and how to get one: the trouble one can do most about."""
+    """Return why no source gave a figure, and how to get one; the easiest trouble to fix is chosen."""
     if not troubles:
-        return f"no power sensor that can be read here, and no known board; {_GIVE_MODEL}"
+        return f"no readable power sensor and no known board; {_GIVE_MODEL}"
     worth = list(Reason)
     return f"{explain(*min(troubles, key=lambda trouble: worth.index(trouble[1])))}; {_GIVE_MODEL}"

@@ -1,16 +1,17 @@
 """RAPL: the energy counters of x86 processors, read through Linux powercap.
 
-Each zone below /sys/class/powercap counts microjoules since some moment in the past and starts again at 0 behind its
-`max_energy_range_uj`. Zones lie inside each other, so which ones may be added is the whole art:
+Each zone in /sys/class/powercap counts microjoules and starts again at 0 after its `max_energy_range_uj`. Zones are
+nested, so only some may be added:
 
-    psys                     the platform, which contains all the others
+    psys                     the platform, which contains all others
       package-0              cores, uncore and integrated graphics
         core, uncore         already in the package: never added
       dram                   outside the package: added to it
 
-`intel-rapl-mmio:*` shows the packages once more and is left out. Some AMD processors show one counter as several dies
-(`package-0-die-0`, `package-0-die-1`): counters of one package that read alike are taken once. Sources: the kernel's
-powercap documentation; Linux 5.10 made the counters root-only because of CVE-2020-8694 ("PLATYPUS").
+`intel-rapl-mmio:*` repeats the packages and is ignored. Some AMD processors show one counter as several dies
+(`package-0-die-0`, `package-0-die-1`): equal counters of one package are taken once. Sources: the kernel's powercap
+documentation; CVE-2020-8694 ("PLATYPUS"), after which Linux 5.10 made the counters root-only.
+
 """
 
 import re
@@ -23,7 +24,7 @@ from .readings import Files, Quality, ReadError, Reading, Reason
 POWERCAP = "sys/class/powercap"
 
 HOW_TO_GRANT = (
-    "an administrator can let the members of a group read them, after each boot: sudo groupadd -f power; "
+    "let a group read them: an administrator runs after each boot: sudo groupadd -f power; "
     "sudo chgrp power /sys/class/powercap/intel-rapl:*/energy_uj; "
     "sudo chmod 0440 /sys/class/powercap/intel-rapl:*/energy_uj; sudo usermod -aG power USER"
 )
@@ -31,20 +32,20 @@ HOW_TO_GRANT = (
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)*")
 _PACKAGE = re.compile(r"(package-\d+)(-die-\d+)?")
 
-# A counter that was reset looks like one that wrapped, and shows as kilowatts. Real power goes well beyond the
-# processor's rated watts for seconds (a 15 W part may burst at 64 W, a 35 W part at 106 W), hence factor and floor.
+# A reset counter looks like one that wrapped and shows kilowatts. Real power exceeds the processor's rated watts for
+# seconds (a 15 W part may burst at 64 W, a 35 W part at 106 W), hence factor and floor.
 _RATED_TIMES = 3
 _LIMIT_FLOOR_WATTS = 250.0
 _LIMIT_UNRATED_WATTS = 1000.0
-# Counters move about once a millisecond, so that a very short interval may hold one step too many.
+# Counters move about once a millisecond: a very short interval may hold one step too many.
 _SHORTEST_JUDGED_SECONDS = 0.01
-# Dies that mirror one counter are read one after the other: at a kilowatt a joule passes in a millisecond.
+# Mirrored dies are read one after the other: at a kilowatt a joule passes in a millisecond.
 _MIRROR_JOULES = 1.0
 
 
 @dataclass(frozen=True)
 class Zone:
-    """One counter. range_joules: where it starts again at 0. limit_watts: above this a step is refused."""
+    """One counter. range_joules: value at which it wraps. limit_watts: larger steps are refused."""
 
     path: str
     name: str
@@ -52,20 +53,20 @@ class Zone:
     limit_watts: float
 
     def step(self, before: float, after: float, seconds: float) -> float | None:
-        """Return joules from one counter value to the next, one wrap-around allowed; None when that cannot be true."""
+        """Return joules between two counter values, at most one wrap apart; None if implausible."""
         joules = after - before if after >= before else after - before + self.range_joules
         plausible = 0 <= joules <= self.limit_watts * max(seconds, _SHORTEST_JUDGED_SECONDS)
         return joules if plausible else None
 
 
 class Rapl:
-    """Counters that may be added to one another, as one source of energy."""
+    """Counters that may be added, as one source of energy."""
 
     quality = Quality.MEASURED
     shortest_period_seconds = 0.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"energy counters are readable by root only; {HOW_TO_GRANT}",
-        Reason.STALE: "the counter stands still, as some virtual machines' do, or was read too rarely",
+        Reason.STALE: "the counter stands still, as in some virtual machines, or was read too rarely",
         Reason.IMPLAUSIBLE: "the counter moved by more than this hardware can draw (was it reset?); measure again",
     }
 
@@ -86,8 +87,9 @@ class Rapl:
         return reading
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between two reads; None when a counter made a step that it cannot have made."""
-        total, seen = 0.0, list[tuple[str, float, float]]()
+        """Return joules between two reads; None if a counter made an implausible step."""
+        total = 0.0
+        seen: list[tuple[str, float, float]] = []
         for zone, first, last in zip(self._zones, before, after, strict=True):
             package = _PACKAGE.fullmatch(zone.name)
             if package and any(
@@ -104,18 +106,18 @@ class Rapl:
         return total
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Within this time no counter can have wrapped twice, whatever the period."""
+        """Return the time within which no counter can wrap twice, independent of the period."""
         return min(zone.range_joules / zone.limit_watts for zone in self._zones)
 
 
 def find_psys(files: Files) -> Rapl | None:
-    """Return the counter of the whole platform, where there is one."""
+    """Return the counter of the whole platform, if there is one."""
     zones = [zone for zone in _zones(files) if zone.name == "psys"]
     return Rapl(files, "board", zones[:1]) if zones else None
 
 
 def find_packages(files: Files) -> Rapl | None:
-    """Return the counters of all packages, and of the memory where it has its own."""
+    """Return the counters of all packages, and of separately counted memory."""
     zones = _zones(files)
     packages = [zone for zone in zones if _PACKAGE.fullmatch(zone.name)]
     dram = [zone for zone in zones if zone.name == "dram"]
@@ -125,7 +127,7 @@ def find_packages(files: Files) -> Rapl | None:
 
 
 def _zones(files: Files) -> list[Zone]:
-    # A zone within a zone shows twice, as a folder in its parent and as a link beside it: folder names are unique.
+    # A nested zone appears as a folder in its parent and as a link beside it: folder names are unique.
     paths = {name: f"{POWERCAP}/{name}" for name in _zone_names(files, POWERCAP)}
     for path in list(paths.values()):
         for child in _zone_names(files, path):
@@ -142,7 +144,8 @@ def _zone_names(files: Files, folder: str) -> list[str]:
 
 def _zone(files: Files, path: str) -> Zone | None:
     try:
-        name, range_joules = files.text(f"{path}/name"), files.number(f"{path}/max_energy_range_uj") * 1e-6
+        name = files.text(f"{path}/name")
+        range_joules = files.number(f"{path}/max_energy_range_uj") * 1e-6
     except ReadError:
         return None
     rated = files.reading(f"{path}/constraint_0_max_power_uw", "W", "package", 0.0, 1e-6).value

@@ -1,8 +1,7 @@
-"""A reading: what a sensor said, or why it said nothing; and the one place that reads files.
+"""Readings of sensors, with a reason for each missing value; and the only access to files.
 
-Kernel files are small texts with habits of their own: a newline or a NUL at the end, sometimes a unit ("32760 ma"),
-sometimes a sign. `Files` takes those off and turns every way a read can fail into a `Reason`. A failed read is never 0:
-a zero in place of a counter becomes an energy spike of a full turn at the next read.
+Kernel files may end with a newline, a NUL or a unit ("32760 ma"). `Files` strips those and turns every failure into a
+`Reason`. A failed read is never 0, since a zero counter becomes an energy spike of a full turn at the next read.
 """
 
 import math
@@ -21,8 +20,10 @@ class Quality(str, Enum):
     """The origin of a figure."""
 
     MEASURED = "measured"
-    DERIVED = "derived"  # computed from measured values, such as volts times amperes
-    ESTIMATED = "estimated"  # a model's answer, never to be added to measured ones
+    # computed from measured values, such as volts times amperes
+    DERIVED = "derived"
+    # from a model; never added to measured ones
+    ESTIMATED = "estimated"
     UNAVAILABLE = "unavailable"
 
     def __str__(self) -> str:
@@ -30,16 +31,22 @@ class Quality(str, Enum):
 
 
 class Reason(str, Enum):
-    """Why there is no figure, the one a person can do most about first."""
+    """Why there is no figure; reasons that a person can resolve come first."""
 
     PERMISSION = "permission"
-    CHARGING = "charging"  # a battery on external power, which says nothing about what the device draws
-    STALE = "stale"  # too old, or the gauge has no value yet
-    IMPLAUSIBLE = "implausible"  # two good reads, but the step between them cannot be true
+    # a battery on external power, which does not show the device's power
+    CHARGING = "charging"
+    # too old, or the gauge has no value yet
+    STALE = "stale"
+    # two good reads that contradict each other
+    IMPLAUSIBLE = "implausible"
     PARSE = "parse"
-    POWERED_DOWN = "powered_down"  # the file is there, its hardware does not answer
-    UNRELIABLE = "unreliable_current_unit"  # a phone's battery current: its unit and sign differ by maker
-    CONTROLLER_ABSENT = "controller_absent"  # a kernel without control groups for memory
+    # the file exists but its hardware does not respond
+    POWERED_DOWN = "powered_down"
+    # a phone's battery current, whose unit and sign differ by maker
+    UNRELIABLE = "unreliable_current_unit"
+    # a kernel without control groups for memory
+    CONTROLLER_ABSENT = "controller_absent"
     ABSENT = "absent"
 
     def __str__(self) -> str:
@@ -47,24 +54,24 @@ class Reason(str, Enum):
 
 
 class BadFigures(SdkError, ValueError):
-    """A board's figures or a meter's readings cannot be used; the text says what was wanted."""
+    """Raised if a board's figures or a meter's readings cannot be used."""
 
 
 class ReadError(SdkError):
-    """A file or a command gave no usable value; `reason` says which way it failed."""
+    """Raised if a file or a command gave no usable value, with the `reason`."""
 
-    def __init__(self, what: Path | str, reason: Reason) -> None:
-        super().__init__(f"{what}: {reason}")
+    def __init__(self, source: Path | str, reason: Reason) -> None:
+        super().__init__(f"{source}: {reason}")
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One value of one sensor at one moment.
+    """One value of one sensor at one time.
 
-    value: in `unit`, None when the read failed. scope: what the value covers (board, device, package, cpu).
-    t_monotonic: seconds of the reader's clock. reason: None exactly when there is a value. Raises ValueError for a
-    record that contradicts itself.
+    value: in `unit`, None if the read failed. scope: the part that the value covers (board, device, package, cpu).
+    t_monotonic: seconds of the reader's clock. reason: None exactly if there is a value. Raises ValueError if the
+    fields contradict each other.
     """
 
     value: float | None
@@ -78,16 +85,16 @@ class Reading:
     def __post_init__(self) -> None:
         failed = self.value is None
         if failed != (self.quality is Quality.UNAVAILABLE) or failed != (self.reason is not None):
-            raise ValueError(f"{self.source}: without a value, and only then, a reading is unavailable for a reason")
+            raise ValueError(f"{self.source}: a reading has either a value, or a reason and the quality unavailable")
 
     @classmethod
     def failed(cls, unit: str, scope: str, source: str, t_monotonic: float, reason: Reason) -> "Reading":
-        """Return a reading that is not one."""
+        """Return a reading without a value."""
         return cls(None, unit, scope, Quality.UNAVAILABLE, source, t_monotonic, reason)
 
     @classmethod
     def taken(cls, unit: str, scope: str, source: str, t_monotonic: float, take: Callable[[], float]) -> "Reading":
-        """Return what ``take`` gives, or why it fails: its ReadError's reason, or PARSE for what is no number."""
+        """Return the value of ``take``, or its failure: a ReadError's reason, or PARSE if it is not a number."""
         try:
             return cls(take(), unit, scope, Quality.MEASURED, source, t_monotonic)
         except ReadError as failure:
@@ -105,12 +112,14 @@ def _translated(path: Path) -> Iterator[None]:
         raise ReadError(path, Reason.ABSENT) from error
     except PermissionError as error:
         raise ReadError(path, Reason.PERMISSION) from error
-    except OSError as error:  # EIO, ENODEV, ENODATA, EAGAIN: the driver is there, the hardware behind it is off
+    # EIO, ENODEV, ENODATA, EAGAIN: the driver is present, its hardware is off.
+    except OSError as error:
         raise ReadError(path, Reason.POWERED_DOWN) from error
 
 
 def _read(path: Path) -> bytes:
-    with open(path, "rb", buffering=0) as file:  # sysfs files are a line long, and read whole by one call
+    # A sysfs file is a line long and read by one call.
+    with open(path, "rb", buffering=0) as file:
         return file.read()
 
 
@@ -123,9 +132,9 @@ _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
 
 @dataclass(frozen=True)
 class Files:
-    """The files below a root, `/` or a copy of some board's tree; paths are relative to it.
+    """The files below a root, `/` or a copy of a board's tree; paths are relative to it.
 
-    read and names do the input: tests give their own. Every method raises ReadError with its reason.
+    read, names: input functions, replaced by tests. Every method raises ReadError.
     """
 
     root: Path = Path("/")
@@ -133,11 +142,11 @@ class Files:
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:
-        """Return the text of a file without the newlines, spaces and NULs around it."""
+        """Return the text of a file, without surrounding newlines, spaces and NULs."""
         return self.data(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
 
     def number(self, path: str) -> float:
-        """Return the number a file begins with, a unit behind it ignored."""
+        """Return the number at the start of a file; a unit after it is ignored."""
         match = _NUMBER.fullmatch(self.text(path))
         value = math.inf if match is None else float(match[1])
         if not math.isfinite(value):
@@ -145,11 +154,11 @@ class Files:
         return value
 
     def strings(self, path: str) -> list[str]:
-        """Return the entries of a NUL-separated file, as the device tree writes its lists."""
+        """Return the entries of a NUL-separated list, as in the device tree."""
         return [entry for entry in self.data(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
 
     def has(self, path: str) -> bool:
-        """Return whether a file is there, readable or not."""
+        """Return whether a file exists, readable or not."""
         try:
             self.data(path)
         except ReadError as failure:
@@ -157,7 +166,7 @@ class Files:
         return True
 
     def text_or(self, path: str, default: str = "") -> str:
-        """Return the text of a file, `default` where it cannot be read."""
+        """Return the text of a file, or `default` if it cannot be read."""
         try:
             return self.text(path)
         except ReadError:
@@ -169,10 +178,7 @@ class Files:
             return sorted(self.names(self.root / path))
 
     def folders(self, path: str, prefix: str = "") -> list[str]:
-        """Paths of what lies in a folder and begins with `prefix`; none where the folder cannot be read.
-
-        In the order of their numbers: thermal_zone2 before thermal_zone10.
-        """
+        """Return the paths in a folder with this prefix, by number: zone2 before zone10; [] if unreadable."""
         try:
             names = [name for name in self.children(path) if name.startswith(prefix)]
         except ReadError:
@@ -184,6 +190,6 @@ class Files:
         return Reading.taken(unit, scope, path, now, lambda: self.number(path) * scale)
 
     def data(self, path: str) -> bytes:
-        """Return the bytes of a file as they are."""
+        """Return the raw bytes of a file."""
         with _translated(self.root / path):
             return self.read(self.root / path)

@@ -1,12 +1,11 @@
-"""Boards as a simulation has them: seconds and joules that a known board would spend, from counted work.
+"""Simulated boards: seconds and joules that a known board would spend, from counted work.
 
     seconds = FLOPs / (HPL rate * SHARE_OF_HPL)  +  bytes / network rate
     joules  = full-load watts * computing seconds  +  idle watts * transfer seconds
 
-The HPL rates are published ones (top500-benchmark of J. Geerling, double precision, all cores). Training small networks
-in single precision reaches only a part of that: a quarter is assumed, which is what this project's own training reached
-of the peak of a server core. Energy is the whole board's, without radio and USB devices. All of it is an estimate, good
-for comparing methods on the same boards rather than for planning a battery.
+HPL rates: J. Geerling's top500-benchmark, double precision, all cores. Training small networks in single precision is
+assumed to reach a quarter of it, as this project's training did on a server core. Energy covers the board without radio
+and USB devices. All figures are estimates, suited to comparing methods rather than to planning a battery.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WIFI_BYTES_PER_SECOND = 10e6 / 8
 
 @dataclass(frozen=True)
 class Board:
-    """A simulated board. Rates are per second; ``power`` gives watts at rest and under full load."""
+    """A simulated board. power: watts at rest and under full load."""
 
     name: str
     flops_per_second: float
@@ -44,20 +43,20 @@ class Board:
 
     def __post_init__(self) -> None:
         if not (0 < self.flops_per_second < math.inf and 0 < self.bytes_per_second < math.inf):
-            raise BadFigures(f"board {self.name}: its rates must be above 0 and finite")
+            raise BadFigures(f"board {self.name}: its rates must be finite and above 0")
         if self.cores < 1 or self.memory_bytes < 0:
             raise BadFigures(f"board {self.name}: it has {self.cores} cores and {self.memory_bytes} bytes of memory")
 
     def computing_seconds(self, flops: int) -> float:
-        """Return the seconds in which it computes ``flops``."""
+        """Return the seconds that ``flops`` take."""
         return flops / self.flops_per_second
 
     def transfer_seconds(self, traffic_bytes: int) -> float:
-        """Return the seconds in which it sends or receives ``traffic_bytes``."""
+        """Return the seconds that sending or receiving ``traffic_bytes`` takes."""
         return traffic_bytes / self.bytes_per_second
 
     def joules(self, computing_seconds: float, transfer_seconds: float) -> float:
-        """Energy of the whole board."""
+        """Return the energy of the whole board."""
         return self.power.max_watts * computing_seconds + self.power.idle_watts * transfer_seconds
 
 
@@ -73,10 +72,10 @@ BOARDS: Mapping[str, Board] = {
 
 
 def load_boards(text: str) -> tuple[Board, ...]:
-    """Boards from their names (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table for each.
+    """Return boards by name (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table for each.
 
-    A table has ``name``, ``gflops`` (what training reaches), ``idle_watts``, ``max_watts``, and optionally ``cores``,
-    ``memory_mib`` and ``mbit_per_second``. Raises BadFigures that says what is wrong.
+    A table has ``name``, ``gflops`` (reached in training), ``idle_watts``, ``max_watts``, and optionally ``cores``,
+    ``memory_mib`` and ``mbit_per_second``. Raises BadFigures.
     """
     if text.endswith(".toml"):
         return _read(Path(text))
@@ -84,8 +83,8 @@ def load_boards(text: str) -> tuple[Board, ...]:
     for name in names:
         if name not in BOARDS:
             raise BadFigures(
-                f"there is no board {name!r}; there are {', '.join(sorted(BOARDS))}, or give a .toml file with boards "
-                f"of your own"
+                f"unknown board {name!r}; choose from {', '.join(sorted(BOARDS))}, or give a .toml file with your own "
+                f"boards"
             )
     return tuple(BOARDS[name] for name in names)
 
@@ -100,9 +99,7 @@ def _read(path: Path) -> tuple[Board, ...]:
             raise TypeError("board is not a list of tables; write [[board]]")
         for table in tables:
             if unknown := set(table) - _KEYS:
-                raise BadFigures(
-                    f"there is no key {', '.join(sorted(unknown))}; the keys are {', '.join(sorted(_KEYS))}"
-                )
+                raise BadFigures(f"unknown key {', '.join(sorted(unknown))}; choose from {', '.join(sorted(_KEYS))}")
         boards = tuple(
             Board(
                 name=str(table["name"]),
@@ -118,8 +115,8 @@ def _read(path: Path) -> tuple[Board, ...]:
         raise BadFigures(f"{path}: {error.strerror}; give a file with a [[board]] table for each board") from None
     except (KeyError, TypeError, ValueError) as error:
         raise BadFigures(
-            f"{path}: {error}; each [[board]] needs name, gflops, idle_watts and max_watts (numbers but for the name)"
+            f"{path}: {error}; each [[board]] needs a name, and the numbers gflops, idle_watts and max_watts"
         ) from None
     if not boards:
-        raise BadFigures(f"{path}: there is no [[board]] table in it; add one for each board")
+        raise BadFigures(f"{path}: no [[board]] table; add one for each board")
     return boards

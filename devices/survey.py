@@ -1,4 +1,4 @@
-"""Everything this package can read on one device, for a person who wants to know what there is."""
+"""All sensors of one device, for a person."""
 
 import time
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from .readings import Quality, ReadError, Reading, Reason
 from .system import System
 from .termux import HOW_TO_GET, TermuxBattery
 
-_METERED_UNKNOWN = "NetworkManager is not there or does not know; its user must say"
+_METERED_UNKNOWN = "NetworkManager is missing or does not know; set it by hand"
 
 
 @dataclass(frozen=True)
 class Sensor:
-    """One line of a survey. group: power, heat, and so on. note: more about the value, or how to get one."""
+    """One line of a survey. group: power, heat, and so on. note: details of the value, or how to get one."""
 
     group: str
     name: str
@@ -29,7 +29,7 @@ class Sensor:
 
 
 class Survey:
-    """Reads all sensors of a device, as often as `read` is called. clock: monotonic seconds."""
+    """Reads all sensors of a device. clock: monotonic seconds."""
 
     def __init__(self, system: System, clock: Callable[[], float] = time.monotonic, storage: Path = Path("/")) -> None:
         self.board: BoardInfo = find_board(system)
@@ -41,7 +41,7 @@ class Survey:
         self._last: dict[int, tuple[float, tuple[float, ...]]] = {}
 
     def read(self) -> list[Sensor]:
-        """Read all sensors. Counters of energy show as watts from the second read on, before that as they stand."""
+        """Return all sensors. Energy counters show joules at the first read and watts from the second on."""
         now = self._clock()
         return [
             *self._power(now),
@@ -56,29 +56,29 @@ class Survey:
 
     @property
     def counts(self) -> bool:
-        """True if a source counts energy, so that its watts need a second read."""
+        """True if a source counts energy and needs a second read for watts."""
         return any(reading.unit == "J" for source in self._sources for reading in source.read(self._clock()))
 
     def missing(self, sensors: list[Sensor]) -> list[str]:
-        """Return the sensors that are missing, and how to get them."""
-        said = [f"{each.name}: {each.note}" for each in sensors if each.reading.value is None and each.note]
+        """Return a line for each missing sensor, with the way to get it."""
+        lines = [f"{each.name}: {each.note}" for each in sensors if each.reading.value is None and each.note]
         if not self._sources:
-            said.append("power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate")
+            lines.append("power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate")
         if self.board.kind == "linux" and self.board.name == "x86" and not any("RAPL" in s.name for s in self._sources):
-            said.append("power: the processor's counters are not there; virtual machines and containers hide them")
-        return list(dict.fromkeys(said))
+            lines.append("power: no processor counters; virtual machines and containers hide them")
+        return list(dict.fromkeys(lines))
 
-    # --- what there is, by group
+    # --- one method per group
 
     def _power(self, now: float) -> list[Sensor]:
         found = [self._source(number, source, now) for number, source in enumerate(self._sources)]
         if (ina := find_ina(self._system.files)) is not None:
             found += [self._rail(ina, rail, now) for rail in ina.rails]
         if (chip := pmic.find_pmic(self._system)) is not None:
-            found.append(_told("power", "board input", chip.input_watts(now), "fitted on one board, ±10 % or worse"))
+            found.append(_noted("power", "board input", chip.input_watts(now), "fitted on one board, ±10 % or worse"))
         if self._termux is not None:
-            why = "Android tells no current in a known unit; measure outside"
-            found.append(Sensor("power", "battery", self._termux.power(now), why))
+            advice = "Android reports current in no reliable unit; use an external meter"
+            found.append(Sensor("power", "battery", self._termux.power(now), advice))
         return found
 
     def _rail(self, ina: Ina, rail: Rail, now: float) -> Sensor:
@@ -86,23 +86,25 @@ class Survey:
         note = "" if limit is None else f"slowed down above {limit:g} A"
         if ina.total is not None and rail.label not in ina.total.rails:
             note = "part of another"
-        return _told("power", f"rail {rail.label}", rail.read(self._system.files, now), note)
+        return _noted("power", f"rail {rail.label}", rail.read(self._system.files, now), note)
 
     def _source(self, number: int, source: Source, now: float) -> Sensor:
         if isinstance(source, Estimate):
-            return _told("power", source.name, source.watts_now(now), "at the load of the last minute")
+            return _noted("power", source.name, source.watts_now(now), "at the load of the last minute")
         readings = source.read(now)
         lost = next((reading for reading in readings if reading.value is None), None)
         if lost is not None:
             return Sensor("power", source.name, lost, explain(source, lost.reason or Reason.ABSENT))
         values = tuple(reading.value for reading in readings if reading.value is not None)
-        before, self._last[number] = self._last.get(number), (now, values)
+        before = self._last.get(number)
+        self._last[number] = (now, values)
         if all(reading.unit == "W" for reading in readings):
             return Sensor("power", source.name, _sum(source, "W", sum(values), now))
         if before is None or now <= before[0]:
-            if any(reading.unit == "W" for reading in readings):  # cards of both kinds: there is no sum of them yet
+            # Cards of both kinds have no sum yet.
+            if any(reading.unit == "W" for reading in readings):
                 soon = Reading.failed("W", source.scope, source.name, now, Reason.STALE)
-                return Sensor("power", source.name, soon, "it needs a second look; use --watch")
+                return Sensor("power", source.name, soon, "needs a second reading; use --watch")
             return Sensor("power", source.name, _sum(source, "J", sum(values), now), "counted so far")
         joules = source.joules(before[1], values, now - before[0])
         if not joules:
@@ -116,7 +118,7 @@ class Survey:
         decisive = heat.Thermometer(files, self.board).read(now)
         note = "the one that makes it throttle"
         if decisive.value is None:
-            note = "no zone of the processor is shown; virtual machines, containers and Android have none"
+            note = "no processor zone found; virtual machines, containers and Android have none"
         found = [Sensor("heat", "board", decisive, note)]
         found += [Sensor("heat", name, reading) for name, reading in heat.temperatures(files, now).items()]
         others = {"switches off at": heat.critical_temperature(files, now), "fan": heat.fan(files, now)}
@@ -150,7 +152,7 @@ class Survey:
         clock = cores.clock(files, online[0], now)
         top = cores.clock(files, online[0], now, "cpuinfo_max_freq").value
         note = "" if top is None else f"at most {top / 1e6:.0f} MHz, {len(online)} cores"
-        found = [_told("clocks", f"core {online[0]}", clock, note)]
+        found = [_noted("clocks", f"core {online[0]}", clock, note)]
         if self.board.kind == "raspberry-pi":
             found.append(Sensor("clocks", "cores, from the firmware", cores.arm_clock(self._system, now)))
         if self.board.kind == "jetson":
@@ -183,7 +185,8 @@ class Survey:
 
     def _memory(self, now: float) -> list[Sensor]:
         files = self._system.files
-        limit, quota = memory.memory_limit(files, now), memory.core_quota(files, now)
+        limit = memory.memory_limit(files, now)
+        quota = memory.core_quota(files, now)
         found = [
             Sensor("memory", "total", memory.total_memory(files, now)),
             Sensor("memory", "free for this process", memory.free_memory(files, now)),
@@ -210,7 +213,7 @@ class Survey:
             found.append(Sensor("supply", "the supply offers", offered))
         if (own := battery.find_batteries(files)) is not None:
             found += [
-                _told("supply", "battery", own.charge(now), own.status()),
+                _noted("supply", "battery", own.charge(now), own.status()),
                 Sensor("supply", "battery holds", own.energy_left(now)),
                 Sensor("supply", "battery health", own.health(now)),
                 Sensor("supply", "battery temperature", own.temperature(now)),
@@ -229,8 +232,8 @@ class Survey:
         ]
 
 
-def _told(group: str, name: str, reading: Reading, note: str) -> Sensor:
-    """Return a sensor with a note on its value, and none where it has no value: that would read as how to get one."""
+def _noted(group: str, name: str, reading: Reading, note: str) -> Sensor:
+    """Return a sensor whose note applies only to a value; without one, the note would read as advice."""
     return Sensor(group, name, reading, note if reading.value is not None else "")
 
 

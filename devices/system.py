@@ -1,7 +1,7 @@
-"""A device as this package sees it: its files, its commands and its environment; this machine's, or a copy's.
+"""Access to a device: its files, commands and environment, of this machine or of a copy.
 
-Everything is read through here, so that a folder with the files and the command outputs of some board stands in for
-the board itself (`System.at`), in tests as well as in `sparrow devices --root`.
+All reads go through here, so a folder with a board's files and command outputs can replace the board (`System.at`), in
+tests and in `sparrow devices --root`.
 """
 
 import importlib
@@ -17,22 +17,22 @@ from typing import Any
 from .readings import Files, ReadError, Reason
 
 Runner = Callable[[Sequence[str], float], tuple[int, str]]
-"""argv, timeout in seconds -> exit status, all that was printed. Raises OSError or subprocess.TimeoutExpired."""
+"""argv, timeout in seconds -> exit status, output. Raises OSError or subprocess.TimeoutExpired."""
 
 _REFUSALS = ("permission denied", "not permitted", "access denied", "can't open device file")
 
 
 class Commands:
-    """Programs that print what no file tells. Only such as change nothing on the device are ever run."""
+    """Programs that report values; they must not change the device."""
 
     def __init__(self, run: Runner | None = None) -> None:
         self._run = run or _run
 
     def text(self, argv: Sequence[str], timeout_seconds: float = 5.0) -> str:
-        """Return the output of a program, without the spaces around it.
+        """Return the stripped output of a program.
 
-        Raises ReadError: ABSENT where there is no such program, PERMISSION where it was refused something, STALE where
-        it did not end in time, PARSE where it failed otherwise.
+        Raises ReadError: ABSENT if there is no such program, PERMISSION if it was refused access, STALE if it timed
+        out, PARSE if it failed otherwise.
         """
         try:
             status, output = self._run(argv, timeout_seconds)
@@ -45,7 +45,8 @@ class Commands:
         except OSError as error:
             raise ReadError(argv[0], Reason.POWERED_DOWN) from error
         if status != 0:
-            refused = any(words in output.lower() for words in _REFUSALS)  # vcgencmd says so on standard output
+            # vcgencmd prints refusals on standard output.
+            refused = any(words in output.lower() for words in _REFUSALS)
             raise ReadError(argv[0], Reason.PERMISSION if refused else Reason.PARSE)
         return output.strip(" \t\r\n\x00")
 
@@ -54,9 +55,8 @@ class Commands:
 class System:
     """Files, commands and environment of one device.
 
-    pointer_bits: word size of its programs, None where only its files can tell. free_bytes: a folder's free storage;
-    raises OSError where that cannot be known. library: imports an optional Python library by its name; raises
-    ImportError.
+    pointer_bits: word size of its programs, None if unknown. free_bytes: a folder's free storage; raises OSError.
+    library: imports an optional Python library by name; raises ImportError.
     """
 
     files: Files = field(default_factory=Files)
@@ -73,11 +73,11 @@ class System:
 
     @classmethod
     def at(cls, path: Path | str) -> "System":
-        """Return a copy of some device: a folder with `root/`, or that root itself.
+        """Return a copy of a device: a folder with `root/`, or that root itself.
 
-        Beside `root/` there may be `commands/` (what a command prints, its words joined by _ as the file's name),
+        Beside `root/` may be `commands/` (a file per command, named by its words joined with _, holds its output),
         `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises
-        FileNotFoundError where there is no such folder.
+        FileNotFoundError if the folder does not exist.
         """
         folder = Path(path)
         root = folder / "root" if (folder / "root").is_dir() else folder
@@ -97,7 +97,8 @@ class System:
 
 
 def _run(argv: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    done = subprocess.run(  # a list of our own words, without a shell
+    # A list of fixed words, without a shell.
+    done = subprocess.run(
         list(argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

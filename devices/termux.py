@@ -1,8 +1,8 @@
-"""A phone under Termux: what its battery says through Termux:API.
+"""A phone's battery under Termux, through Termux:API.
 
-Apps may not read /sys/class/power_supply; `termux-battery-status` prints JSON instead, slowly, so that it is asked once
-a minute. Its current has neither a reliable unit nor a reliable sign: no power is ever computed from it. A temperature
-of exactly 0 with unknown health means that there is none.
+Apps may not read /sys/class/power_supply; `termux-battery-status` prints JSON instead, but slowly, so it runs once a
+minute. Its current has no reliable unit or sign, so no power is computed. A temperature of exactly 0 with unknown
+health is missing.
 """
 
 import json
@@ -20,7 +20,7 @@ _TIMEOUT_SECONDS = 5.0
 
 
 class TermuxBattery:
-    """The phone's battery, asked at most once a minute."""
+    """The phone's battery, read at most once a minute."""
 
     def __init__(self, system: System) -> None:
         self._commands = system.commands
@@ -28,7 +28,7 @@ class TermuxBattery:
         self._asked_at = 0.0
 
     def charge(self, now: float) -> Reading:
-        """Charge in per cent."""
+        """Return the charge in per cent."""
         return self._reading("%", now, lambda status: status["percentage"])
 
     def temperature(self, now: float) -> Reading:
@@ -41,16 +41,16 @@ class TermuxBattery:
         return self._reading("°C", now, value)
 
     def on_mains(self, now: float) -> Reading:
-        """1.0 with a cable or on a charging pad, 0.0 without."""
+        """Return 1.0 with a cable or on a charging pad, else 0.0."""
         return self._reading("1", now, lambda status: float(status["plugged"] != "UNPLUGGED"))
 
     def power(self, now: float) -> Reading:
-        """No watts, ever: with the reason."""
+        """Return a failed reading with the reason; never watts."""
         charge = self.charge(now)
         return Reading.failed("W", "device", COMMAND, now, charge.reason or Reason.UNRELIABLE)
 
     def words(self, now: float) -> dict[str, str]:
-        """Return its status, plug and health in words; empty where it does not answer."""
+        """Return status, plug and health in words; {} if unavailable."""
         status = self._status(now)
         if isinstance(status, ReadError):
             return {}
@@ -80,8 +80,8 @@ def _checked(text: str) -> Mapping[str, Any]:
         status = json.loads(text)
         numbers = [float(status[key]) for key in ("percentage", "temperature")]
         strings = [status[key] for key in ("status", "plugged", "health")]
-        told = 0 <= numbers[0] <= 100 and math.isfinite(numbers[1])
-        if not told or not all(isinstance(each, str) for each in strings):
+        valid = 0 <= numbers[0] <= 100 and math.isfinite(numbers[1])
+        if not valid or not all(isinstance(each, str) for each in strings):
             raise ValueError
     except (ValueError, KeyError, TypeError):
         raise ReadError(COMMAND, Reason.PARSE) from None

@@ -1,8 +1,8 @@
 """Throttling of a board: by heat, by a weak supply, by too much current.
 
-A Raspberry Pi's firmware tells it in one word; a Jetson's kernel by its thermal alerts and by counting what the
-over-current guard did. Nothing that counts is ever reset: `vcgencmd get_throttled` is never given an argument. Sources:
-Raspberry Pi's documentation of get_throttled, NVIDIA's thermal documentation and the kernel's soctherm driver.
+A Raspberry Pi's firmware reports it in one word; a Jetson's kernel by thermal alerts and by counters of over-current
+events. Counters are never reset: `vcgencmd get_throttled` gets no argument. Sources: Raspberry Pi's documentation of
+get_throttled, NVIDIA's thermal documentation and the kernel's soctherm driver.
 """
 
 import re
@@ -15,15 +15,17 @@ from .system import System
 
 NOW_BITS: Mapping[int, str] = {0: "under_voltage", 1: "freq_capped", 2: "throttled", 3: "soft_temp_limit"}
 SINCE_BOOT = 16
-"""So many bits higher stands whether it has happened since the start of the system."""
+"""Shift of the bits that report an event since the start of the system."""
 
-_UNDER_VOLTAGE_BIT, _THROTTLE_BITS = 0b1, 0b1110
-_WORD_FILE = "sys/devices/platform/soc/soc:firmware/get_throttled"  # deprecated, and two seconds old at worst
+_UNDER_VOLTAGE_BIT = 0b1
+_THROTTLE_BITS = 0b1110
+# Deprecated, and up to two seconds old.
+_WORD_FILE = "sys/devices/platform/soc/soc:firmware/get_throttled"
 _ALERTS = ("throttle-alert", "hot-surface-alert")
 
 
 def throttle_word(system: System) -> int:
-    """Return a Pi's throttle word, from its firmware or else from the kernel's copy. Raises ReadError."""
+    """Return a Pi's throttle word from its firmware, else from the kernel's copy. Raises ReadError."""
     try:
         text = system.commands.text(["vcgencmd", "get_throttled"])
     except ReadError as failure:
@@ -35,15 +37,14 @@ def throttle_word(system: System) -> int:
 
 
 def words(word: int, shift: int = 0) -> list[str]:
-    """Return the readings of a throttle word for now, or with `shift=SINCE_BOOT` of the time since the
-    system started."""
+    """Return the names of the set bits, for now or, with `shift=SINCE_BOOT`, since the start of the system."""
     return [name for bit, name in NOW_BITS.items() if word >> shift >> bit & 1]
 
 
 class Throttle:
-    """The throttling of a board and the weakness of its supply, as 1.0 or 0.0 each.
+    """Throttling and under-voltage of a board, as 1.0 or 0.0.
 
-    On a Jetson an over-current event counts from one read to the next; the first looks back to when this was made.
+    On a Jetson over-current events are counted between two reads, and at first since this object was made.
     """
 
     def __init__(self, system: System, board: BoardInfo) -> None:
@@ -53,7 +54,7 @@ class Throttle:
         self._events = over_current_events(system.files, 0.0) if board.kind == "jetson" else {}
 
     def read(self, now: float) -> tuple[Reading, Reading]:
-        """Throttled; under-voltage."""
+        """Return throttled, under-voltage."""
         if self._board.kind == "raspberry-pi":
             return self._raspberry(now)
         if self._board.kind == "jetson":
@@ -89,14 +90,14 @@ class Throttle:
 
 
 class Alerts:
-    """The slowing down of a Jetson by its kernel because of heat. The alerts are looked for until all have a name."""
+    """A Jetson's thermal alerts, searched until all have a name."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._paths: list[str] | None = None
 
     def read(self, now: float) -> Reading:
-        """1.0 while an alert is up, else 0.0."""
+        """Return 1.0 while an alert is active, else 0.0."""
         try:
             if self._paths is None:
                 self._paths = self._find()
@@ -108,11 +109,11 @@ class Alerts:
         if lost is not None and not active:
             self._paths = None
             return lost
-        # A kernel without alerts (before JetPack 5) lets nobody see that it slows down.
+        # A kernel without alerts (before JetPack 5) does not show throttling.
         return Reading(float(active), "1", "board", Quality.MEASURED if states else Quality.DERIVED, THERMAL, now)
 
     def _find(self) -> list[str]:
-        """State files of cooling devices that stand for an alert: neither fans nor clocks."""
+        """Return the state files of the cooling devices that are alerts."""
         devices = [name for name in self._files.children(THERMAL) if name.startswith("cooling_device")]
         if not devices:
             raise ReadError(THERMAL, Reason.ABSENT)
@@ -123,7 +124,7 @@ class Alerts:
 
 
 def over_current_events(files: Files, now: float) -> dict[str, Reading]:
-    """oc1 (under-voltage), oc2 (average current), oc3 (current of an instant) -> how often so far."""
+    """Return the counts of oc1 (under-voltage), oc2 (average current) and oc3 (instantaneous current)."""
     folder = hwmon(files, "soctherm_oc")
     names = ("oc1", "oc2", "oc3") if folder else ()
     return {name: _count(files, f"{folder}/{name}_event_cnt", now) for name in names}
@@ -149,6 +150,7 @@ def _alarm(files: Files, now: float) -> Reading | None:
 
 
 def _hex(text: str, source: str) -> int:
-    if not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text):  # with 0x from the firmware, without it from the kernel
+    # The firmware writes 0x, the kernel does not.
+    if not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text):
         raise ReadError(source, Reason.PARSE)
     return int(text, 16)

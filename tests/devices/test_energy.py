@@ -194,7 +194,7 @@ def test_an_unknown_machine_without_a_sensor_says_what_to_do(clock, tmp_path):
     assert phase.energy.quality is Quality.UNAVAILABLE
     assert phase.energy.seconds == 5
     assert "IDLE:MAX watts, such as 2.3:6.4" in phase.energy.reason
-    assert meter.describe().startswith("energy: unavailable, no power sensor")
+    assert meter.describe().startswith("energy: unavailable, no readable power sensor")
 
 
 def test_a_phone_is_unavailable_unless_a_model_is_given(meter_on, clock, tree, denied):

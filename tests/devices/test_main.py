@@ -47,7 +47,7 @@ def run(capsys):
                 "limit of its control group  -  unavailable: controller_absent",
             ],
         ),
-        ("raspberry-pi-zero-2-w", ["a 32-bit system: it can predict from an exported file"]),
+        ("raspberry-pi-zero-2-w", ["32-bit system: it can predict from an exported file"]),
         (
             "jetson-orin-nano-jp6",
             [
@@ -66,7 +66,7 @@ def run(capsys):
             [
                 "battery  -  unavailable: unreliable_current_unit, device",
                 "battery  96 %  measured; status charging, plugged ac, health good",
-                "- battery: Android tells no current in a known unit",
+                "- battery: Android reports current in no reliable unit",
                 "- power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate",
             ],
         ),

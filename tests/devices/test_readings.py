@@ -67,7 +67,7 @@ def test_a_missing_folder_is_absent(tmp_path):
     ],
 )
 def test_a_reading_does_not_contradict_itself(value, quality, reason):
-    with pytest.raises(ValueError, match="unavailable for a reason"):
+    with pytest.raises(ValueError, match="either a value, or a reason"):
         Reading(value, "W", "board", quality, "x", 0.0, reason)
 
 

@@ -355,7 +355,7 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
         (("devices = 4", "device = 4"), "device\n"),
         (("cohort = 3", "cohrt = 3"), "cohrt"),
         (("cohort = 3", "momentum = 2.0"), "momentum"),
-        (("new = 1", 'boards = ["pi3"]'), "there is no board 'pi3'; there are pi4b"),
+        (("new = 1", 'boards = ["pi3"]'), "unknown board 'pi3'; choose from pi4b"),
         (('label = "FedAvg"', 'label = "FedSPU"'), "two methods have the same label"),
         (('method = "fedavg"', 'method = "fedavg"\nbudget = 1'), "budget"),
         (('method = "fedavg"', 'method = "fedavg"\ntuned_as = "FedProx"'), "tuned_as is 'FedProx'"),
