@@ -86,7 +86,7 @@ def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Lea
         exists, moves = elements.get(spec.name), trained.get(spec.name)
         bits = None if exists is None else bits_of(exists)
         if bits is not None and (whole.view(np.int32) & ~bits & np.int32(2**31 - 1)).any():
-            raise ValueError(f"{spec.name}: weights that do not exist are not zero; multiply it by its mask first")
+            raise ValueError(f"{spec.name}: masked weights must be zero; multiply it by its mask first")
         if moves is not None and not moves.all():
             moving = moves if exists is None else moves & exists
             if moving.any():

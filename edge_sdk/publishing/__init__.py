@@ -3,7 +3,7 @@
 from typing import Literal
 
 FrozenPrecision = Literal["auto", "float32", "float16"]
-"""What the weights that nobody trains are stored and sent in; ``auto``: in half where the model answers alike."""
+"""Storage and wire type of frozen weights. ``auto``: half precision if the model's output hardly changes."""
 
 RunningStatistics = Literal["shared", "personal"]
-"""Whether batch norm's are averaged, or kept by each device."""
+"""Whether the running statistics of batch norm are averaged or kept by each device."""

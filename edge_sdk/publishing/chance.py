@@ -1,7 +1,7 @@
-"""Chance from outside: what a model draws is drawn for it.
+"""Random numbers of a forward pass, taken from inputs instead of a generator.
 
-Random numbers inside a graph differ from runtime to runtime. So every number that a forward pass draws (uniform, for
-dropout, or normal) comes from an input, which whoever trains fills from the round's seed: the same in each engine.
+Random numbers inside a graph differ between runtimes. So every number that a forward pass draws (uniform, as in
+dropout, or normal) comes from an input, which the training engine fills from the round's seed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ATEN = torch.ops.aten
 
 
 def _with_usual(args: Sequence[Any]) -> tuple[float, float]:
-    """Return the two numbers after the tensor, 0 and 1 where they are left out."""
+    """Return the two numbers after the tensor; by default 0 and 1."""
     return args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Numbers that a forward pass draws at once: so many for each sample, or in all."""
+    """One request of a forward pass for random numbers; ``count`` is per sample or in total."""
 
     kind: Kind
     count: int
@@ -39,12 +39,12 @@ class Draw:
 
     @property
     def name(self) -> str:
-        """The input that they come from: ``uniform`` or ``normal`` [N, ...], or ``uniform_step``, ``normal_step``."""
+        """The name of the input: ``uniform`` or ``normal`` [N, ...], or ``uniform_step`` or ``normal_step``."""
         return self.kind if self.per_sample else f"{self.kind}_step"
 
 
 class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, what is drawn comes from ``give``, which is asked for (kind, shape)."""
+    """Mode that takes every random number from ``give(kind, shape)``."""
 
     def __init__(self, give: Callable[[Kind, tuple[Any, ...]], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,7 +63,8 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept = self._uniform(x) > p
             return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
         if func is _ATEN.bernoulli_.float:
-            x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            x = args[0]
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             return x.copy_(self._uniform(x) > 1 - p)
         if func is _ATEN.bernoulli.p:
             return (self._uniform(args[0]) > 1 - args[1]).to(args[0].dtype)
@@ -84,7 +85,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mean, deviation = _with_usual(args)
             return args[0].copy_(mean + deviation * self._give("normal", tuple(args[0].shape)))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CannotCompile(f"{func} draws numbers that no input stands for")
+            raise CannotCompile(f"{func} draws random numbers of an unsupported distribution")
         return None
 
     def _uniform(self, like: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
-    """Return what ``run``, called with a number of samples, draws, in order.
+    """Return the requests for random numbers that ``run(samples)`` makes, in order.
 
-    batches: two numbers of samples, which tell what there is for each sample. Raises CannotCompile.
+    batches: two numbers of samples; the difference shows which requests are per sample. Raises CannotCompile.
     """
     seen: list[list[tuple[Kind, tuple[int, ...]]]] = []
     for batch in batches:
@@ -114,7 +115,7 @@ def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]
 
 
 def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
-    """Return the inputs that hold what is drawn at a batch size: name -> shape."""
+    """Return the shapes of the inputs with random numbers at a batch size, by name."""
     numbers = Counter[str]()
     for draw in draws:
         numbers[draw.name] += draw.count
@@ -122,15 +123,17 @@ def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
 
 
 class Given:
-    """Gives out inputs as they are asked for: what ``Chance`` takes. drawn: name -> as ``shapes_of`` has them."""
+    """Random numbers for ``Chance``, read from inputs. drawn: name -> tensor of the shape of ``shapes_of``."""
 
     def __init__(self, draws: Sequence[Draw], drawn: Mapping[str, Tensor]) -> None:
-        self._draws, self._drawn = iter(draws), drawn
+        self._draws = iter(draws)
+        self._drawn = drawn
         self._places = dict.fromkeys(drawn, 0)
 
     def __call__(self, kind: Kind, shape: tuple[Any, ...]) -> Tensor:
-        """Return the next numbers, as asked for: ``kind`` is the recorded one."""
+        """Return the next numbers of the recorded kind, in this shape."""
         draw = next(self._draws)
-        start, source = self._places[draw.name], self._drawn[draw.name]
+        start = self._places[draw.name]
+        source = self._drawn[draw.name]
         self._places[draw.name] = start + draw.count
         return source[..., start : start + draw.count].reshape(shape)

@@ -1,9 +1,7 @@
-"""From an ``nn.Module`` to its manifest: which values of which tensors belong to which neurons.
+"""The manifest of an ``nn.Module``: which values of which tensors belong to which neurons.
 
-The forward pass is traced with torch.export into a graph of operators. Every value in it carries, for each of its axes,
-the neurons that lie along it (``neurons.Run``); an axis without belongs to no hidden neuron and is always complete. A
-parameter is a value like others: its first two axes begin as sets of their own, and what it is multiplied with or added
-to says what they are:
+torch.export traces the forward pass into a graph of operators. Each axis of each value is labelled with the neurons
+along it (``neurons.Run``). The first two axes of a parameter begin as new sets; operators unite sets:
 
     x                 [N,1,4,4]   (), (), (), ()
     conv 1->3         [N,3,4,4]   (), (conv,), (), ()                 conv.weight  [conv], [], [], []
@@ -11,13 +9,10 @@ to says what they are:
     linear 12->5      [N,5]       (), (fc,)                           fc.weight    [fc], [conv x 4]
     linear 5->2       [N,2]       (), ()   <- the model's output      out.weight   [], [fc]
 
-Values that are added share one set, which keeps the name of the first layer in forward order. A reshape into heads
-makes a head's rows of query, key, value and columns of what follows one neuron. What an axis cannot describe is made
-complete, never left half true: neurons that reach the model's output, that are added to a complete value such as the
-input, that attention sums over, or that pass an operator we do not know. That costs sparsity, not correctness.
-docs/architecture.md lists what is found and what is complete.
-
-Beside its axes every value carries which part of its gradient can be of use below it (``manifest.Layer.input_error``).
+Values that are added share one set, named after the first layer. A reshape into attention heads makes a head one
+neuron. Neurons become complete if they reach the model's output, are added to a complete value such as the input, are
+summed over by attention, or pass an unknown operator. That costs sparsity, not correctness. docs/architecture.md lists
+the supported operators.
 """
 
 from __future__ import annotations
@@ -47,22 +42,16 @@ def describe(
     recipes: bool = False,
     least: float = 0.0,
 ) -> Manifest:
-    """Return the manifest of ``model``, found by tracing it in evaluation mode on ``example`` [N, ...], N >= 1.
+    """Return the manifest of ``model``, traced in evaluation mode on ``example`` [N, ...], N >= 1.
 
-    The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
-    running mean and variance. ``recipes`` True writes PyTorch's default
-    initialisation of the layers we know as recipes, so that initial weights need not be published; what those layers
-    hold now is then ignored. least: the share of the trained weights that must belong to neurons where an operator
-    mixes neurons or is not known; a model without hidden layers has none.
+    running_statistics: policy of batch norm's running mean and variance. recipes: describe initial values by PyTorch's
+    default initialisation, so that they need not be published. least: the share of the trained weights that must belong
+    to neurons if an operator mixes neurons or is unknown.
 
-    Tensors come in state-dict order, a tied one under its first name; its others are the manifest's aliases. Buffers
-    are not trainable; all but the running statistics stay personal, since integers and counters cannot be averaged;
-    ``num_batches_tracked`` is dropped, and what training does not change is frozen (``modes.frozen_names``), or dropped
-    where nothing reads it. Neurons of frozen parameters are complete: there is nothing to train of them, and a part of
-    them answers otherwise. A layer's kind is its class name in lower case; its tensors are its parameters.
-
-    Raises UnsupportedLayer for a model that cannot be traced or sent, and, naming what is complete and why, for one of
-    which less than ``least`` belongs to neurons.
+    Tensors come in state-dict order, tied ones under their first name. Tensors that training does not change are frozen
+    (``modes.frozen_names``), or dropped if unread; neurons of frozen parameters are complete, because leaving them out
+    saves no training and changes the output. The model does not change. Raises UnsupportedLayer for a model that cannot
+    be traced or sent, or with a share below ``least``.
     """
     refuse_types(model)
     frozen = frozen_names(model, example)
@@ -108,10 +97,10 @@ def describe(
 
 
 def _search(look: Callable[[dict[Any, int]], Flow]) -> Flow:
-    """Return what is found with the best choices: where a reshape splits neurons, which part keeps them.
+    """Return the best analysis over the choices of which part keeps the neurons if a reshape splits them.
 
-    Heads of attention are the outer part, the groups of a shuffle the inner one: each is tried, one kind of reshape
-    after another, and what leaves most weights, then most neurons, to choose from is taken.
+    Heads of attention are the outer part, groups of a shuffle the inner one. Each part is tried, one kind of reshape
+    after another; the choice with most weights, then most neurons, in groups wins.
     """
     best = look({})
     tried: set[Any] = set()
@@ -130,7 +119,7 @@ def _too_little(manifest: Manifest, found: Flow, least: float) -> str:
     )
     reasons = [f"{spec.name} ({spec.size} values{found.why(spec.name)})" for spec in whole[:3]]
     return (
-        f"{found.share:.0%} of the weights belong to neurons that can be left out, and at least {least:.0%} must; "
+        f"{found.share:.0%} of the weights belong to neurons that can be dropped, at least {least:.0%} must; "
         f"complete are {', '.join(reasons)}. Build these parts from linear layers and convolutions, or choose a method "
         "that trains whole tensors"
     )

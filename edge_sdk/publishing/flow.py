@@ -1,4 +1,4 @@
-"""Goes through a traced model once, and finds which neurons lie along the axes of every value."""
+"""One pass over a traced model that finds the neurons along the axes of every value."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FILLED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "n
 
 
 class Flow:
-    """The neurons of a traced model. ``state`` and ``layers`` hold what is found; ``groups`` its sets, and their names.
+    """The neurons of a traced model. ``state`` and ``layers`` hold the findings, ``groups`` the sets and their names.
 
-    choices: kind of reshape -> the part that keeps neurons where it splits them.
+    choices: kind of reshape -> the part that keeps the neurons.
     """
 
     def __init__(self, traced: Traced, model: nn.Module, names: Mapping[int, str], choices: Mapping[Any, int]) -> None:
@@ -32,8 +32,9 @@ class Flow:
         samples = next(len(node.meta["val"]) for node, name in traced.inputs.items() if name is None)
         self.layers = Layers(model, state, samples)
         for node in traced.nodes:
+            # Parameters wait for their first use: groups bear the name of the first layer.
             if traced.inputs.get(node) is not None:
-                continue  # where it is used first: groups bear the name of the first layer
+                continue
             for source in node.all_input_nodes:
                 if source not in state.values:
                     state.values[source] = self._derive(source)
@@ -53,26 +54,26 @@ class Flow:
 
     @property
     def share(self) -> float:
-        """The share of the trained weights that belong to neurons."""
+        """Share of the trained weights that belong to neurons."""
         total = sum(size for size, _ in self._described.values())
         return self.worth[0] / total if total else 0.0
 
     @property
     def worth(self) -> tuple[int, int, int]:
-        """The trained weights that belong to neurons, of one axis and of each, and the neurons."""
+        """Trained weights with neurons on an axis, the same counted once per axis, and the number of neurons."""
         masked = sum(size for size, axes in self._described.values() if axes)
         both = sum(size * axes for size, axes in self._described.values())
         return masked, both, sum(group.size for group in self.groups[0])
 
     def why(self, name: str) -> str:
-        """Return why a tensor is complete."""
+        """Return the reason that a tensor is complete, as the end of a phrase."""
         if name not in self.state.axes:
             return ", used nowhere"
         reasons = (self.neurons.why(axis) for axis in self.state.axes[name])
         return next((f", by {reason}" for reason in reasons if reason), "")
 
     def _derive(self, node: fx.Node) -> Any:
-        """Return what is known of a node's value: a Value, a tuple of them, or None of what is no tensor."""
+        """Return a Value, a tuple of Values, or None if the result is not a tensor."""
         if node.op == "placeholder":
             return self._placeholder(node)
         if node.target is operator.getitem:
@@ -90,7 +91,8 @@ class Flow:
         return None if derived is None or op.several else op.value(op.shape, derived)
 
     def _placeholder(self, node: fx.Node) -> Value | None:
-        shape, state = shape_of(node), self.state
+        shape = shape_of(node)
+        state = self.state
         if shape is None:
             return None
         if node in state.traced.inputs and state.traced.inputs[node] is None:
@@ -111,14 +113,13 @@ class Flow:
 
 
 def _constant(result: Any) -> Any:
-    """Return what is known of a constant: a Value, a tuple of them, or None of what is no tensor."""
+    """As ``_derive``, for a constant."""
     if isinstance(result, torch.Tensor):
         return constant(result.shape)
     return tuple(map(_constant, result)) if isinstance(result, (tuple, list)) else None
 
 
 def _rule_of(op: Operation) -> Rule:
-    """Return what finds the axes of a call's result."""
     if op.name in _RULES:
         return _RULES[op.name]
     if op.name.startswith(rules.POOLS):

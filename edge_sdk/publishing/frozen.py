@@ -1,4 +1,4 @@
-"""The file of what nobody trains of a model, and the precision in which it is published."""
+"""The file of a model's frozen values and its precision."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from . import FrozenPrecision
 from .modes import evaluating
 
 HARMLESS = 0.01
-"""Relative L2 distance, of the model's answers, that half precision may make."""
+"""Largest relative L2 change of the model's output that half precision may cause under ``auto``."""
 
 
 def freeze(
     model: nn.Module, manifest: Manifest, precision: FrozenPrecision, samples: Sequence[Tensor]
 ) -> tuple[Manifest, bytes]:
-    """Return the manifest that names the file of frozen values, and the file; empty where nothing is frozen.
+    """Return the manifest that names the file of frozen values, and the file; empty if nothing is frozen.
 
-    samples: batches of inputs, of validation data, on whose answers ``auto`` decides. Raises ManifestError, naming the
-    tensor, for values that are not finite in the precision.
+    samples: batches of validation inputs, used by ``auto``. Raises ManifestError, naming the tensor, for values that
+    are not finite in the precision.
     """
     if not manifest.frozen:
         return manifest, b""
@@ -43,13 +43,14 @@ def freeze(
         return packed(precision)
     try:
         halved, file = packed("float16")
-    except ManifestError:  # beyond the range of float16
+    # Values beyond the range of float16.
+    except ManifestError:
         return packed("float32")
     return (halved, file) if _distance(model, halved, file, samples) <= HARMLESS else packed("float32")
 
 
 def _distance(model: nn.Module, manifest: Manifest, file: bytes, samples: Sequence[Tensor]) -> float:
-    """Return the relative L2 distance between the model's answers with its frozen values and with those of ``file``."""
+    """Return the relative L2 distance between the model's output and its output with the values of ``file``."""
     rounded = copy.deepcopy(model)
     state = rounded.state_dict()
     with evaluating(model), evaluating(rounded), torch.no_grad():

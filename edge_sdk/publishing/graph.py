@@ -14,14 +14,14 @@ from sparrow.protocol.errors import SdkError
 
 
 class UnsupportedLayer(SdkError):
-    """The model cannot be published for a method; the message says why, and what to do."""
+    """The model cannot be published for a method; the message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a forward pass: the nodes that its output needs, and what its placeholders are.
+    """The graph of a forward pass, reduced to the nodes that its output needs.
 
-    inputs: node -> name of the parameter or buffer, or None of the batch. shape: of the output.
+    inputs: placeholder -> name of the parameter or buffer, None for the batch. shape: of the output.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -32,7 +32,7 @@ class Traced:
 
 @contextmanager
 def _slow_attention() -> Iterator[None]:
-    """Within, torch's transformer layers compute what they say, and not by one operator."""
+    """Context manager: run torch's transformer layers as separate operators, not as one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -42,17 +42,17 @@ def _slow_attention() -> Iterator[None]:
 
 
 def trace(model: nn.Module, example: torch.Tensor) -> Traced:
-    """Return the graph of ``model``, in the mode that it is in, on ``example`` [N, ...]. Raises UnsupportedLayer."""
+    """Return the graph of ``model``, in its present mode, on ``example`` [N, ...]. Raises UnsupportedLayer."""
     try:
         with _slow_attention(), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (example.clone(),), strict=False)
-    # Tracing runs the user's forward on stand-ins; what they cannot do surfaces as any exception.
+    # Tracing runs the user's forward on stand-ins for tensors; a failure there may be any exception.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedLayer(
-            f"the forward pass of {type(model).__name__} cannot be traced: {reason}. Let it take the batch alone, and "
-            "take decisions that depend on the data out of it; see the limitations of torch.export"
+            f"the forward pass of {type(model).__name__} cannot be traced: {reason}. Make forward take only the batch, "
+            "and move decisions that depend on data out of it; see the limitations of torch.export"
         ) from error
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -65,14 +65,15 @@ def trace(model: nn.Module, example: torch.Tensor) -> Traced:
     (results,) = next(node.args for node in program.graph.nodes if node.op == "output")
     results = results[len(signature.buffers_to_mutate) :] if isinstance(results, tuple) else results
     if not isinstance(results, tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
-        raise UnsupportedLayer("the model does not return one tensor; let forward return the class scores alone")
+        raise UnsupportedLayer("the model does not return one tensor; make forward return only the class scores")
     output = results[0]
     return Traced(_needed(program.graph, output), inputs, output, tuple(output.meta["val"].shape))
 
 
 def _needed(graph: fx.Graph, output: fx.Node) -> tuple[fx.Node, ...]:
     """Return the nodes that the output depends on, in order, and those that change one of these in place."""
-    needed, nodes = {output}, [node for node in graph.nodes if node.op != "output"]
+    needed = {output}
+    nodes = [node for node in graph.nodes if node.op != "output"]
     count = 0
     while count != len(needed):
         count = len(needed)
@@ -83,7 +84,7 @@ def _needed(graph: fx.Graph, output: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def operation(node: fx.Node) -> str:
-    """Return the name of a node's operator, without that of its variant."""
+    """Return the name of a node's operator, without its overload."""
     schema = getattr(node.target, "_schema", None)
     name = schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
     return str(name).rpartition("::")[2]

@@ -1,4 +1,4 @@
-"""The layers of a model, as its manifest names them: tensors, positions, errors of inputs, default initialisation."""
+"""The layers of a model for its manifest: tensors, positions, input errors and default initialisation."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .neurons import Axis
 from .operations import State, Value, widest
 
 PARAMETER = "parameter"
-"""The kind of a layer that is a parameter which ``forward`` uses by itself."""
+"""The kind of a layer that stands for a parameter which ``forward`` uses directly."""
 
 _COUNTED_BY_INPUT = (nn.MultiheadAttention, nn.RNNBase, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Layers:
-    """The layers with weights that a graph runs, in forward order. samples: of the example that it was traced with."""
+    """The layers with weights of a graph, in forward order. samples: the number in the traced example."""
 
     def __init__(self, model: nn.Module, state: State, samples: int) -> None:
         self._modules = dict(model.named_modules())
-        self._state, self._samples = state, samples
+        self._state = state
+        self._samples = samples
         self._found: dict[str, tuple[Layer, list[Axis]]] = {}
 
     def note(self, node: fx.Node) -> None:
-        """Add the layer that a node is of, if the node reads parameters, or what the node adds to that layer."""
+        """Add the layer of a node that reads parameters, or extend it if known."""
         named = {source: self._state.named(source) for source in node.all_input_nodes}
         mine = [name for name in named.values() if name is not None]
         if not mine:
@@ -47,13 +48,14 @@ class Layers:
                 layer = Layer(name=name, kind=PARAMETER, tensors=(name,), positions=positions, input_error=error)
                 self._add(f"{name}:", layer, columns)
             return
-        kind, positions = base.__name__.lower(), self._positions(node, module, weight, below)
+        kind = base.__name__.lower()
+        positions = self._positions(node, module, weight, below)
         tensors = tuple(dict.fromkeys(self._state.names[id(parameter)] for parameter in module.parameters()))
         layer = Layer(name=path or kind, kind=kind, tensors=tensors, positions=positions, input_error=error)
         self._add(path, layer, columns, again=not isinstance(module, nn.MultiheadAttention))
 
     def _positions(self, node: fx.Node, module: nn.Module | None, weight: str, below: Sequence[Value]) -> int:
-        """Return how many positions of a sample the weight is multiplied at."""
+        """Return the number of positions per sample at which the weight is applied."""
         inputs = [value for value in below if not value.fixed]
         result = self._state.values[node]
         counted = result[0] if isinstance(result, tuple) else result
@@ -64,7 +66,7 @@ class Layers:
         return max(1, entries // channels_of(module, self._state.tensors[weight]) // samples)
 
     def _add(self, key: str, layer: Layer, columns: Axis, *, again: bool = False) -> None:
-        """Keep a layer; of one that is known the wider error, and all positions if it ran ``again``."""
+        """Keep a layer; of a known one keep the wider input error, and add positions if it ran ``again``."""
         if key not in self._found:
             self._found[key] = layer, [columns]
             return
@@ -90,7 +92,7 @@ class Layers:
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
-    """Return the layer of torch that a module is, or is derived from, if it has parameters of its own."""
+    """Return the class of torch that a module is or derives from, if it has parameters."""
     if next(module.parameters(), None) is None:
         return None
     for each in type(module).__mro__:
@@ -100,7 +102,7 @@ def _base(module: nn.Module) -> type[nn.Module] | None:
 
 
 def channels_of(module: nn.Module | None, weight: torch.Tensor) -> int:
-    """Return the entries of a layer's output, or its input's where that is counted, that one position has."""
+    """Return the entries that one position has in the tensor used for counting: the output, or for some the input."""
     if isinstance(module, nn.RNNBase):
         return module.input_size
     if isinstance(module, nn.Embedding):
@@ -114,19 +116,25 @@ def channels_of(module: nn.Module | None, weight: torch.Tensor) -> int:
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CHANNEL_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
     nn.GroupNorm,
 )
 
 
 def _defaults(module: nn.Module) -> Mapping[str, Recipe]:
-    """Return the recipes by which PyTorch initialises a layer's tensors (its ``reset_parameters``)."""
+    """Return the recipes of PyTorch's default initialisation of a layer (its ``reset_parameters``)."""
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         # kaiming_uniform_ with a = sqrt(5) has the bound sqrt(6 / ((1 + 5) * fan_in)).
         bound = Uniform(bound=1 / math.sqrt(module.weight[0].numel()))
         return {"weight": bound, "bias": bound}
     if isinstance(module, (*_CHANNEL_NORMS, nn.LayerNorm)):
-        one, zero = Constant(value=1.0), Constant(value=0.0)
+        one = Constant(value=1.0)
+        zero = Constant(value=0.0)
         return {"weight": one, "bias": zero, "running_mean": zero, "running_var": one}
     if isinstance(module, nn.MultiheadAttention):
         # xavier_uniform_ has the bound sqrt(6 / (fan_in + fan_out)); out_proj.weight is a linear layer's.

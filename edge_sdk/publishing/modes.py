@@ -1,4 +1,4 @@
-"""The modes of a model's modules: evaluation, without leaving a trace, and training, with what is frozen left alone."""
+"""Context managers for evaluation, and training mode with frozen parts kept in evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode within the block; every module then has its former mode."""
+    """Set evaluation mode; restore the mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -25,7 +25,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Forward passes in training mode move running statistics; they are then what they were."""
+    """Restore the buffers on exit: forward passes in training mode move running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -36,17 +36,17 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def begin_training(model: nn.Module) -> None:
-    """Set training mode, but for frozen norms, which go on with the statistics that they have."""
+    """Set training mode, except for frozen norms, whose statistics stay fixed."""
     model.train()
     for norm in frozen_norms(model):
         norm.eval()
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the norms with running statistics of which nothing is trained.
+    """Return the norms whose running statistics are frozen.
 
-    Those are norms whose parameters are frozen; of norms without parameters, those in the smallest part of the model
-    that has some, if all of them are.
+    A norm is frozen if its parameters are; a norm without parameters, if all parameters of the smallest enclosing
+    module with parameters are.
     """
     found: list[nn.Module] = []
     for path, module in model.named_modules():
@@ -61,9 +61,11 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def frozen_names(model: nn.Module, example: torch.Tensor) -> set[str]:
-    """Return the names, as in the state dict, of what training does not change: parameters with ``requires_grad``
-    False, the statistics of frozen norms, and buffers that a pass in training mode over ``example`` leaves as they
-    are."""
+    """Return the state-dict names of tensors that training does not change.
+
+    These are parameters with ``requires_grad`` False, statistics of frozen norms, and buffers that a pass over
+    ``example`` in training mode leaves unchanged.
+    """
     model = copy.deepcopy(model)
     frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -81,7 +83,8 @@ def frozen_names(model: nn.Module, example: torch.Tensor) -> set[str]:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 model(example.clone())
-        except Exception:  # the user's code; what is wrong with it is said elsewhere
+        # The user's code may raise anything; tracing reports it later.
+        except Exception:
             asked = {}
         now = dict(model.named_buffers(remove_duplicate=False))
         still |= {id(buffers[name]) for name, before in asked.items() if name in now and torch.equal(now[name], before)}

@@ -1,10 +1,8 @@
-"""Index sets of neurons, found out piece by piece: what lies along an axis, and what turns out to be the same.
+"""Index sets of neurons, refined step by step: the neurons along an axis, and the sets that turn out to be equal.
 
-An axis is a sequence of runs, the neurons of a set in order, each owning ``repeat`` consecutive entries; the empty
-sequence is an axis without neurons, which is always complete. A set is known until something is learned of it: that it
-is the same as another, that it is complete, that it falls into two, or that its neurons belong together in runs, as
-those of an attention's head do. Then it stands for a sequence of runs of other sets, and whoever holds an axis of it
-finds those by ``resolve``.
+An axis is a sequence of runs; the empty sequence is an axis without neurons, which is always complete. A set may later
+equal another, become complete, be cut in two, or be merged into larger neurons such as attention heads. It then stands
+for runs of other sets, which ``resolve`` finds.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from dataclasses import dataclass
 from sparrow.protocol.manifest import NeuronGroup, Segment
 
 _COMPLETE = 0
+# An axis with more runs becomes complete.
 _MOST_RUNS = 4096
-"""Of an axis: one of more is complete."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A ``Segment`` before groups are settled: the neurons of set ``set``, each owning ``repeat`` entries. Of set 0,
-    ``repeat`` entries that are complete."""
+    """Neurons of a set in order, each owning ``repeat`` entries; set 0 stands for complete entries."""
 
     set: int
     repeat: int = 1
@@ -35,10 +32,10 @@ Axes = tuple[Axis, ...]
 
 
 class Neurons:
-    """The sets, numbered in the order in which they were met; what several become bears the name of the first.
+    """The sets, numbered in order of creation; united sets bear the name of the first.
 
-    ``doing``: what is being looked at, as it is told of sets that become complete (``why``). ``lost``: whether neurons
-    are complete because an operator mixes them, or is not known.
+    ``doing``: the operation under analysis, recorded as the reason for sets that become complete (``why``). ``lost``:
+    whether neurons are complete because an operator mixes them or is unknown.
     """
 
     def __init__(self) -> None:
@@ -51,7 +48,7 @@ class Neurons:
         self.lost = False
 
     def add(self, name: str, size: int) -> Axis:
-        """Return a new set of ``size`` neurons, as the axis along which they lie; an only neuron is always active."""
+        """Return a new set of ``size`` neurons as an axis; a single neuron is always active."""
         return (self._new(name, size, len(self._sizes)),) if size > 1 else ()
 
     def _new(self, name: str, size: int, order: int) -> Run:
@@ -66,7 +63,7 @@ class Neurons:
         return sum(self._sizes[run.set] * run.repeat for run in axis)
 
     def resolve(self, axis: Axis) -> Axis:
-        """Return the axis in sets of which nothing else is known; empty where all of it is complete."""
+        """Return the axis in terms of independent sets; empty if it is all complete."""
         found: list[Run] = []
         for run in axis:
             become = self._become[run.set]
@@ -92,7 +89,7 @@ class Neurons:
         return become
 
     def complete(self, *axes: Axis) -> Axis:
-        """Make every neuron of ``axes`` always active; returns the axis that says so."""
+        """Make every neuron of ``axes`` always active, and return the empty axis."""
         for axis in axes:
             for run in axis:
                 if run.set != _COMPLETE and self._become[run.set] is None:
@@ -103,13 +100,13 @@ class Neurons:
         return ()
 
     def lose(self, axes: Iterable[Axis]) -> None:
-        """Complete neurons for want of a rule that follows them."""
+        """Complete neurons that no rule can follow."""
         known = [resolved for axis in axes if (resolved := self.resolve(axis))]
         self.lost |= bool(known)
         self.complete(*known)
 
     def why(self, axis: Axis) -> str:
-        """Return what was being done when a set of the axis became complete; empty where none has."""
+        """Return the operation that made a set of the axis complete, or an empty string."""
         waiting = list(axis)
         while waiting:
             run = waiting.pop(0)
@@ -119,33 +116,39 @@ class Neurons:
         return ""
 
     def join(self, first: Axis | None, second: Axis | None) -> Axis | None:
-        """Unite two axes, of which None is one where anything may lie; returns them."""
+        """Unite two axes, either of which may be None for an axis without restriction; return the result."""
         if first is None or second is None:
             return second if first is None else first
         return self.unite(first, second)
 
     def unite(self, first: Axis, second: Axis) -> Axis:
-        """Say that both axes, of one length, have the same neurons; returns them."""
-        one, other = self.resolve(first), self.resolve(second)
+        """Equate the neurons of two axes of one length; return the result."""
+        one = self.resolve(first)
+        other = self.resolve(second)
         if not one or not other or self.length(one) != self.length(other):
             return self.complete(one, other)
         while one and other:
             step = min(self.length(one[:1]), self.length(other[:1]))
-            (_, one), (_, other) = (left, rest) = self.cut(one, step), self.cut(other, step)
-            left_of, right_of = self._whole(left[0]), self._whole(rest[0])
-            if len(left_of) == len(right_of) == 1:
-                self._same(left_of[0], right_of[0])
-            else:  # cutting one has cut the other
-                one, other = (*left_of, *one), (*right_of, *other)
-            one, other = self._whole(one), self._whole(other)
+            left, one = self.cut(one, step)
+            right, other = self.cut(other, step)
+            left = self._whole(left)
+            right = self._whole(right)
+            if len(left) == len(right) == 1:
+                self._same(left[0], right[0])
+            # Cutting one axis has cut the other.
+            else:
+                one = (*left, *one)
+                other = (*right, *other)
+            one = self._whole(one)
+            other = self._whole(other)
         return self.resolve(first)
 
     def _whole(self, axis: Axis) -> Axis:
-        """Return the axis resolved, complete runs written down."""
+        """Return the resolved axis with complete runs written out."""
         return self.resolve(axis) or ((Run(_COMPLETE, self.length(axis)),) if axis else ())
 
     def _same(self, one: Run, other: Run) -> None:
-        """Unite two runs of one length, of sets of which nothing else is known."""
+        """Equate two runs of one length, both of independent sets."""
         if one == other:
             return
         if one.set == other.set or _COMPLETE in (one.set, other.set):
@@ -166,9 +169,10 @@ class Neurons:
             self._become[run.set] = (Run(united.set, repeat // run.repeat),)
 
     def cut(self, axis: Axis, place: int) -> tuple[Axis, Axis]:
-        """Return the axis before and from entry ``place``; a set that is cut falls into two."""
+        """Return the axis before and from entry ``place``; cuts a set in two if needed."""
         while True:
-            axis, at = self._whole(axis), place
+            axis = self._whole(axis)
+            at = place
             for position, run in enumerate(axis):
                 length = self.length((run,))
                 if at <= 0 or at >= length:
@@ -177,7 +181,8 @@ class Neurons:
                     at -= length
                     continue
                 if run.set == _COMPLETE:
-                    before, behind = Run(_COMPLETE, at), Run(_COMPLETE, length - at)
+                    before = Run(_COMPLETE, at)
+                    behind = Run(_COMPLETE, length - at)
                     return (*axis[:position], before), (behind, *axis[position + 1 :])
                 if at % run.repeat:
                     self.complete((run,))
@@ -188,17 +193,20 @@ class Neurons:
                 return axis, ()
 
     def _split(self, number: int, place: int) -> None:
-        name, order, size = self._names[number], self._order[number], self._sizes[number]
+        name = self._names[number]
+        order = self._order[number]
+        size = self._sizes[number]
         self._become[number] = (self._new(name, place, order), self._new(name, size - place, order))
 
     def coarsen(self, axis: Axis, count: int) -> Axis:
-        """Return the axis of every ``count`` entries as one: neurons that share one of them belong together."""
+        """Return the axis with every ``count`` entries merged; neurons that share a merged entry become one."""
         if count == 1:
             return self.resolve(axis)
         found: list[Run] = []
         for run in axis:
             for each in self._whole((run,)):
-                size, repeat = self._sizes[each.set], each.repeat
+                size = self._sizes[each.set]
+                repeat = each.repeat
                 if repeat % count == 0:
                     found.append(Run(each.set, repeat // count))
                 elif each.set != _COMPLETE and count % repeat == 0 and size % (count // repeat) == 0:
@@ -211,7 +219,7 @@ class Neurons:
         return self.resolve(tuple(found))
 
     def settle(self, axes: Iterable[Axes]) -> None:
-        """Complete every axis of which a part is complete, until none is half described."""
+        """Complete every axis that is complete in part, until no change."""
         described = [axis for tensor in axes for axis in tensor if axis]
         changed = True
         while changed:
@@ -223,18 +231,20 @@ class Neurons:
                     changed = True
 
     def segments(self, axis: Axis, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the axis in the manifest's terms, once settled; names: of the sets."""
+        """Return the settled axis as the manifest's segments; names: of the sets, by number."""
         return tuple(Segment(group=names[run.set], repeat=run.repeat) for run in self.resolve(axis))
 
     def groups(self, axes: Iterable[Axes]) -> tuple[tuple[NeuronGroup, ...], list[str]]:
-        """Return the sets that these axes consist of, in forward order, and the name of each set by its number."""
+        """Return the groups that these axes consist of, in forward order, and the name of each set by its number."""
         used = {run.set for tensor in axes for axis in tensor for run in self.resolve(axis)}
-        names, taken = list(self._names), Counter[str]()
+        names = list(self._names)
+        taken = Counter[str]()
         groups = []
         for number in sorted(used, key=lambda each: (self._order[each], each)):
             name = names[number]
             taken[name] += 1
+            # No module path contains a colon.
             if taken[name] > 1:
-                names[number] = f"{name}:{taken[name]}"  # no path of a module has a colon
+                names[number] = f"{name}:{taken[name]}"
             groups.append(NeuronGroup(name=names[number], size=self._sizes[number]))
         return tuple(groups), names

@@ -1,7 +1,6 @@
-"""One call of an operator in a traced graph, what is known of the values that it takes, and what has been found so far.
+"""An operator call of a traced graph, the properties of its inputs, and the state of the analysis.
 
-A rule (``rules``, ``products``) gets an ``Operation`` and returns the axes of its result; of several results a list of
-their values, and None of what is no tensor.
+A rule (``rules``, ``products``) maps an ``Operation`` to the axes of its result, or to a list of several results.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ _WIDTH = get_args(InputError).index
 
 
 def widest(errors: Iterable[InputError]) -> InputError:
-    """Return the error of which most is of use."""
+    """Return the error with the largest useful part."""
     return max(errors, key=_WIDTH, default="none")
 
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a tensor of the graph.
+    """Properties of a tensor of the graph.
 
-    axes: of a parameter None where anything may lie along an axis, which is then trained whole. error: what is of use
-    of its gradient below it, none for what is frozen. fixed: it follows from parameters and constants alone, so that
-    each of its neurons has a place in them; learned: not from constants alone.
+    axes: None for an unrestricted axis of a parameter. error: the part of its gradient that is of use below it. fixed:
+    computed only from parameters and constants. learned: computed from parameters.
     """
 
     shape: tuple[int, ...]
@@ -45,12 +43,12 @@ class Value:
 
     @property
     def known(self) -> Axes:
-        """The axes, complete where anything may lie."""
+        """The axes, with unrestricted ones as complete."""
         return tuple(axis or () for axis in self.axes)
 
     @property
     def blank(self) -> Axis | None:
-        """An axis of this value along which nothing lies."""
+        """A new axis of this value, without neurons."""
         return None if self.fixed else ()
 
 
@@ -62,12 +60,11 @@ def constant(shape: Iterable[int]) -> Value:
 
 @dataclass
 class State:
-    """What has been found of a traced model.
+    """State of the analysis of a traced model.
 
-    tensors: its state dict; names: the first name of each of them by identity; parameters: the names of parameters.
-    values: node -> its Value, a tuple of them, or None of what is no tensor. axes: name -> axes of every parameter and
-    running statistic met; statistics: the names of running means and variances. choices: kind of reshape -> the part
-    that keeps neurons where it splits them; splits: those there were, and of how many parts.
+    tensors: state dict. names: identity -> first name. values: node -> Value, tuple of Values, or None if not a tensor.
+    axes: of parameters and running statistics, by name. choices: kind of reshape -> the part that keeps the neurons.
+    splits: kind of reshape found -> number of parts.
     """
 
     traced: Traced
@@ -82,28 +79,29 @@ class State:
     statistics: set[str] = field(default_factory=set)
 
     def of(self, argument: Any) -> Value | None:
-        """Return what is known of an argument, if it is one tensor."""
+        """Return the Value of an argument that is one tensor."""
         value = self.values.get(argument) if isinstance(argument, fx.Node) else None
         return value if isinstance(value, Value) else None
 
     def named(self, node: fx.Node) -> str | None:
-        """Return the first name of the parameter that a node is, if it is one."""
+        """Return the first name of the parameter that a node stands for."""
         tensor = self.tensors.get(self.traced.inputs.get(node) or "")
         name = None if tensor is None else self.names[id(tensor)]
         return name if name in self.parameters else None
 
 
 class Operation:
-    """A node that calls an operator. name: the operator's, such as ``linear`` of ``aten.linear.default``, also if it
-    works in place."""
+    """A call of an operator. name: without overload and trailing underscore, such as ``linear``."""
 
     def __init__(self, node: fx.Node, state: State) -> None:
-        self.node, self.state, self.neurons = node, state, state.neurons
+        self.node = node
+        self.state = state
+        self.neurons = state.neurons
         self.name = operation(node).rstrip("_")
 
     @cached_property
     def values(self) -> list[Value]:
-        """What is known of the tensors that it takes."""
+        """The Values of the input tensors."""
         found: list[Value] = []
         for source in self.node.all_input_nodes:
             value = self.state.values.get(source)
@@ -112,7 +110,7 @@ class Operation:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """The operator's arguments by their names, those that are left out as it has them."""
+        """The arguments by name, including defaults."""
         schema = getattr(self.node.target, "_schema", None)
         if schema is None:
             return {str(place): argument for place, argument in enumerate(self.node.args)}
@@ -121,34 +119,35 @@ class Operation:
 
     @property
     def result(self) -> Any:
-        """A stand-in for what it gives: a tensor, or several."""
+        """Stand-in for the result."""
         return self.node.meta.get("val")
 
     @property
     def several(self) -> bool:
-        """True if its result is not one tensor."""
+        """Whether the result is not one tensor."""
         return not isinstance(self.result, torch.Tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of its result, of one tensor."""
+        """Shape of the result, if one tensor."""
         return shape_of(self.node) or ()
 
     def at(self, place: int) -> Any:
-        """Return the argument that stands here in the operator's list."""
+        """Return the argument at a position of the operator's signature."""
         return list(self.given.values())[place]
 
     def of(self, place: int) -> Value | None:
-        """Return what is known of the argument that stands here."""
+        """Return the Value of the argument at a position."""
         return self.state.of(self.at(place))
 
     def dim(self, rank: int) -> int:
-        """Return the axis that it is given, counted from the front."""
+        """Return its ``dim`` argument, counted from the front."""
         return int(self.given["dim"]) % rank
 
     def value(self, shape: Iterable[int], axes: Sequence[Axis | None]) -> Value:
-        """Return what is known of a result with these axes."""
-        fixed, learned = all(value.fixed for value in self.values), any(value.learned for value in self.values)
+        """Return the Value of a result with these axes."""
+        fixed = all(value.fixed for value in self.values)
+        learned = any(value.learned for value in self.values)
         error = widest(value.error for value in self.values) if fixed else error_of(self, axes)
         return Value(tuple(shape), tuple(axes), error, fixed, learned)
 
@@ -164,8 +163,7 @@ _NORMS_OF_ALL = {"group_norm", "layer_norm", "rms_norm"}
 
 
 def error_of(op: Operation, axes: Sequence[Axis | None]) -> InputError:
-    """Return the part of the error at a result with these axes that is of use below it
-    (``manifest.Layer.input_error``)."""
+    """Return the part of a result's error that is of use below it (``manifest.Layer.input_error``)."""
     error = widest(value.error for value in op.values if not value.fixed)
     if error == "none" and any(value.fixed and value.error != "none" for value in op.values):
         layer = op.name.startswith("conv") or op.name in {"linear", "embedding", "mm", "addmm", "matmul"}
@@ -176,24 +174,25 @@ def error_of(op: Operation, axes: Sequence[Axis | None]) -> InputError:
 
 
 def _stays_apart(op: Operation, axes: Sequence[Axis | None]) -> bool:
-    """Return whether each neuron of the result gets something of the same neuron below only."""
-    # Neurons lie along one axis, those of all below among them. Otherwise an active one below gets its error from
-    # inactive ones here, as a map of one channel does that was broadcast over the channels of another.
+    """Return whether each neuron of the result depends only on the same neuron below."""
+    # Neurons lie along one axis, which includes all those below. Otherwise an active neuron below gets error from
+    # inactive ones here, as a map of one channel that is broadcast over the channels of another does.
     flowing = (value for value in op.values if not value.fixed and value.error == "active")
     below = {number for value in flowing for number in _sets(op, value.axes)}
-    alone = sum(bool(axis and op.neurons.resolve(axis)) for axis in axes) == 1
-    return alone and below.issubset(_sets(op, axes))
+    one_axis = sum(bool(axis and op.neurons.resolve(axis)) for axis in axes) == 1
+    return one_axis and below.issubset(_sets(op, axes))
 
 
 def _mixes(op: Operation, axes: Sequence[Axis | None]) -> bool:
-    """Return whether an active neuron of the result gets something of others than the active ones below."""
+    """Return whether an active neuron of the result depends on inactive neurons below."""
     if op.name in _NORMS_OF_ALL or any(value.fixed and value.learned for value in op.values):
         return not (_keeps_channels(op) and len(axes) > 1 and axes[1])
     return op.name in PRODUCTS or op.name in _SOFTMAX
 
 
 def _keeps_channels(op: Operation) -> bool:
-    if op.name.startswith("conv"):  # depthwise
+    # A depthwise convolution.
+    if op.name.startswith("conv"):
         return len(op.values) > 1 and op.values[0].shape[1] > 1 == op.values[1].shape[1]
     if op.name == "prelu":
         return math.prod(op.values[-1].shape) > 1
@@ -201,7 +200,7 @@ def _keeps_channels(op: Operation) -> bool:
 
 
 def _is_plain(op: Operation) -> bool:
-    """Return whether what is learned comes to a node as parameters themselves, and not as what is made of them."""
+    """Return whether a node reads parameters directly, not values computed from them."""
     return all(
         op.state.named(source) is not None
         for source in op.node.all_input_nodes

@@ -1,4 +1,4 @@
-"""A user's own preparation, a torch.nn.Module, as the graph that is published: compiled, and compared with PyTorch."""
+"""A user's own preparation, a torch.nn.Module, compiled to a graph for publication and compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .modes import evaluating
 from .skeleton import export_forward, remove_notes
 
 CLOSE = 1e-4
-"""Largest difference from PyTorch, per unit of the largest prepared value, that rounding explains."""
+"""Largest difference from PyTorch by rounding, relative to the largest prepared value."""
 
 SAMPLES = 7
-"""Raw samples on which the graph is compared with the module, alone and in a batch."""
+"""Raw samples for the comparison of graph and module, one by one and in a batch."""
 
 
 def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
-    """Return a task over prepared samples, and the preparation to publish; the task as it is and None without one.
+    """Return the task over prepared samples, and the preparation to publish; without one, the same task and None.
 
     Raises BadArgument.
     """
@@ -53,9 +53,9 @@ def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
 def compile_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> BuiltPreparation:
     """Return a module as the preparation to publish.
 
-    raw: [N, ...], a few raw samples. every: the raw training samples, batch by batch, whose statistics are described.
-    Raises BadArgument for something else than a preparation, for samples that it cannot take, and for a module whose
-    graph does not answer as it does.
+    raw: [N, ...], a few raw samples. every: the raw training samples in batches, for the described statistics. Raises
+    BadArgument for an object that is not a module, for samples of an unsupported type, and for a module whose graph
+    gives other values.
     """
     if not isinstance(preparation, nn.Module):
         raise BadArgument(
@@ -64,8 +64,7 @@ def compile_preparation(preparation: Any, raw: Array, every: Iterable[Array]) ->
         )
     if raw.dtype.name not in RAW_TYPES:
         raise BadArgument(
-            f"raw samples are of {raw.dtype}, for which there is no preparation; store them as one of "
-            f"{', '.join(RAW_TYPES)}"
+            f"raw samples are of {raw.dtype}, which no preparation accepts; store them as one of {', '.join(RAW_TYPES)}"
         )
     few = raw[:SAMPLES]
     try:
@@ -76,9 +75,9 @@ def compile_preparation(preparation: Any, raw: Array, every: Iterable[Array]) ->
     graph = cast(bytes, proto.SerializeToString(deterministic=True))
     _compare(preparation, graph, few)
     shape = tuple(raw.shape[1:])
-    # A signal of more values than a table can have columns has no entries that would say anything one by one.
-    told = raw.dtype == np.float32 and len(shape) > 0 and shape[0] <= MOST_COLUMNS
-    found = statistics_of(every, 0) if told else None
+    # A signal with more values than a table has columns has no entries with a meaning of their own.
+    tabular = raw.dtype == np.float32 and len(shape) > 0 and shape[0] <= MOST_COLUMNS
+    found = statistics_of(every, 0) if tabular else None
     description = Preparation(
         dtype=cast(Any, raw.dtype.name),
         shape=shape,
@@ -94,7 +93,7 @@ def _compare(module: nn.Module, graph: bytes, raw: Array) -> None:
         answer = module(torch.from_numpy(np.array(raw)))
     if not isinstance(answer, torch.Tensor) or answer.shape[:1] != (len(raw),):
         given = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else f"a {type(answer).__name__}"
-        raise BadArgument(f"preparation: of {len(raw)} raw samples it makes {given}; return one tensor, samples first")
+        raise BadArgument(f"preparation: {len(raw)} raw samples give {given}; return one tensor, samples first")
     wanted = answer.numpy()
     try:
         preparer = Preparer(graph)
@@ -104,19 +103,21 @@ def _compare(module: nn.Module, graph: bytes, raw: Array) -> None:
         raise BadArgument(f"preparation: its graph does not run: {error}") from None
     for found, what in ((together, "in a batch"), (alone, "one by one")):
         if found.shape != wanted.shape:
-            raise BadArgument(f"preparation: it makes {wanted.shape} of {raw.shape}, its graph {found.shape} {what}")
+            raise BadArgument(
+                f"preparation: the module turns {raw.shape} into {wanted.shape}, its graph into {found.shape} {what}"
+            )
         finite = np.isfinite(wanted)
         scale = max(1.0, float(np.abs(wanted[finite]).max(initial=0)))
         if not np.allclose(found[finite], wanted[finite], rtol=0, atol=CLOSE * scale):
             raise BadArgument(
-                f"preparation: samples prepared {what} by its graph differ from PyTorch's by "
-                f"{float(np.abs(found[finite] - wanted[finite]).max()):.2g}; treat each sample by itself, and decide "
-                "by shapes, not values"
+                f"preparation: samples prepared {what} by the graph differ from PyTorch's by "
+                f"{float(np.abs(found[finite] - wanted[finite]).max()):.2g}; prepare each sample independently, and "
+                "decide by shapes, not values"
             )
 
 
 def described(manifest: Manifest, built: BuiltPreparation) -> Manifest:
-    """Return the manifest of a model behind this preparation."""
+    """Return the manifest of a model that takes prepared samples."""
     digest = hashlib.sha256(built.graph).hexdigest()
     named = {"preparation": built.description.model_dump(), "preparation_sha256": digest}
     return Manifest.model_validate({**manifest.model_dump(), **named})

@@ -1,6 +1,6 @@
-"""Where neurons lie after operators that multiply or scale with weights: products, convolutions, norms, recurrent ones.
+"""Rules for operators that multiply or scale with weights: products, convolutions, norms and recurrent layers.
 
-What a weight is multiplied with says what lies along its columns; its rows are the neurons of the result.
+The columns of a weight have the neurons of its input; its rows are the neurons of the result.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from .rules import Lies, broadcast, unknown
 
 
 def _product(op: Operation, terms: Sequence[tuple[Value, str]], result: str, *, weighs: bool) -> Lies:
-    """Return the axes of a product, whose terms and result have a letter for each axis: one that is summed over mixes
-    its neurons, the others keep them. weighs: one side is parameters, whose columns are then what lies there."""
+    """Return the axes of a product in einsum notation; neurons along a summed axis become complete.
+
+    weighs: one side is a parameter; its columns then have the neurons of the summed axis.
+    """
     found: dict[str, Axis | None] = {}
     mixed = set() if weighs else {letter for _, letters in terms for letter in letters}
     for value, letters in terms:
         for letter, axis, length in zip(letters, value.axes, value.shape, strict=True):
-            if length > 1:  # a shorter one is broadcast, and an only neuron is always active
+            # Axes of length 1 are broadcast, and a single neuron is always active.
+            if length > 1:
                 found[letter] = op.neurons.join(found[letter], axis) if letter in found else axis
-                mixed |= {letter} if axis is None else set()  # a constant has no neurons
+                # A constant has no neurons.
+                mixed |= {letter} if axis is None else set()
     op.neurons.complete(*(axis or () for letter, axis in found.items() if letter in mixed - set(result)))
     fixed = all(value.fixed for value, _ in terms)
     return tuple(None if found.get(letter) is None and fixed else found.get(letter) or () for letter in result)
 
 
 def _multiplied(op: Operation, first: Value, second: Value) -> Lies:
-    batch = ["abcdefgh"[10 - max(len(value.shape), 2) :] for value in (first, second)]  # aligned at their ends
-    left, right = "nm"[-len(first.shape) :], "mp"[: len(second.shape)]
+    # Batch axes are aligned at their ends.
+    batch = ["abcdefgh"[10 - max(len(value.shape), 2) :] for value in (first, second)]
+    left = "nm"[-len(first.shape) :]
+    right = "mp"[: len(second.shape)]
     if len(first.shape) == 1:
         left = "m"
     result = max(batch, key=len) + left[:-1] + right[1:]
@@ -41,12 +47,15 @@ def _multiplied(op: Operation, first: Value, second: Value) -> Lies:
 
 
 def _matmul(op: Operation) -> Any:
-    first, second = op.of(0), op.of(1)
+    first = op.of(0)
+    second = op.of(1)
     return unknown(op) if first is None or second is None else _multiplied(op, first, second)
 
 
 def _addmm(op: Operation) -> Any:
-    added, first, second = op.of(0), op.of(1), op.of(2)
+    added = op.of(0)
+    first = op.of(1)
+    second = op.of(2)
     if added is None or first is None or second is None:
         return unknown(op)
     return broadcast(op, [op.value(op.shape, _multiplied(op, first, second)), added])
@@ -54,7 +63,8 @@ def _addmm(op: Operation) -> Any:
 
 def _einsum(op: Operation) -> Any:
     written, arrow, result = str(op.at(0)).replace(" ", "").partition("->")
-    given, letters = [op.state.of(argument) for argument in op.at(1)], written.split(",")
+    given = [op.state.of(argument) for argument in op.at(1)]
+    letters = written.split(",")
     terms = [(value, term) for value, term in zip(given, letters, strict=True) if value is not None]
     repeats = any(len(set(term)) != len(term) for term in letters)
     if not arrow or "." in written or repeats or len(terms) < len(given):
@@ -70,7 +80,8 @@ def _attention(op: Operation) -> Any:
     batch = "abcdefgh"[10 - rank :]
     terms = list(zip(given, (batch + "ls", batch + "ms", batch + "mt"), strict=True))
     mask = op.state.of(op.given["attn_mask"])
-    if mask is not None:  # a learned bias has a place for each head
+    # A learned bias has an entry for each head.
+    if mask is not None:
         terms.append((mask, (batch + "lm")[-len(mask.shape) :]))
     return _product(op, terms, batch + "lt", weighs=False)
 
@@ -79,8 +90,9 @@ def _attention(op: Operation) -> Any:
 
 
 def _linear(op: Operation) -> Any:
-    """Columns are the neurons of the input's last axis, rows are new ones."""
-    value, weight = op.of(0), op.of(1)
+    """Columns have the neurons of the input's last axis; rows are new neurons."""
+    value = op.of(0)
+    weight = op.of(1)
     if value is None or weight is None or not weight.fixed:
         return unknown(op)
     op.neurons.join(value.known[-1], weight.axes[1])
@@ -88,7 +100,7 @@ def _linear(op: Operation) -> Any:
 
 
 def _rows(op: Operation, rows: Axis | None) -> Axis:
-    """Return the rows of a weight, which its bias has too."""
+    """Return the rows of a weight, united with those of its bias."""
     bias = op.state.of(op.given["bias"])
     if bias is not None and bias.shape[-1] > 1:
         op.neurons.join(rows or (), bias.axes[-1])
@@ -96,28 +108,33 @@ def _rows(op: Operation, rows: Axis | None) -> Axis:
 
 
 def _convolution(op: Operation) -> Any:
-    """Columns are the neurons of the input's channels, rows are new ones."""
-    value, weight = op.of(0), op.of(1)
+    """Columns have the neurons of the input's channels; rows are new neurons."""
+    value = op.of(0)
+    weight = op.of(1)
     if value is None or weight is None or not weight.fixed or len(value.shape) != len(weight.shape):
         return unknown(op)
     op.neurons.complete(*value.known[2:])
-    given, columns, rows = value.shape[1], weight.shape[1], weight.axes[0]
+    given = value.shape[1]
+    columns = weight.shape[1]
+    rows = weight.axes[0]
     if columns == given:
         op.neurons.join(value.known[1], weight.axes[1])
-    elif columns == 1:  # a filter lives and dies with its channel
+    # Depthwise: a filter is active with its input channel.
+    elif columns == 1:
         times = op.shape[1] // given
         lies = tuple(Run(run.set, run.repeat * times) for run in op.neurons.resolve(value.known[1]))
         rows = op.neurons.join(lies, rows)
     else:
-        # With groups a column is another input channel in each group of rows, so that it belongs to nobody: a
-        # weight is active with its row alone.
+        # With groups, a column is a different input channel in each group of rows, so it belongs to no neuron: a
+        # weight is active with its row.
         op.neurons.complete(weight.known[1])
     return (value.axes[0], _rows(op, rows), *((),) * (len(weight.shape) - 2))
 
 
 def _transposed(op: Operation) -> Any:
-    """Convolve transposed: the weight has a row for each channel of its input."""
-    value, weight = op.of(0), op.of(1)
+    """Convolve transposed: rows have the neurons of the input's channels; columns are new neurons."""
+    value = op.of(0)
+    weight = op.of(1)
     if value is None or weight is None or weight.shape[1] != op.shape[1]:
         return unknown(op)
     op.neurons.complete(*value.known[2:])
@@ -126,8 +143,9 @@ def _transposed(op: Operation) -> Any:
 
 
 def _embedding(op: Operation) -> Any:
-    """Rows are words, columns are new neurons."""
-    weight, index = op.of(0), op.of(1)
+    """Rows are words; columns are new neurons."""
+    weight = op.of(0)
+    index = op.of(1)
     if weight is None or index is None:
         return unknown(op)
     op.neurons.complete(weight.known[0], *index.known)
@@ -136,7 +154,7 @@ def _embedding(op: Operation) -> Any:
 
 
 def _channel_norm(op: Operation) -> Any:
-    """Batch, group and instance norm, PReLU: everything they hold follows the channel."""
+    """Batch, group and instance norm, PReLU: parameters and statistics have the neurons of the channels."""
     value = op.of(0)
     if value is None:
         return unknown(op)
@@ -155,8 +173,9 @@ def _channel_norm(op: Operation) -> Any:
 
 
 def _layer_norm(op: Operation) -> Lies:
-    """Layer and RMS norm: what they hold lies along the normalised axes."""
-    axes, count = list(op.values[0].axes), len(op.at(1))
+    """Layer and RMS norm: parameters have the neurons of the normalised axes."""
+    axes = list(op.values[0].axes)
+    count = len(op.at(1))
     # Blocks are cut out of the first two axes of a tensor only.
     op.neurons.complete(*(axis or () for axis in axes[-count:][2:]))
     axes[len(axes) - count + 2 :] = [()] * max(0, count - 2)
@@ -171,12 +190,13 @@ def _layer_norm(op: Operation) -> Lies:
 # --- recurrent layers -------------------------------------------------------------------------------------------------
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-"""Rows of weights that a unit has."""
+"""Weight rows of each hidden unit."""
 
 
 def _recurrent(op: Operation) -> Any:
-    """Recurrent layers: a unit has its rows of each gate, and its columns."""
-    value, states = op.of(0), op.at(1) if isinstance(op.at(1), (list, tuple)) else [op.at(1)]
+    """Recurrent layers: a unit has a row for each gate, and a column."""
+    value = op.of(0)
+    states = op.at(1) if isinstance(op.at(1), (list, tuple)) else [op.at(1)]
     given = [op.state.of(argument) for argument in op.at(2)]
     weights = [each for each in given if each is not None]
     moves = any(not state.fixed for state in map(op.state.of, states) if state is not None)
@@ -184,7 +204,8 @@ def _recurrent(op: Operation) -> Any:
         return unknown(op)
     ways = 2 if op.given["bidirectional"] else 1
     count = len(weights) // (op.given["num_layers"] * ways)
-    if count not in (2, 4):  # a projection
+    # Another count of weights means a projection.
+    if count not in (2, 4):
         return unknown(op)
     each_way = [weights[start : start + count] for start in range(0, len(weights), count)]
     below = value.known[-1]
@@ -198,11 +219,11 @@ def _recurrent(op: Operation) -> Any:
 
 
 def _recurrent_layer(op: Operation, below: Axis, ways: Sequence[Sequence[Value]]) -> Axis:
-    """Return the units of a layer, those of each way one after another, over the neurons ``below``."""
+    """Return the units of a layer over the neurons ``below``, one direction after another."""
     lies: Axis = ()
     for first, second, *biases in ways:
         units = second.known[1]
-        op.neurons.join(below, first.axes[1])  # of a constant nothing
+        op.neurons.join(below, first.axes[1])
         for rows in (first, second, *biases):
             op.neurons.join(units * _GATES[op.name], rows.axes[0])
         lies += units
@@ -210,7 +231,7 @@ def _recurrent_layer(op: Operation, below: Axis, ways: Sequence[Sequence[Value]]
 
 
 def _last_state(op: Operation, ways: Sequence[Sequence[Value]]) -> Axes:
-    """Return the axes of the states in which several layers or ways end: their units are one set there."""
+    """Return the axes of the final states, in which the units of all layers and directions are one set."""
     units, *others = (second.known[1] for _, second, *_ in ways)
     for other in others:
         units = op.neurons.unite(units, other)
@@ -230,4 +251,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
     **dict.fromkeys(_GATES, _recurrent),
 }
-"""Operator -> how to find where neurons lie in its result."""
+"""Operator -> rule."""

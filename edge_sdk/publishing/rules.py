@@ -1,4 +1,4 @@
-"""Where neurons lie after operators without weights: of every entry, along axes, of parts, and reshapes."""
+"""Rules for operators without weights: elementwise, along axes, parts of a tensor, and reshapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lies = tuple[Axis | None, ...]
 
 
 def unknown(op: Operation) -> Any:
-    """Whatever it does, it does with complete neurons."""
+    """Complete all neurons of an unknown operator."""
     op.neurons.lose(axis for value in op.values for axis in value.known)
     if not op.several:
         return ((),) * len(op.shape)
@@ -28,9 +28,9 @@ def unknown(op: Operation) -> Any:
 
 
 def broadcast(op: Operation, given: Sequence[Value] | None = None) -> Lies:
-    """Return the axes of values that meet, by default of the inputs: an axis of length 1 takes the neurons of the other
-    side, axes of one length are united."""
-    shape, values = op.shape, given or op.values
+    """Return the axes of broadcast values, by default the inputs: axes of equal length are united."""
+    shape = op.shape
+    values = given or op.values
     result: list[Axis | None] = [None] * len(shape)
     for value in values:
         offset = len(shape) - len(value.shape)
@@ -43,7 +43,7 @@ def broadcast(op: Operation, given: Sequence[Value] | None = None) -> Lies:
 
 
 def pool(op: Operation) -> Any:
-    """Pool: the last one to three axes are mixed; neurons that lie there can only be complete."""
+    """Pool: the last one to three axes are mixed, so neurons along them become complete."""
     value = op.values[0]
     rank = len(value.shape)
     mixed = min(next((int(each) for each in op.name if each.isdigit()), rank - 2), rank)
@@ -60,11 +60,12 @@ def _pad(op: Operation) -> Lies:
 
 
 def _reduce(op: Operation) -> Lies:
-    """Sum or average, over axes that become complete."""
+    """Sum or average over axes, which become complete."""
     value = op.values[0]
-    dims, rank = op.given.get("dim"), len(value.shape)
+    dims = op.given.get("dim")
+    rank = len(value.shape)
     gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
-    # A mean that keeps its axis is what norms by hand divide by, which see their neurons as layer norm does.
+    # Hand-written norms divide by a mean that keeps its axis; they treat neurons as layer norm does.
     if len(op.shape) != rank or not op.name.startswith(("mean", "var")):
         op.neurons.complete(*(value.known[dim] for dim in gone))
     if len(op.shape) == rank:
@@ -73,7 +74,7 @@ def _reduce(op: Operation) -> Lies:
 
 
 def _move(op: Operation) -> Lies:
-    """Move axes: the operator does to strides that stand for the axes what it does to these."""
+    """Move axes: run the operator on a stand-in whose strides identify the axes."""
     axes = op.values[0].axes
     strides = [2**place for place in range(len(axes))]
     stand_in = torch.empty_strided([1] * len(axes), strides, device="meta")
@@ -97,7 +98,7 @@ def _repeat(op: Operation) -> Lies:
 
 
 def _mixed(op: Operation, dims: Iterable[int]) -> Lies:
-    """Return the axes of a value whose entries change places along ``dims``."""
+    """Return the axes of a value whose entries are permuted along ``dims``."""
     value = op.values[0]
     gone = {dim % len(value.shape) for dim in dims}
     op.neurons.lose(value.known[dim] for dim in gone)
@@ -108,7 +109,6 @@ def _mixed(op: Operation, dims: Iterable[int]) -> Lies:
 
 
 def _cat(op: Operation) -> Lies:
-    """Put neurons one after another along the joined axis, and unite the others."""
     rank = len(op.shape)
     parts = [part for part in map(op.state.of, op.at(0)) if part is not None and len(part.shape) == rank]
     dim = op.dim(rank)
@@ -133,7 +133,6 @@ def _stack(op: Operation) -> Lies:
 
 
 def _part(op: Operation, dim: int, start: int, stop: int) -> Lies:
-    """Return the axes of entries ``start`` to ``stop`` along ``dim``."""
     axes = list(op.values[0].axes)
     axis = axes[dim]
     if axis:
@@ -173,8 +172,10 @@ def _unbind(op: Operation) -> list[Value]:
 
 
 def _split(op: Operation) -> list[Value]:
-    value, parts, start = op.values[0], [], 0
+    value = op.values[0]
     dim = op.dim(len(value.shape))
+    parts = []
+    start = 0
     for each in op.result:
         stop = start + each.shape[dim]
         parts.append(op.value(each.shape, _part(op, dim, start, stop)))
@@ -183,7 +184,7 @@ def _split(op: Operation) -> list[Value]:
 
 
 def _gate(op: Operation) -> Lies:
-    """Unite both halves: one gates the other."""
+    """Unite the gates with the gated half."""
     dim = op.dim(len(op.shape))
     half = op.shape[dim]
     first, second = (_part(op, dim, place * half, (place + 1) * half) for place in range(2))
@@ -191,13 +192,14 @@ def _gate(op: Operation) -> Lies:
 
 
 def _index(op: Operation) -> Any:
-    """Pick rows by an index: the axes that are not indexed keep their neurons."""
+    """Pick rows by an index: the other axes keep their neurons."""
     value = op.of(0)
     picked = [place for place, each in enumerate(op.at(1)) if each is not None]
     if value is None or picked != list(range(picked[0], picked[-1] + 1)):
         return unknown(op)
     op.neurons.complete(*(value.known[place] for place in picked))
-    left, right = value.axes[: picked[0]], value.axes[picked[-1] + 1 :]
+    left = value.axes[: picked[0]]
+    right = value.axes[picked[-1] + 1 :]
     middle = len(op.shape) - len(left) - len(right)
     return (*left, *(value.blank,) * middle, *right)
 
@@ -206,16 +208,18 @@ def _index(op: Operation) -> Any:
 
 
 def _reshape(op: Operation) -> Lies:
-    """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
+    """Flatten, split or squeeze: match the axes of both shapes in the smallest blocks of equal size.
 
-    Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
+    Axes of length 1 are left out, since a single neuron is always active; so a squeeze is handled like a flatten.
     """
-    value, new = op.values[0], op.shape
+    value = op.values[0]
+    new = op.shape
     sources = [(length, axis) for length, axis in zip(value.shape, value.axes, strict=True) if length > 1]
     targets = [place for place, length in enumerate(new) if length > 1]
     result: list[Axis | None] = [value.blank] * len(new)
     while sources and targets:
-        block, places = [sources.pop(0)], [targets.pop(0)]
+        block = [sources.pop(0)]
+        places = [targets.pop(0)]
         while (have := math.prod(length for length, _ in block)) != (want := math.prod(new[p] for p in places)):
             if have < want:
                 block.append(sources.pop(0))
@@ -232,7 +236,7 @@ def _reshape(op: Operation) -> Lies:
 def _flattened(op: Operation, block: list[tuple[int, Axis | None]]) -> Axis:
     """Return the neurons along several axes flattened into one.
 
-    Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
+    Entry order is row-major: earlier axes repeat the whole axis, later axes repeat each entry.
     """
     owners = [place for place, (_, axis) in enumerate(block) if axis and op.neurons.resolve(axis)]
     if len(owners) != 1:
@@ -244,7 +248,7 @@ def _flattened(op: Operation, block: list[tuple[int, Axis | None]]) -> Axis:
 
 
 def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
-    """Split an axis into parts of these lengths: which of them keeps the neurons, and how they lie along it."""
+    """Split an axis into parts of these lengths; return the part that keeps the neurons, and its axis."""
     if len(lengths) == 1:
         return 0, flat
     exact = next((place for place in range(len(lengths)) if _fits(op, flat, lengths, place)), None)
@@ -252,17 +256,21 @@ def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
         kind = tuple(lengths)
         op.state.splits[kind] = len(lengths)
         exact = op.state.choices.setdefault(kind, len(lengths) - 2)
-    before, behind = math.prod(lengths[:exact]), math.prod(lengths[exact + 1 :])
+    before = math.prod(lengths[:exact])
+    behind = math.prod(lengths[exact + 1 :])
     return exact, _folded(op, flat, before, lengths[exact] * behind, behind)
 
 
 def _fits(op: Operation, flat: Axis, lengths: list[int], place: int) -> bool:
-    """Return whether the neurons lie along this part as they are."""
-    behind, size = math.prod(lengths[place + 1 :]), math.prod(lengths[place:])
+    """Return whether the neurons lie exactly along this part."""
+    behind = math.prod(lengths[place + 1 :])
+    size = math.prod(lengths[place:])
     if any(run.repeat % behind for run in flat):
         return False
-    count, times = 0, 0
-    for run in flat:  # the runs of the first copy, of which there must be whole ones
+    count = 0
+    times = 0
+    # The first copy must consist of whole runs.
+    for run in flat:
         if count == size:
             break
         count += op.neurons.length((run,))
@@ -271,7 +279,7 @@ def _fits(op: Operation, flat: Axis, lengths: list[int], place: int) -> bool:
 
 
 def _folded(op: Operation, flat: Axis, copies: int, size: int, behind: int) -> Axis:
-    """Return the neurons of an axis of ``copies`` times ``size`` entries, alike in each copy, ``behind`` as one."""
+    """Return the neurons of ``copies`` equal parts of ``size`` entries, with every ``behind`` entries merged."""
     mine, rest = op.neurons.cut(flat, size) if copies > 1 else (flat, ())
     for _ in range(copies - 1):
         if not rest:
@@ -282,19 +290,45 @@ def _folded(op: Operation, flat: Axis, copies: int, size: int, behind: int) -> A
 
 
 _SAME = (
-    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout", "contiguous", "clone"),
-    *("detach", "alias", "to", "_to_copy", "lift_fresh_copy", "type_as", "softmax", "_softmax", "log_softmax"),
-    *("_log_softmax", "view_as", "lift_fresh", "tril", "triu"),
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "native_dropout",
+    "contiguous",
+    "clone",
+    "detach",
+    "alias",
+    "to",
+    "_to_copy",
+    "lift_fresh_copy",
+    "type_as",
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "view_as",
+    "lift_fresh",
+    "tril",
+    "triu",
 )
 _ELEMENTWISE = ("hardswish", "log_sigmoid", "rsub", "copy", "special_expit", "masked_fill", "where")
-"""Operators of every entry by itself that torch does not mark so."""
-_REDUCED = (*("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "norm", "linalg_vector_norm", "any"),)
+"""Elementwise operators that torch does not tag as such."""
+_REDUCED = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "norm", "linalg_vector_norm", "any")
 _SHAPED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "ravel")
 POOLS = (
-    *("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "lp_pool"),
-    *("upsample_nearest", "upsample_bilinear", "upsample_linear", "upsample_bicubic", "upsample_trilinear"),
+    "max_pool",
+    "avg_pool",
+    "adaptive_max_pool",
+    "adaptive_avg_pool",
+    "lp_pool",
+    "upsample_nearest",
+    "upsample_bilinear",
+    "upsample_linear",
+    "upsample_bicubic",
+    "upsample_trilinear",
 )
-"""How the names of operators begin that mix the last axes."""
+"""Prefixes of operators that mix the last axes."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_SAME, lambda op: op.values[0].axes),
@@ -318,4 +352,4 @@ RULES: dict[str, Rule] = {
     "glu": _gate,
     "index": _index,
 }
-"""Operator -> how to find where neurons lie in its result."""
+"""Operator -> rule."""

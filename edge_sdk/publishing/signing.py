@@ -1,6 +1,6 @@
-"""The key with which the author of a model signs publications (``sparrow.protocol.publication``).
+"""The author's key, which signs publications (``sparrow.protocol.publication``).
 
-It is made once and kept in ``~/.config/sparrow/publisher.key``, readable by its owner only; SPARROW_PUBLISHER_KEY names
+It is created once in ``~/.config/sparrow/publisher.key``, readable only by its owner; SPARROW_PUBLISHER_KEY names
 another file.
 """
 
@@ -30,7 +30,7 @@ VARIABLE = "SPARROW_PUBLISHER_KEY"
 
 @dataclass(frozen=True)
 class Publisher:
-    """The author of models. key: the private Ed25519 key, 32 bytes."""
+    """An author of models. key: private Ed25519 key, 32 bytes."""
 
     key: bytes
 
@@ -39,12 +39,12 @@ class Publisher:
 
     @classmethod
     def new(cls) -> Publisher:
-        """Return one with a new key that is kept nowhere. Raises MissingPart."""
+        """Create a publisher with a new key, without saving it. Raises MissingPart."""
         return cls(_private_key_type().generate().private_bytes_raw())
 
     @classmethod
     def load(cls, path: Path | None = None) -> Publisher:
-        """Return the one whose key a file holds; the first time the key is made. Raises BadArgument, MissingPart."""
+        """Return the publisher of a key file; create the file if missing. Raises BadArgument, MissingPart."""
         path = path or default_path()
         try:
             text = path.read_text(encoding="ascii").strip()
@@ -57,7 +57,7 @@ class Publisher:
         except ValueError:
             key = b""
         if len(key) != KEY_BYTES:
-            raise BadArgument(f"{path} is no publisher's key (64 hexadecimal digits); restore it, or {_REMEDY}")
+            raise BadArgument(f"{path} is not a publisher's key (64 hexadecimal digits); restore it, or {_REMEDY}")
         _private_key_type()
         return cls(key)
 
@@ -66,7 +66,7 @@ class Publisher:
         made = cls.new()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # A name of its own, so that two commands that start together keep one whole key.
+            # A file name per process: two commands that start together must agree on one complete key.
             partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -80,7 +80,7 @@ class Publisher:
             finally:
                 partial.unlink()
         except OSError as error:
-            raise BadArgument(f"the publisher's key cannot be kept at {path} ({error}); {_REMEDY}") from None
+            raise BadArgument(f"the publisher's key cannot be written to {path} ({error}); {_REMEDY}") from None
         return made
 
     @property
@@ -94,7 +94,7 @@ class Publisher:
         return fingerprint(self.public)
 
     def sign(self, terms: Terms) -> Publication:
-        """Return the signed terms. Raises ProtocolError for a statement that is too long."""
+        """Return the signed terms. Raises ProtocolError if they are too long."""
         statement = terms.model_dump_json(exclude_none=True)
         if len(statement) > MAX_STATEMENT:
             raise ProtocolError(f"the publication has {len(statement):,} bytes, at most {MAX_STATEMENT:,} are accepted")
@@ -107,14 +107,14 @@ _REMEDY = f"set {VARIABLE} to a file that can"
 
 
 def default_path() -> Path:
-    """Return where the key is kept."""
+    """Return the path of the key file."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     root = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     try:
         return Path(root).expanduser() / "sparrow" / "publisher.key"
     except RuntimeError:
-        raise BadArgument(f"there is no home folder for the publisher's key; {_REMEDY}") from None
+        raise BadArgument(f"no home folder found for the publisher's key; {_REMEDY}") from None
 
 
 def terms_of(
@@ -127,14 +127,14 @@ def terms_of(
     ranges: Mapping[str, Range],
     edition: int = 1,
 ) -> Terms:
-    """Return the terms of a model: by default its settings as they are, or more private.
+    """Return the terms of a model: by default its settings, or more private ones.
 
-    manifest: the published one. graphs: SHA-256 of those that devices get. ranges: the author's, which take the place
-    of the default ones. Raises ProtocolError for settings outside of them.
+    graphs: SHA-256 of the graphs for devices. ranges: replace the default ones. Raises ProtocolError for settings
+    outside the ranges.
     """
     wrong = faults(ranges, settings)
     if wrong:
-        raise ProtocolError(f"the settings lie outside of the ranges to be signed: {'; '.join(wrong)}")
+        raise ProtocolError(f"settings outside the ranges to be signed: {'; '.join(wrong)}")
     return Terms(
         federation=federation,
         edition=edition,
@@ -147,7 +147,6 @@ def terms_of(
 
 
 def _private_key_type() -> type[Ed25519PrivateKey]:
-    """Return the library's type of private keys. Raises MissingPart."""
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError:

@@ -1,8 +1,7 @@
-"""A model's forward pass as an ONNX graph without weights, made once by torch's exporter when a task is published.
+"""A model's forward pass as an ONNX graph without weights, exported by torch when a task is published.
 
-Export is unoptimised: no weight is folded, transposed or merged into another, so every tensor of the manifest stays an
-initialiser under its state-dict name. Its data is taken out; ``sparrow.graphs.skeleton.fill`` puts a personal
-model's in, without torch. What the exporter adds for debugging, such as names of source files, is taken out as well.
+The export is not optimised, so every tensor of the manifest stays an initialiser under its state-dict name. The data of
+the initialisers is removed; ``sparrow.graphs.skeleton.fill`` inserts values without torch.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     import onnx
 
 OPSET = 21
-"""The newest that ONNX Runtime 1.19, the oldest we accept, runs, and the first that has group norm as one operator (a
-third of the nodes). Later ones bring our layers nothing."""
+"""The newest that ONNX Runtime 1.19, the oldest supported version, runs, and the first with group norm as one operator
+(a third of the nodes). Later ones have no advantage for our layers."""
 
 IR_VERSION = 10
 
@@ -39,17 +38,17 @@ _REMARKS: tuple[tuple[str, type[Warning]], ...] = (
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     (r".*_check_is_size will be removed", FutureWarning),
     (r"TF32 acceleration", UserWarning),
-    (r".*were assigned during export", UserWarning),  # of recurrent layers, in the copy that is exported
+    # Recurrent layers, in the copy that is exported.
+    (r".*were assigned during export", UserWarning),
 )
 
 
 def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
-    """Return the forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output
-    ``output``.
+    """Return ``model``'s forward pass in evaluation mode as serialised ONNX, from ``input`` to ``output``.
 
-    example: [N, ...], N >= 1; the batch axis of the skeleton is free. The same model gives the same bytes, and is left
-    as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
-    tensor of the manifest does not survive as an initialiser. Needs onnx and onnxscript.
+    example: [N, ...], N >= 1; the batch axis of the skeleton is free. The export is deterministic. Raises
+    UnsupportedLayer if torch cannot export the model, and ManifestError, naming the tensor, if a tensor of the manifest
+    is not an initialiser of the graph. Needs onnx and onnxscript.
     """
     proto = export_forward(model, example)
     for alias, name in manifest.aliases.items():
@@ -64,7 +63,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
             )
         if tuple(tensor.dims) != spec.shape:
             raise ManifestError(
-                f"{spec.name}: exported with shape {tuple(tensor.dims)}, the manifest says {spec.shape}; "
+                f"{spec.name}: exported with shape {tuple(tensor.dims)}, but described with {spec.shape}; "
                 "describe and export the same model"
             )
         _remove_data(tensor)
@@ -73,9 +72,9 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
 
 
 def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
-    """Return the forward pass of a model in evaluation mode, with its weights and the exporter's notes.
+    """Return the forward pass of a model in evaluation mode, with weights and the exporter's metadata.
 
-    Input, output and errors are those of ``make_skeleton``.
+    Arguments and errors are those of ``make_skeleton``.
     """
     transforms = Fourier()
     try:
@@ -83,15 +82,16 @@ def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     except UnsupportedLayer:
         if not transforms.used:
             raise
-    # A transform that has no product may have an operator of ONNX.
+    # ONNX may have an operator for a transform that cannot be written as products.
     return _exported(model, example, contextlib.nullcontext())
 
 
 def _exported(
     model: nn.Module, example: torch.Tensor, within: contextlib.AbstractContextManager[Any]
 ) -> onnx.ModelProto:
-    model = copy.deepcopy(model)  # exporting leaves stand-ins in recurrent layers
-    # A batch axis of 1 would be taken for a constant.
+    # Export leaves stand-ins in recurrent layers.
+    model = copy.deepcopy(model)
+    # The exporter would take a batch axis of 1 for a constant.
     batch = torch.cat([example[:1], example[:1]])
     try:
         with evaluating(model), exporting(), torch.no_grad(), within:
@@ -111,15 +111,15 @@ def _exported(
     except torch.onnx.OnnxExporterError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), "")
         raise UnsupportedLayer(
-            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not values, "
-            f"and use operations that torch.onnx.export knows"
+            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Make forward decide by shapes, not values, "
+            f"and use operations that torch.onnx.export supports"
         ) from error
-    assert program is not None, "the exporter answers with a program whenever dynamo is True"
+    assert program is not None, "the exporter returns a program if dynamo is True"
     return program.model_proto
 
 
 def _free_batch(model: nn.Module) -> tuple[Any, ...]:
-    """Return what leaves the batch axis free, of a forward that takes x, or *args, as wrappers such as peft's do."""
+    """Return the dynamic shapes of a free batch axis for forward(x), or forward(*args) as in peft's wrappers."""
     free = {0: torch.export.Dim("batch", min=1)}
     first = next(iter(inspect.signature(model.forward).parameters.values()), None)
     return ((free,),) if first is not None and first.kind is first.VAR_POSITIONAL else (free,)
@@ -127,15 +127,14 @@ def _free_batch(model: nn.Module) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user; let its time
-    grow with the graph, not with its square."""
+    """Context manager: hide the exporter's own warnings (torchvision missing, deprecations), and speed it up."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        # What fails raises, too.
+        # A failure raises an exception as well.
         logger.setLevel(logging.CRITICAL)
     try:
-        # Where it fails it writes out graphs, past every logger.
+        # A failing exporter prints graphs to stderr, without a logger.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             for message, category in _REMARKS:
                 warnings.filterwarnings("ignore", message, category)
@@ -148,14 +147,14 @@ def exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rules_of_one_node() -> Iterator[None]:
-    """Context manager: leave out the optimiser's rule that begins at two nodes, two slices that could be a split.
+    """Context manager: remove the optimiser's rule that starts from two nodes, a pair of slices that could be a split.
 
-    For every node it lists all nodes, which is most of the time that a large step takes to export.
+    It lists all nodes for every node, which takes most of the export time of a large step.
     """
     try:
         from onnxscript import rewriter
     except ImportError:
-        # The exporter says that it is missing.
+        # The exporter reports that it is missing.
         yield
         return
     usual = rewriter._DEFAULT_REWRITE_RULES
@@ -167,7 +166,7 @@ def _rules_of_one_node() -> Iterator[None]:
 
 
 def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:
-    """Read ``name`` wherever ``alias`` is read: a tied tensor, which the exporter may call by any of its names."""
+    """Replace ``alias`` by ``name``: the exporter may call a tied tensor by any of its names."""
     names = {tensor.name for tensor in graph.initializer}
     for tensor in [tensor for tensor in graph.initializer if tensor.name == alias]:
         if name in names:
@@ -184,8 +183,10 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
 
 
 def remove_notes(proto: onnx.ModelProto, *, shapes: bool = False) -> None:
-    """Leave nothing of the exporter but the graph and, if asked for, the ``shapes`` of its values: doc strings and
-    metadata hold stack traces and paths."""
+    """Remove the exporter's doc strings and metadata, which hold stack traces and paths.
+
+    shapes: keep the shapes of intermediate values.
+    """
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         proto.ClearField(field)

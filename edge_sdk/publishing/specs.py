@@ -1,4 +1,4 @@
-"""The manifest's description of a model's tensors."""
+"""Specifications of a model's tensors for its manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def refuse_types(model: nn.Module) -> None:
-    """Raise UnsupportedLayer, naming the tensor, for one that cannot cross the wire or be kept."""
+    """Raise UnsupportedLayer, naming the tensor, for a type that cannot be sent or stored."""
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UnsupportedLayer(
@@ -31,7 +31,7 @@ def refuse_types(model: nn.Module) -> None:
 
 
 def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """Return the first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
+    """Return the first name of each state-dict tensor by identity, and aliases: other name -> first name."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -51,11 +51,11 @@ def specs_of(
     read: Collection[str],
     found: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[TensorSpec]:
-    """Yield the specs of a model's tensors in state-dict order, a tied one under its first name only.
+    """Yield the specifications in state-dict order, tied tensors under their first name.
 
-    statistics: buffers whose policy is ``running_statistics``; the others stay personal, since integers and counters
-    cannot be averaged. frozen: tensors that training does not change; read: parameters that the model reads. found:
-    tensor -> further fields of its spec; nothing of a frozen tensor belongs to neurons.
+    statistics: buffers with the policy ``running_statistics``; other buffers stay personal, because integers and
+    counters cannot be averaged. frozen: tensors that training does not change; they have no neurons. read: parameters
+    that the model reads. found: tensor -> further fields of its specification.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():

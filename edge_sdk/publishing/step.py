@@ -1,17 +1,17 @@
-"""A task's training step and evaluation as ONNX graphs: parameters and a batch in, loss and gradients out.
+"""A task's training step and evaluation as ONNX graphs.
 
-PyTorch's own autograd writes the step down once, when a task is published; the inference runtime then trains with it
-(``edge_sdk.engines.onnx``), on devices that have neither PyTorch nor the model's code.
+PyTorch's autograd records the step once, when a task is published. The inference runtime then trains with it
+(``edge_sdk.engines.onnx``) on devices that have neither PyTorch nor the model's code.
 
-    step        parameters, buffers, input, target, what is drawn -> loss, output, error, gradients, buffers
-    evaluation  parameters, buffers, input, target                -> loss, output
+    step        parameters, buffers, input, target, random numbers -> loss, output, error, gradients, buffers
+    evaluation  parameters, buffers, input, target                 -> loss, output
 
-Parameters and buffers have their state-dict names; a gradient is called ``grad:NAME``, a buffer that the forward pass
-moves ``new:NAME``; ``error`` is the gradient of the loss by the output. The batch axis is free, every other one fixed.
-Neither graph holds weights or data. Both are compared with PyTorch at two batch sizes before they are published.
+Parameters and buffers have their state-dict names; gradients are named ``grad:NAME``, and buffers that the forward pass
+moves ``new:NAME``; ``error`` is the gradient of the loss by the output. Only the batch axis is free. The graphs hold
+neither weights nor data. Both are compared with PyTorch at two batch sizes before publication.
 
-What follows is the whole of this package's use of PyTorch's private parts: fake tensors of a free batch, functional
-ones, and the table of decompositions.
+This module holds the package's only uses of PyTorch's private API: fake tensors with a free batch, functional tensors,
+and the table of decompositions.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     import onnx
 
 BATCHES = (5, 3)
-"""Samples that a step is traced with and recorded at, and compared at, too."""
+"""Batch sizes for tracing, recording and comparison."""
 
 CLOSE = 1e-4
-"""Relative L2 distance that rounding may make between a graph and PyTorch, for each gradient."""
+"""Relative L2 distance between a graph and PyTorch that rounding may cause, per gradient."""
 
 ROUNDING = 1e-2
-"""What comes out below this share of the largest is compared with that: gradients of biases that a batch norm cancels
-are rounding alone."""
+"""Outputs smaller than this share of the largest are compared relative to that: gradients of biases that a batch norm
+cancels consist of rounding errors."""
 
 OWN_ROUNDING = 16
-"""So many times PyTorch's own distance from double precision is rounding, too: batch norm over a few samples of maps of
-one value leaves gradients that nearly cancel."""
+"""A graph may differ by this many times PyTorch's own distance from double precision: batch norm over a few samples of
+maps with one value leaves gradients that nearly cancel."""
 
 NEEDED = "publishing needs onnx, onnxscript and onnxruntime: pip install 'sparrow-fl[publish]'"
 
@@ -70,12 +70,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Graphs:
     """Return the graphs of a model and its loss.
 
-    inputs [N, ...] and targets [N, ...]: a few samples, N >= 1; the model is left as it was. Raises CannotCompile, and
+    inputs [N, ...] and targets [N, ...]: a few samples, N >= 1. The model does not change. Raises CannotCompile, and
     MissingPart without onnx, onnxscript and onnxruntime.
     """
-    model, batch = _plain(model), Batch(*_counting(inputs, targets, ignored_label(loss)))
-    training, evaluation = _Half(model, loss, batch, trains=True), _Half(model, loss, batch, trains=False)
-    both = _export([training, evaluation], batch)  # at once: the exporter takes a second whatever it exports
+    model = _plain(model)
+    batch = Batch(*_counting(inputs, targets, ignored_label(loss)))
+    training = _Half(model, loss, batch, trains=True)
+    evaluation = _Half(model, loss, batch, trains=False)
+    # Exported at once, because the exporter takes a second for any graph.
+    both = _export([training, evaluation], batch)
     graphs = Graphs(_cut_out(both, training), _cut_out(both, evaluation))
     for half, graph in ((training, graphs.step), (evaluation, graphs.evaluation)):
         for count in BATCHES:
@@ -84,7 +87,7 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
 
 
 def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Return the samples with a target that the loss does not leave out; without any, its mean is 0 / 0."""
+    """Return the samples with a target that the loss counts; without one, the mean loss would be 0 / 0."""
     if ignored is None:
         return inputs, targets
     known = targets.reshape(len(targets), -1).ne(ignored).any(dim=1)
@@ -93,7 +96,7 @@ def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples to trace with, repeated to any number."""
+    """Samples to trace with, repeated to any batch size."""
 
     inputs: Tensor
     targets: Tensor
@@ -105,16 +108,20 @@ class Batch:
 
 
 class _Half:
-    """The step, or the evaluation, as a function of tensors, and the names of what goes in and comes out."""
+    """The training step or the evaluation as a function of tensors, with the names of inputs and outputs."""
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Batch, *, trains: bool) -> None:
-        self._model, self._loss, self._batch, self._trains = model, loss, batch, trains
+        self._model = model
+        self._loss = loss
+        self._batch = batch
+        self._trains = trains
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
-        kept = model.state_dict(keep_vars=True)  # others are constants, such as a table of positions
+        # Other buffers are constants, such as a table of positions.
+        kept = model.state_dict(keep_vars=True)
         self.buffers = {name: value.detach() for name, value in model.named_buffers() if name in kept}
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad and trains]
         self._draws: list[chance.Draw] = []
-        state = self.parameters, self.buffers
+        state = (self.parameters, self.buffers)
         self._draws = chance.record(lambda count: self._run(*state, *batch.of(count), {}), BATCHES)
         _, _, _, gradients, after = self._run(*state, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
         self._trained = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
@@ -122,18 +129,18 @@ class _Half:
 
     @property
     def outputs(self) -> list[str]:
-        """The names of what comes out."""
+        """The names of the outputs."""
         moved = [f"new:{name}" for name in self._moved]
         error = ["error"] if self._trains else []
         return ["loss", "output", *error, *(f"grad:{name}" for name in self._trained), *moved]
 
     @property
     def prefix(self) -> str:
-        """A prefix of names while both halves are one graph."""
+        """A prefix of names that are specific to this half of the joint graph."""
         return "" if self._trains else "evaluation:"
 
     def drawn(self, count: int) -> dict[str, Tensor]:
-        """Return numbers as the model draws them for ``count`` samples, by the names of their inputs."""
+        """Return random numbers for ``count`` samples, by input name."""
         generator = torch.Generator().manual_seed(count)
         return {
             name: (torch.rand if name.startswith("uniform") else torch.randn)(shape, generator=generator)
@@ -154,7 +161,7 @@ class _Half:
         targets: Tensor,
         drawn: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None], dict[str, Tensor]]:
-        """Return loss, output, in training its error, the gradients of what is trained, and the buffers afterwards."""
+        """Return loss, output, its error and the gradients if training, and the moved buffers."""
         leaves = {name: value.detach() for name, value in parameters.items()}
         for name in self._trained:
             leaves[name].requires_grad_()
@@ -164,7 +171,7 @@ class _Half:
         else:
             self._model.eval()
         given = chance.Chance(chance.Given(self._draws, drawn)) if self._draws else nullcontext()
-        # Attention by matrix products: its faster kernels are operators that ONNX does not have.
+        # ONNX has no operators for the faster kernels of attention.
         with sdpa_kernel(SDPBackend.MATH), given, torch.set_grad_enabled(self._trains):
             output = functional_call(self._model, ({**leaves, **after}), (inputs,))
             loss = self._loss(output, targets)
@@ -175,18 +182,21 @@ class _Half:
         return loss, output, [torch.zeros_like(output) if error is None else error], gradients, after
 
     def _exact(self, inputs: Tensor, targets: Tensor, drawn: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the values of ``outputs`` in double precision; nothing where the model does not compute in it."""
+        """Return the values of ``outputs`` in double precision, or an empty list if the model does not support it."""
         given = _double({"inputs": inputs, "targets": targets, **drawn})
-        inputs, targets = given.pop("inputs"), given.pop("targets")
+        inputs = given.pop("inputs")
+        targets = given.pop("targets")
         try:
             return self(_double(self.parameters), _double(self.buffers), inputs, targets, given)
-        except Exception:  # the model's own code may ask for single precision
+        # The model's own code may require single precision.
+        except Exception:
             return []
 
     def compare(self, graph: bytes, count: int) -> None:
-        """Raise CannotCompile unless the graph answers what PyTorch does, on ``count`` samples."""
+        """Raise CannotCompile if the graph and PyTorch differ on ``count`` samples."""
         try:
-            import onnxruntime  # here, because it is needed to publish alone
+            # Imported late, because only publishing needs it.
+            import onnxruntime
         except ImportError as error:
             raise MissingPart(NEEDED) from error
         inputs, targets = self._batch.of(count)
@@ -200,22 +210,21 @@ class _Half:
             session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
             feeds = {each.name: np.ascontiguousarray(given[each.name].numpy()) for each in session.get_inputs()}
             found = session.run(self.outputs, feeds)
-        except Exception as error:  # ONNX Runtime's have no common type
+        # ONNX Runtime's exceptions have no common base class.
+        except Exception as error:
             raise CannotCompile(f"ONNX Runtime cannot run the graph: {_first_line(error)}") from error
         exact: list[Tensor] | None = None
         for place, (name, value, right) in enumerate(zip(self.outputs, found, wanted, strict=True)):
             right_array = right.detach().numpy()
             distance = float(np.linalg.norm(np.asarray(value, np.float64) - right_array))
             size = float(np.linalg.norm(right_array.astype(np.float64)))
-            # Where the truth is zero, such as for a bias before batch norm, all is rounding.
+            # If the exact value is zero, such as for a bias before batch norm, both values are rounding errors.
             if not distance <= CLOSE * max(size, ROUNDING * largest):
                 exact = self._exact(inputs, targets, drawn) if exact is None else exact
                 own = float(np.linalg.norm(exact[place].detach().numpy() - right_array)) if exact else 0.0
                 if distance <= OWN_ROUNDING * own:
                     continue
-                raise CannotCompile(
-                    f"{name}: the graph answers another value than PyTorch, {distance:.1e} from one of norm {size:.1e}"
-                )
+                raise CannotCompile(f"{name}: the graph and PyTorch differ by {distance:.1e}, for a norm of {size:.1e}")
 
 
 def _double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -223,7 +232,6 @@ def _double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
-    """Return one graph of all halves, whose names have their prefixes."""
     inputs, targets = batch.of(BATCHES[0])
     first = halves[0]
     drawn = [half.drawn(BATCHES[0]) for half in halves]
@@ -251,22 +259,24 @@ def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
             program = torch.export.export(traced, given, dynamic_shapes=(*dynamic, *sizes), strict=False)
         except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
             raise CannotCompile(
-                f"the batch size cannot be left free ({_first_line(error)}): write x.shape[0] where forward has len(x) "
-                "or a number"
+                f"the batch size cannot be left free ({_first_line(error)}): in forward, write x.shape[0] "
+                "instead of len(x) or a number"
             ) from error
-        if functional:  # the exporter need not trace it once more to take it apart, which takes as long as all else
+        # The program is decomposed already; tracing it once more would double the time.
+        if functional:
             program.run_decompositions = lambda table=None: program
         return _to_onnx(program, read, names)
 
     with exporting(), torch.backends.mkldnn.flags(enabled=False):
         try:
             return written(functional=True)
-        except CannotCompile:  # what indexes by values, as GPT-2 does, or is in the exporter's own table alone
+        # Indexing by values, as in GPT-2, and operators that only the exporter decomposes fail as functional ones.
+        except CannotCompile:
             return written(functional=False)
 
 
 def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...], *, functional: bool) -> GraphModule:
-    """Write down every operator that runs, taken apart as far as ``_table`` says. functional: none of them in place."""
+    """Record every operator that runs, decomposed by ``_table``. functional: replace in-place operators."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def still(tensor: Tensor) -> Tensor:
@@ -294,22 +304,24 @@ def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...], *, functio
         with mode, enable_python_dispatcher(), translations.Fourier():
             if not functional:
                 return make_fx(flat, decomposition_table=_table())(*fakes)
-            table = {**_table(), **get_decompositions([torch.ops.aten.squeeze.dims])}  # which the exporter has not
+            # The exporter lacks this decomposition.
+            table = {**_table(), **get_decompositions([torch.ops.aten.squeeze.dims])}
             return make_fx(dispatch_functionalize(flat, FunctionalTensorMode()), decomposition_table=table)(*fakes)
     except CannotCompile:
         raise
-    except Exception as error:  # the user's code, or what torch cannot run without values
+    # The user's code may raise anything, and torch if an operator needs values.
+    except Exception as error:
         raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
 
 
 def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
-    """Return the graph of one half."""
     proto = both.__class__.FromString(both.SerializeToString())
-    graph, wanted = proto.graph, {f"{half.prefix}{name}": name for name in half.outputs}
+    graph = proto.graph
+    wanted = {f"{half.prefix}{name}": name for name in half.outputs}
     kept = [output for output in graph.output if output.name in wanted]
     del graph.output[:]
     graph.output.extend(kept)
-    # How many samples there are may be read off what the other half draws.
+    # The exporter may read the batch size from the other half's random numbers.
     drawn = {*chance.KINDS, *(f"evaluation:{kind}" for kind in chance.KINDS)}
     mine = {f"{half.prefix}{kind}" for kind in chance.KINDS}
     for node in graph.node:
@@ -320,7 +332,8 @@ def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
     for read in graph.input:
         editor.rename(read.name, read.name.removeprefix(half.prefix))
     for output in kept:
-        if half.prefix:  # a value that both halves compute has the other's name
+        # A value that both halves compute has the other half's name.
+        if half.prefix:
             editor.rename(wanted[output.name], editor.fresh())
         editor.rename(output.name, wanted[output.name])
     proto.graph.name = "step" if not half.prefix else "evaluation"
@@ -328,24 +341,24 @@ def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return a copy in which nothing counts batches or is computed in a form that fixes their size."""
+    """Return a copy on the CPU that does not count batches."""
     model = copy.deepcopy(model).cpu()
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.num_batches_tracked is not None:
             if module.momentum is None:
-                raise CannotCompile(f"{path}: running statistics without a momentum go by a count of batches; give one")
+                raise CannotCompile(f"{path}: running statistics need a momentum for training; set it to a number")
             module.num_batches_tracked = None
     return model
 
 
 def _table() -> dict[Any, Any]:
-    """Return the decompositions of what has no translation here."""
+    """Return the decompositions of operators without a translation here."""
     made = {**core_aten_decompositions(), **translations.DECOMPOSITIONS, torch.ops.aten.empty_permuted.default: _zeros}
     return {op: how for op, how in made.items() if op not in translations.TABLE}
 
 
 def _zeros(size: Sequence[int], order: Sequence[int], **kind: Any) -> Tensor:
-    """Stand for memory that is about to be written."""
+    """Return zeros for memory that will be overwritten."""
     return torch.zeros(size, dtype=kind.get("dtype"))
 
 
@@ -373,7 +386,7 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.Mo
 
 
 def _operator(error: BaseException) -> str:
-    """Return what the error at the bottom says, which names the operator."""
+    """Return the message of the root cause, which names the operator."""
     while error.__cause__ is not None:
         if isinstance(error.__cause__, CannotCompile):
             return str(error.__cause__)

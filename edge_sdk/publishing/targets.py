@@ -1,4 +1,4 @@
-"""Labels that a loss leaves out."""
+"""Labels that a loss ignores."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def ignored_label(loss: object) -> int | None:
-    """Return the label that a loss leaves out, None if it takes all.
+    """Return the label that a loss ignores, or None.
 
-    It is the attribute ``ignore_index`` of CrossEntropyLoss, NLLLoss or an object or function of the user's; for
-    PyTorch's own functions cross_entropy and nll_loss, their default.
+    This is the attribute ``ignore_index`` of the loss; for PyTorch's functions cross_entropy and nll_loss, their
+    default.
     """
     found = getattr(loss, "ignore_index", None)
     if isinstance(found, int) and not isinstance(found, bool):

@@ -1,9 +1,9 @@
-"""ONNX for the operators of a backward pass that torch's exporter has none for, or a slow one.
+"""ONNX translations of backward operators that torch's exporter lacks or translates inefficiently.
 
-``TABLE``: each function gets what the operator gets, values of the graph being built in place of tensors, and returns
-such values. Spatial sizes are fixed, the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes,
-taken apart before the export into half as many operators as torch's own are of; the exporter's translation of batch
-norm while it trains is wrong. ``Fourier``: transforms of signals as products of real matrices.
+``TABLE``: functions with the operator's arguments, values of the ONNX graph in place of tensors, that return such
+values. Spatial sizes are fixed; the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes, in
+half as many operators as torch's own decompositions; the exporter's batch norm in training mode is wrong. ``Fourier``:
+transforms of signals as products of real matrices.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Matrix = NDArray[np.float64]
 
 
 class CannotCompile(ManifestError):
-    """The training step cannot be written as a graph; the text names the operator. PyTorch trains it all the same."""
+    """The training step cannot be written as a graph; the message names the operator. PyTorch can still train it."""
 
 
 def _op() -> Any:
-    from onnxscript import opset21  # onnxscript is needed to publish alone, and takes a second to import
+    # Imported late: only publishing needs onnxscript, and the import takes a second.
+    from onnxscript import opset21
 
     return opset21
 
@@ -57,11 +58,13 @@ def convolution_backward(
 ) -> Any:
     """Return the errors of input, weight and bias.
 
-    Of the input: a transposed convolution, or of a transposed one a convolution. Of the weight: a convolution of the
-    input, batch and channels exchanged, with the error as its kernel, strides and dilations exchanged; of a transposed
-    one of the error with the input. Of the bias: a sum.
+    Input: a transposed convolution (for a transposed one, a convolution). Weight: a convolution of the input, batch and
+    channels exchanged, with the error as kernel, strides and dilations exchanged (for a transposed one, of the error
+    with the input). Bias: a sum.
     """
-    op, spatial, pads = _op(), [*range(2, 2 + len(stride))], [*padding, *padding]
+    op = _op()
+    spatial = [*range(2, 2 + len(stride))]
+    pads = [*padding, *padding]
     kernel, size, out = ([int(each.shape[axis]) for axis in spatial] for each in (weight, x, error))
     how = {"strides": list(stride), "pads": pads, "dilations": list(dilation), "group": groups}
     found: list[Any] = [None, None, None]
@@ -70,14 +73,15 @@ def convolution_backward(
     elif output_mask[0]:
         reach = zip(size, out, kernel, stride, padding, dilation, strict=True)
         rest = [size - ((out - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, out, k, step, pad, apart in reach]
-        # What lies beyond the last window has no error; more of it than a stride is padded on afterwards.
+        # Entries beyond the last window have no error; if there are more of them than a stride, they are padded.
         inside = [min(left, step - 1) for left, step in zip(rest, stride, strict=True)]
         found[0] = op.ConvTranspose(error, weight, output_padding=inside, **how)
         if rest != inside:
             more = [left - done for left, done in zip(rest, inside, strict=True)]
             found[0] = op.Pad(found[0], _ints([0] * (4 + len(stride)) + more))
     if output_mask[1]:
-        pair, sizes = ((x, error), (out, size)) if transposed else ((error, x), (size, out))
+        pair = (x, error) if transposed else (error, x)
+        sizes = (out, size) if transposed else (size, out)
         found[1] = _weight_error(op, *pair, kernel, *sizes, stride, pads, dilation, groups)
     if output_mask[2]:
         found[2] = op.ReduceSum(error, _ints([0, *spatial]), keepdims=0)
@@ -101,18 +105,19 @@ def _weight_error(
     spatial = [*range(2, 2 + axes)]
     turned = [1, 0, *spatial]
     full = [(size[i] + 2 * pads[i] - stride[i] * (out[i] - 1) - 1) // dilation[i] + 1 for i in range(axes)]
-    kernels = op.Transpose(error, perm=turned)  # [Co, N, out]
+    # [Co, N, out]
+    kernels = op.Transpose(error, perm=turned)
     if groups == 1:
-        images = op.Transpose(x, perm=turned)  # [Ci, N, size]: channels are samples, samples channels
+        # [Ci, N, size]: channels are samples, samples channels.
+        images = op.Transpose(x, perm=turned)
     else:
-        # Group g's channels meet group g's errors alone: [Ci/G, G N, size], in G groups of N channels.
+        # [Ci/G, G N, size], in G groups of N channels: the channels of a group meet only the errors of that group.
         share = int(x.shape[1]) // groups
         images = op.Reshape(x, _ints([0, groups, share, *size]))
         images = op.Transpose(images, perm=[2, 1, 0, *[axis + 1 for axis in spatial]])
         images = op.Reshape(images, _ints([share, -1, *size]))
-    answer = op.Conv(
-        images, kernels, strides=list(dilation), dilations=list(stride), pads=list(pads), group=groups
-    )  # [Ci/G, Co, full]
+    # [Ci/G, Co, full]
+    answer = op.Conv(images, kernels, strides=list(dilation), dilations=list(stride), pads=list(pads), group=groups)
     if full != list(kernel):
         answer = op.Slice(answer, _ints([0] * axes), _ints(kernel), _ints(spatial))
     return op.Transpose(answer, perm=turned)
@@ -126,8 +131,10 @@ def max_pool(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
 ) -> Any:
-    """Return maxima, and where they lie in the whole tensor: only the backward pass reads that, here as ONNX has it."""
-    op, padding, dilation = _op(), _pair(padding), _pair(dilation)
+    """Return maxima and their positions in the whole tensor, in ONNX's numbering; only the backward pass reads them."""
+    op = _op()
+    padding = _pair(padding)
+    dilation = _pair(dilation)
     return op.MaxPool(
         x,
         kernel_shape=_pair(kernel_size),
@@ -148,8 +155,9 @@ def max_pool_backward(
     ceil_mode: bool,
     indices: Any,
 ) -> Any:
-    """Return the error where the maxima lay: put there, or added up where windows overlap."""
-    op, kernel = _op(), _pair(kernel_size)
+    """Return the error at the positions of the maxima, summed for overlapping windows."""
+    op = _op()
+    kernel = _pair(kernel_size)
     stride = _pair(stride or kernel_size)
     shape = op.Shape(x)
     if all(step >= width for step, width in zip(stride, kernel, strict=True)) and set(_pair(dilation)) == {1}:
@@ -162,13 +170,13 @@ def max_pool_backward(
 
 
 def relu_backward(error: Any, x: Any, threshold: float) -> Any:
-    """Return the error where x is above the threshold."""
+    """Return the error at entries above the threshold."""
     op = _op()
     return op.Where(op.Greater(x, op.Constant(value_float=float(threshold))), error, op.Constant(value_float=0.0))
 
 
 def adaptive_average_pool(x: Any, output_size: Sequence[int]) -> Any:
-    """Return means over windows whose sizes differ, by a product with a constant matrix for each axis."""
+    """Return means over windows of unequal size, by a product with a constant matrix per axis."""
     matrices = [_windows(int(x.shape[axis]), int(length)) for axis, length in zip((-2, -1), output_size, strict=True)]
     return _averaged(x, *matrices)
 
@@ -179,13 +187,13 @@ def adaptive_average_pool_backward(error: Any, x: Any) -> Any:
 
 
 def _windows(size: int, length: int) -> Matrix:
-    """Return the matrix [length, size] that takes the means of ``length`` windows."""
+    """Return the matrix [length, size] of the means over ``length`` windows."""
     bounds = [(place * size // length, -(-(place + 1) * size // length)) for place in range(length)]
     return _rows(size, [(range(start, stop), 1 / (stop - start)) for start, stop in bounds])
 
 
 def _rows(size: int, windows: Sequence[tuple[range, float]]) -> Matrix:
-    """Return a row of ``size`` for each window: its share at the places that lie in it, and 0 elsewhere."""
+    """Return a matrix with a row of ``size`` per window: its share at each entry inside, otherwise 0."""
     matrix = np.zeros((len(windows), size))
     for row, (inside, share) in zip(matrix, windows, strict=True):
         row[inside.start : inside.stop] = share
@@ -193,7 +201,7 @@ def _rows(size: int, windows: Sequence[tuple[range, float]]) -> Matrix:
 
 
 def _averaged(x: Any, rows: Matrix, columns: Matrix) -> Any:
-    """Return rows · x · columnsᵀ, of the two last axes of x."""
+    """Return rows · x · columnsᵀ over the last two axes of x."""
     op = _op()
     before, after = (
         op.Reshape(op.Constant(value_floats=matrix.ravel().tolist()), _ints(matrix.shape))
@@ -218,13 +226,17 @@ def average_pool_backward(
     divisor_override: int | None,
 ) -> Any:
     """Return the error, spread evenly over each window."""
-    kernel, padding = _pair(kernel_size), _pair(padding)
+    kernel = _pair(kernel_size)
+    padding = _pair(padding)
     stride = _pair(stride or kernel)
     if divisor_override is not None or (ceil_mode and count_include_pad and any(padding)):
-        raise CannotCompile("aten.avg_pool2d_backward with a divisor of its own, or ceil_mode over padding, has none")
+        raise CannotCompile(
+            "aten.avg_pool2d_backward with divisor_override, or with ceil_mode over padding, is not supported"
+        )
     matrices = []
     for place, axis in enumerate((-2, -1)):
-        size, width = int(x.shape[axis]), kernel[place]
+        size = int(x.shape[axis])
+        width = kernel[place]
         starts = [window * stride[place] - padding[place] for window in range(int(error.shape[axis]))]
         inside = [range(max(0, start), min(size, start + width)) for start in starts]
         counts = [width if count_include_pad and not ceil_mode else len(each) for each in inside]
@@ -246,8 +258,9 @@ def softmax_backward(error: Any, output: Any, dim: int, dtype: Any) -> Any:
 
 
 def likelihood(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """Return the negative log likelihood of classes, x [N, C], and the weight of all samples."""
-    op, picked = _op(), _picked(x, target, weight, ignore_index)
+    """Return the negative log likelihood of classes, x [N, C], and the total weight of the samples."""
+    op = _op()
+    picked = _picked(x, target, weight, ignore_index)
     each = op.Neg(op.Mul(picked, x))
     total = op.ReduceSum(picked, keepdims=0)
     if reduction == 0:
@@ -260,15 +273,17 @@ def likelihood_backward(
     error: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total: Any
 ) -> Any:
     """Return the error of x [N, C]."""
-    op, picked = _op(), _picked(x, target, weight, ignore_index)
+    op = _op()
+    picked = _picked(x, target, weight, ignore_index)
     if reduction == 0:
         error = op.Unsqueeze(error, _ints([1]))
     return op.Mul(picked, op.Neg(op.Div(error, total) if reduction == 1 else error))
 
 
 def _picked(x: Any, target: Any, weight: Any, ignore_index: int) -> Any:
-    """Return each sample's weight at its class and 0 elsewhere, [N, C]."""
-    op, classes = _op(), int(x.shape[1])
+    """Return each sample's weight at its class, 0 elsewhere, [N, C]."""
+    op = _op()
+    classes = int(x.shape[1])
     if -classes <= ignore_index < classes:
         ignored = op.Equal(target, op.Constant(value_int=ignore_index))
         target = op.Where(ignored, op.Constant(value_int=classes), target)
@@ -292,7 +307,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
 
 
 def _spread(vector: Tensor, x: Tensor) -> Tensor:
-    """Return a value for each channel, [C] or [N, C], as it meets x [N, C, ...]."""
+    """Return a value per channel, [C] or [N, C], in a shape that broadcasts with x [N, C, ...]."""
     return vector.reshape(*([1] if vector.dim() == 1 else [vector.shape[0]]), -1, *[1] * (x.dim() - 2))
 
 
@@ -330,7 +345,8 @@ def _batch_norm(
     else:
         assert running_mean is not None
         assert running_variance is not None
-        mean, variance = running_mean, running_variance
+        mean = running_mean
+        variance = running_variance
         centred = x - _spread(mean, x)
     inverse = torch.rsqrt(variance + eps)
     output = centred * _spread(inverse if weight is None else inverse * weight, x)
@@ -363,9 +379,11 @@ def _batch_norm_backward(
     if not training:
         assert running_mean is not None
         assert running_variance is not None
-        mean, inverse = running_mean, torch.rsqrt(running_variance + eps)
+        mean = running_mean
+        inverse = torch.rsqrt(running_variance + eps)
     centred = x - _spread(mean, x)
-    bias_error, together = error.sum(axes), (error * centred).sum(axes)
+    bias_error = error.sum(axes)
+    together = (error * centred).sum(axes)
     scale = inverse if weight is None else inverse * weight
     found = error * _spread(scale, x)
     if training:
@@ -394,7 +412,7 @@ def _group_norm(
 
 
 def _of_channels(inverse: Tensor, weight: Tensor | None, channels: Any) -> Tensor:
-    """Return 1 / deviation of each channel's group, times its weight: [N, C]."""
+    """Return 1 / deviation of each channel's group times the channel's weight, [N, C]."""
     samples, groups = inverse.shape
     spread = inverse.unsqueeze(2).expand(samples, groups, channels // groups).reshape(samples, channels)
     return spread if weight is None else spread * weight
@@ -414,11 +432,14 @@ def _group_norm_backward(
 ) -> Any:
     centred = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)).reshape(x.shape)
     places = list(range(2, x.dim()))
-    errors, together = error.sum(places), (error * centred).sum(places)  # [N, C]
+    # [N, C]
+    errors = error.sum(places)
+    together = (error * centred).sum(places)
     spread = _of_channels(inverse, None, channels)
     weighed = [each if weight is None else each * weight for each in (errors, together)]
     count = _count(x, [1, *places]) // groups
-    first, second = (each.reshape(samples, groups, -1).sum(2) / count for each in weighed)  # [N, G]
+    # [N, G]
+    first, second = (each.reshape(samples, groups, -1).sum(2) / count for each in weighed)
     found = error * _spread(spread if weight is None else spread * weight, x)
     found = found - centred * _spread(_of_channels(inverse * inverse * inverse * second, None, channels), x)
     found = found - _spread(_of_channels(inverse * first, None, channels), x)
@@ -454,13 +475,14 @@ def _layer_norm_backward(
 
 
 def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, end: int, step: int) -> Any:
-    """Put the error of a slice between zeros; PyTorch's own way scatters it, which asks for a range of indices."""
+    """Pad the error of a slice with zeros; PyTorch's own decomposition scatters it, which needs a range of indices."""
     if step != 1:
         return torch.slice_scatter(error.new_zeros(sizes), error, dim, start, end, step)
     dim %= len(sizes)
     length = sizes[dim]
     start = max(0, start + length if start < 0 else start)
-    before, after = start, length - start - error.shape[dim]
+    before = start
+    after = length - start - error.shape[dim]
 
     def zeros(count: Any) -> list[Tensor]:
         return [error.new_zeros([*sizes[:dim], count, *sizes[dim + 1 :]])] if count != 0 else []
@@ -470,7 +492,7 @@ def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, e
 
 
 def _arange(start: Any, end: Any, step: Any = 1, **kind: Any) -> Any:
-    """Count by adding ones up: a range whose length depends on a value is no operator of a step."""
+    """Return a cumulative sum of ones: a step has no operator for a range whose length depends on a value."""
     dtype = kind.get("dtype") or torch.int64
     if step != 1 or any(isinstance(each, float | torch.SymFloat) for each in (start, end)) or dtype.is_floating_point:
         return NotImplemented
@@ -504,17 +526,17 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 # --- Fourier transforms ----------------------------------------------------------------------------------------------
 
 WHOLE = 256
-"""Lengths up to which a transform is one product."""
+"""Longest transform that is one product."""
 LARGEST_FACTOR = 512
-"""Longer ones are two products, by matrices of the length's factors; 512 x 512 are the largest constant of a step."""
+"""Longer transforms are two products, by matrices of the length's factors; 512 x 512 is a step's largest constant."""
 
 
 class Fourier(TorchFunctionMode):
-    """While entered, ``torch.stft``, ``torch.fft.rfft`` and ``torch.fft.fft`` of real tensors are matrix products.
+    """Mode that writes ``torch.stft``, ``torch.fft.rfft`` and ``torch.fft.fft`` of real tensors as matrix products.
 
-    They answer with ``Complex``. So their gradients are products, too, and no value of a graph is complex. ONNX
-    Runtime's own transforms have no gradient, and are off by 1e-3 where a length is no power of two. ``used``: whether
-    a transform was met. Raises CannotCompile for other transforms.
+    They return ``Complex``. So their gradients are products too, and the graph has no complex values. ONNX Runtime's
+    own transforms have no gradient, and are off by 1e-3 if a length is not a power of two. ``used``: whether a
+    transform was called. Raises CannotCompile for other transforms.
     """
 
     def __init__(self) -> None:
@@ -524,7 +546,7 @@ class Fourier(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, or what stands for it."""
+        """Call ``func``, or its replacement."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "istft" or (name.startswith("fft_") and not name.endswith(("freq", "shift"))):
@@ -548,14 +570,15 @@ def _part(which: str, value: Any) -> Any:
 
 
 def _both(value: Any) -> tuple[Any, Any]:
-    """Return real and imaginary part of what may be real."""
+    """Return the real and imaginary part of a real or complex value."""
     return (value.real, value.imag) if isinstance(value, Complex | complex) else (value, 0.0)
 
 
 def _sum(one: Any, other: Any, *, alpha: float = 1) -> Complex:
-    (real, imag), (more, turned) = _both(one), _both(other)
+    real, imag = _both(one)
+    more, turned = _both(other)
     found = real + alpha * more
-    # A sum may be larger than either, and the imaginary part of what is real is no tensor.
+    # Broadcasting may make the sum larger than both, and the imaginary part of a real value is a number.
     return Complex(found, imag + alpha * turned + torch.zeros_like(found))
 
 
@@ -581,30 +604,31 @@ def _quotient(one: Any, other: Any) -> Complex:
 
 
 def _magnitude(value: Any) -> Tensor:
-    """Return absolute values, whose gradient at 0 is 0 as PyTorch's is."""
+    """Return absolute values; their gradient at 0 is 0, as in PyTorch."""
     squares = value.real * value.real + value.imag * value.imag
     nothing = squares == 0
     return torch.where(nothing, 0.0, torch.sqrt(torch.where(nothing, 1.0, squares)))
 
 
 class Complex:
-    """Complex numbers as two real tensors of one shape, in place of a complex tensor while a model is written down.
+    """Complex numbers as two real tensors of one shape.
 
-    It has what spectra are used for: parts, magnitudes, sums, products, conjugates, and what moves entries. Anything
-    else raises CannotCompile.
+    Supports parts, magnitudes, sums, products, conjugates, and operators that move entries; others raise CannotCompile.
     """
 
     dtype = torch.complex64
 
     def __init__(self, real: Tensor, imag: Tensor) -> None:
-        self.real, self.imag = real, imag
+        self.real = real
+        self.imag = imag
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute ``func``, a function of tensors of which one is complex."""
-        name, kwargs = func.__name__.strip("_"), kwargs or {}
+        """Compute ``func`` for arguments of which one is complex."""
+        name = func.__name__.strip("_")
+        kwargs = kwargs or {}
         if name in _MOVES:
             real, imag = (
                 func(*tree_map(functools.partial(_part, which), args), **kwargs) for which in ("real", "imag")
@@ -613,12 +637,12 @@ class Complex:
         if name not in _COMPLEX:
             raise CannotCompile(
                 f"torch.{name} of complex numbers cannot be compiled: take their abs(), real, imag or "
-                "torch.view_as_real, and go on with these"
+                "torch.view_as_real first"
             )
         return _COMPLEX[name](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a tensor has of this name."""
+        """Return an attribute or a method that tensors have."""
         if name in ("shape", "ndim", "device", "size", "dim", "numel"):
             return getattr(self.real, name)
         found = getattr(Tensor, name)
@@ -644,11 +668,33 @@ class Complex:
 
 
 _MOVES = {
-    *("cat", "clone", "concat", "contiguous", "expand", "flatten", "flip", "mean", "movedim", "narrow", "neg"),
-    *("permute", "repeat", "reshape", "roll", "select", "squeeze", "stack", "sum", "swapaxes", "swapdims"),
-    *("transpose", "unflatten", "unsqueeze", "view"),
+    "cat",
+    "clone",
+    "concat",
+    "contiguous",
+    "expand",
+    "flatten",
+    "flip",
+    "mean",
+    "movedim",
+    "narrow",
+    "neg",
+    "permute",
+    "repeat",
+    "reshape",
+    "roll",
+    "select",
+    "squeeze",
+    "stack",
+    "sum",
+    "swapaxes",
+    "swapdims",
+    "transpose",
+    "unflatten",
+    "unsqueeze",
+    "view",
 }
-"""Functions of complex numbers that are those of both parts."""
+"""Functions that apply to both parts separately."""
 
 _COMPLEX: dict[str, Callable[..., Any]] = {
     "abs": _magnitude,
@@ -670,7 +716,7 @@ _COMPLEX: dict[str, Callable[..., Any]] = {
     "truediv": _quotient,
     "view_as_real": lambda value: torch.stack([value.real, value.imag], -1),
 }
-"""Other functions of theirs."""
+"""Other functions of complex numbers."""
 
 
 def short_time_transform(
@@ -686,7 +732,7 @@ def short_time_transform(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Any:
-    """Return what ``torch.stft`` does of real x [T] or [N, T]: [..., n_fft // 2 + 1, frames], complex."""
+    """Return ``torch.stft`` of real x [T] or [N, T]: complex [..., n_fft // 2 + 1, frames]."""
     hop = hop_length or n_fft // 4
     if align_to_window:
         raise CannotCompile("torch.stft with align_to_window cannot be compiled: leave it out")
@@ -707,16 +753,14 @@ def _padded(x: Tensor, width: int, mode: str) -> Tensor:
     if mode == "constant":
         return F.pad(x, [width, width])
     if mode != "reflect":
-        raise CannotCompile(f"torch.stft with pad_mode={mode!r} cannot be compiled: reflect, or constant")
-    before, after = x[..., 1 : width + 1], x[..., x.shape[-1] - width - 1 : x.shape[-1] - 1]
+        raise CannotCompile(f"torch.stft with pad_mode={mode!r} cannot be compiled: use reflect or constant")
+    before = x[..., 1 : width + 1]
+    after = x[..., x.shape[-1] - width - 1 : x.shape[-1] - 1]
     return torch.cat([before.flip(-1), x, after.flip(-1)], -1)
 
 
 def _frames(x: Tensor, length: int, hop: int) -> Tensor:
-    """Return x [..., T] in frames [..., frames, length].
-
-    They are put together of pieces that are as long as both ``length`` and ``hop`` are multiples of.
-    """
+    """Return x [..., T] in frames [..., frames, length], put together from pieces of gcd(length, hop) values."""
     count = 1 + (x.shape[-1] - length) // hop
     piece = math.gcd(length, hop)
     pieces = x[..., : x.shape[-1] // piece * piece].reshape(*x.shape[:-1], -1, piece)
@@ -726,7 +770,7 @@ def _frames(x: Tensor, length: int, hop: int) -> Tensor:
 
 
 def _along(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, *, whole: bool) -> Complex:
-    """Return n frequencies of real values along ``dim`` as ``torch.fft.fft`` does, or as rfft n // 2 + 1 of them."""
+    """Return n frequencies along ``dim``, as ``torch.fft.fft`` of real values; unless ``whole``, rfft's n // 2 + 1."""
     x = input.movedim(dim, -1)
     length = x.shape[-1] if n is None else n
     if length < x.shape[-1]:
@@ -747,8 +791,8 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 def _spectrum(x: Tensor, bins: int, scale: float) -> Complex:
     """Return the first ``bins`` frequencies of real x [..., length], times ``scale``.
 
-    A long transform is taken apart as Cooley and Tukey do: of ``length`` = a b, with t = b t1 + t2 and k = k1 + a k2,
-    over t1 first, then over t2.
+    Long transforms are factorised (Cooley and Tukey): with ``length`` = a b, t = b t1 + t2 and k = k1 + a k2, first
+    over t1, then over t2.
     """
     length = int(x.shape[-1])
     first = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
@@ -772,7 +816,7 @@ def _spectrum(x: Tensor, bins: int, scale: float) -> Complex:
 
 
 def _turns(length: int, rows: int, columns: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return real and imaginary part of scale · exp(-2πi r c / length), [rows, columns] each."""
+    """Return the real and imaginary part of scale · exp(-2πi r c / length), [rows, columns] each."""
     angles: NDArray[Any] = np.arange(rows)[:, None] * np.arange(columns) % length * (2 * np.pi / length)
     parts = (scale * np.cos(angles), -scale * np.sin(angles))
     cosine, sine = (torch.from_numpy(each.astype(np.float32)) for each in parts)

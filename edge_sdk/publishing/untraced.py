@@ -1,12 +1,9 @@
-"""From an ``nn.Module`` to a manifest without neurons: what methods need that train and send tensors whole.
+"""The manifest of an ``nn.Module`` without neurons, for methods that train and send whole tensors.
 
-Nothing is traced. The model runs once on an example, in evaluation mode, and is watched: which of torch's layers run,
-in which order and at how many positions, and which parameters are used outside of them. So ``forward`` may do whatever
-runs and can be exported to ONNX: recurrent layers, tied weights, parameters without a layer, decisions of its code.
-
-What the manifest then says of layers is what counting FLOPs, finding a model's head and pruning single weights take.
-Weights that forward also uses in another way are no layer's alone, and so are never pruned. Which neurons feed which
-weights is not said (``Manifest.coupling`` is False); ``edge_sdk.publishing.coupling`` finds that.
+The model runs once on an example in evaluation mode; hooks record its layers with their number of positions, and the
+parameters used outside of layers. So ``forward`` may do anything that can be exported to ONNX: recurrent layers, tied
+weights, decisions in Python. Weights that forward also uses outside their layer are never pruned.
+``edge_sdk.publishing.coupling`` finds manifests with neurons.
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ def describe_whole(
 ) -> Manifest:
     """Return the manifest of ``model`` without neurons, found by running it on ``example`` [N, ...], N >= 1.
 
-    The model is left as it was. Tensors come in state-dict order, a tied one under its first name; the others are the
-    manifest's aliases. Parameters are shared, float buffers follow ``running_statistics``, and what cannot be averaged,
-    integers and buffers of one number, stays personal; what training does not change is frozen
-    (``modes.frozen_names``), and frozen parameters that nothing reads, dropped. Raises UnsupportedLayer, naming the
-    tensor, for types that cannot be sent, and for a model that does not answer the example with one tensor, batch
-    first.
+    Tensors come in state-dict order, tied ones under their first name. Integers and buffers of one number cannot be
+    averaged and stay personal. Tensors that training does not change are frozen (``modes.frozen_names``), or dropped if
+    they are unread parameters. The model does not change. Raises UnsupportedLayer, naming the tensor, for types that
+    cannot be sent, and for a model whose output is not one tensor, batch first.
     """
     refuse_types(model)
     frozen = frozen_names(model, example)
@@ -53,15 +48,16 @@ def describe_whole(
     with torch.no_grad(), _Watch(model, names, len(example)) as watch:
         try:
             output = model(example.clone())
-        except Exception as error:  # the user's code may raise anything
+        # The user's code may raise anything.
+        except Exception as error:
             raise UnsupportedLayer(
-                f"the model fails on the first samples of its training data ({type(error).__name__}: {error}); let "
-                f"forward take the batch of inputs alone, batch first"
+                f"the model fails on the first samples of its training data ({type(error).__name__}: {error}); make "
+                "forward take only the batch of inputs, batch first"
             ) from error
     if not isinstance(output, torch.Tensor) or output.shape[:1] != example.shape[:1]:
         found = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise UnsupportedLayer(
-            f"the model answers {len(example)} samples with {found}; let forward return one tensor, batch first"
+            f"the model's output for {len(example)} samples is {found}; make forward return one tensor, batch first"
         )
     specs = specs_of(
         model,
@@ -84,32 +80,34 @@ def describe_whole(
 
 
 def _statistics(model: nn.Module, frozen: Collection[str]) -> set[str]:
-    """Return the buffers that can be averaged, by name. Raises UnsupportedLayer for infinite entries in them."""
+    """Return the names of buffers that can be averaged. Raises UnsupportedLayer if one is infinite."""
     found: set[str] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, nn.Parameter) or tensor.dtype != torch.float32 or not tensor.dim():
             continue
         if name not in frozen and not torch.isfinite(tensor).all():
             raise UnsupportedLayer(
-                f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
-                f"persistent=False"
+                f"{name}: a buffer with infinite entries, which would look like a diverged model; register it with "
+                "persistent=False"
             )
         found.add(name)
     return found
 
 
 _LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
-"""What asks a parameter for its shape, type or place, and does not use its values."""
+"""Functions that read a parameter's shape, type or device, not its values."""
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what runs of ``model`` while it is entered; ``names`` are its tensors', ``samples`` the example's."""
+    """Mode that records the layers that run. names: of the model's tensors; samples: of the example."""
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], samples: int) -> None:
         super().__init__()
-        self._names, self._samples = names, samples
+        self._names = names
+        self._samples = samples
         self._parameters = {id(parameter): names[id(parameter)] for parameter in model.parameters()}
-        self._within = 0  # layers that run now: what they do with their parameters is their own business
+        # Depth of running layers, whose own use of their parameters is not recorded.
+        self._within = 0
         self._found: dict[str, Layer] = {}
         self._positions: dict[str, int] = {}
         self._hooks: list[Any] = []
@@ -125,11 +123,11 @@ class _Watch(TorchFunctionMode):
 
     @property
     def read(self) -> set[str]:
-        """The parameters of layers that have run, and those used outside of layers."""
+        """The parameters of layers that have run, and parameters used outside of layers."""
         return {name for layer in self._found.values() for name in layer.tensors}
 
     def layers(self) -> Iterator[Layer]:
-        """Return the layers that have run, in the order in which they first did."""
+        """Yield the layers that have run, in the order of their first run."""
         for name, layer in self._found.items():
             positions = max(1, math.ceil(self._positions.get(name, 0) / self._samples))
             yield layer.model_copy(update={"positions": positions})
@@ -137,7 +135,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, and note the parameters that it takes outside of a layer."""
+        """Call ``func``, and record the parameters that it reads outside of a layer."""
         if not self._within and getattr(func, "__name__", "") not in _LOOKS:
             for value in tree_leaves((args, kwargs)):
                 name = self._parameters.get(id(value))
@@ -161,12 +159,15 @@ class _Watch(TorchFunctionMode):
 
 
 def _positions(module: Any, inputs: Any, output: Any) -> int:
-    """At how many positions a layer has multiplied its weights, those of all samples together."""
-    counted, channels = output, channels_of(module, next(module.parameters(recurse=False)))
+    """Return the number of positions, over all samples, at which a layer applied its weights."""
+    counted = output
+    channels = channels_of(module, next(module.parameters(recurse=False)))
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        counted, channels = inputs, module.input_size
+        counted = inputs
+        channels = module.input_size
     elif isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        counted, channels = inputs, module.in_channels
+        counted = inputs
+        channels = module.in_channels
     elif isinstance(module, nn.EmbeddingBag):
         channels = module.embedding_dim
     tensor = next((each for each in tree_leaves(counted) if isinstance(each, torch.Tensor)), torch.empty(0))

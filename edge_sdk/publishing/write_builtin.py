@@ -1,8 +1,8 @@
-"""Maintainers' tool: write the built-in tasks' files anew after a model changed.
+"""Maintainers' tool: rewrite the files of the built-in tasks after a model changed.
 
     python -m edge_sdk.publishing.write_builtin
 
-A test compares the committed files with what this makes.
+A test compares the committed files with its output.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         for model, choice in choices.items()
     },
 }
-"""Task, with its model where that is not the default -> its network and the shape of one sample."""
+"""Task, followed by its model unless that is the default -> network and shape of one sample."""
 
 
 def make_builtin(name: str) -> BuiltinTask:
-    """Return the built-in task ``name`` made from its model and the loss of classifications: initial values as recipes,
-    graphs named by their digests."""
+    """Return a built-in classification task, with initial values as recipes."""
     build, input_shape = MODELS[name]
     generator = torch.Generator().manual_seed(0)
-    model, example = build(), torch.randn(2, *input_shape, generator=generator)
+    model = build()
+    example = torch.randn(2, *input_shape, generator=generator)
     manifest = describe(model, example, task=name, recipes=True)
     compiled = compile_step(model, F.cross_entropy, example, torch.tensor([0, 1]))
     check_graphs(compiled, manifest)
@@ -58,7 +58,7 @@ def make_builtin(name: str) -> BuiltinTask:
 
 
 def write_builtin(folder: Path) -> list[Path]:
-    """Write every built-in task into ``folder``; returns the files."""
+    """Write every built-in task into ``folder``, and return the files."""
     written = []
     for name in MODELS:
         path = folder / file_name(name)

@@ -1,1 +1,1 @@
-"""Local training that leaves frozen parameters alone, evaluation, and the rule that stops a device."""
+"""Local training with frozen parameters, and evaluation, by PyTorch."""

@@ -1,18 +1,11 @@
-"""Layers of which only the values between active neurons are trained: forward whole, backward in part.
+"""Layers that use their whole weight forward, and train only the weights between active neurons.
 
-A layer's weight is frozen but for its *block*, the outer product of active rows (output neurons) and active columns
-(input neurons). The forward pass uses the whole weight. The backward pass computes the whole gradient of the input, for
-the error passes through frozen neurons too, but for what nothing below can use (``manifest.Layer.input_error``); and of
-the weight's gradient only the block,
+A weight's *block* is the outer product of active rows (output neurons) and active columns (input neurons). It trains
+with the gradient
 
     dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU, Eq. 5)
 
-from the input's active columns alone, which is all that is kept for it. So a block of r rows and c columns costs r·c of
-the n·m that the dense gradient costs.
-
-Weights of Linear, and of Conv1d and Conv2d in one group, have kernels of their own, where they are large enough for
-gathering rows and columns to pay (``kernel_of``). Of every other parameter the gradient is dense, and the block taken
-out of it.
+from the saved active columns of the input: r·c multiplications in place of n·m.
 """
 
 from __future__ import annotations
@@ -31,32 +24,31 @@ from torch.autograd.function import once_differentiable
 from sparrow.protocol.manifest import InputError
 
 FEW_INPUTS = 100
-"""A convolution whose filters have fewer weights than this is not worth gathering for (measured on one core: at 54
-weights a filter even a tenth of the gradient costs as much as all of it, at 800 a twentieth)."""
+"""Convolutions with fewer weights per filter do not gain from gathering (measured on one core: with 54 weights a tenth
+of the gradient costs as much as all of it, with 800 a twentieth)."""
 
 FEW_PRODUCTS = 2**16
-"""Of a linear layer with fewer multiplications per sample the gradient takes no longer than gathering (measured on one
-core at batches of 32 and 128: at half as many it costs 0.95 to 1.15 of the dense gradient, at twice 0.83 to 1)."""
+"""Linear layers with fewer multiplications per sample do not gain from gathering (measured on one core at batches of 32
+and 128: half as many cost 0.95 to 1.15 of the dense gradient, twice as many 0.83 to 1)."""
 
 FEW_SAVED = 2**18
-"""A convolution that saves fewer multiplications per sample than this gathers longer than it saves: of two networks
-whose convolutions save 120,000 at a budget of 0.8 a step takes 1.07 and 1.02 of the dense time with gathering, 1.04 and
-1.03 without; of two that save a million and more 0.90 and 0.97 with, 1.08 and 1.01 without."""
+"""Convolutions that save fewer multiplications per sample do not gain from gathering. Measured step times relative to
+dense: with 120,000 saved 1.07 and 1.02 with gathering, 1.04 and 1.03 without; with a million 0.90 and 0.97, against
+1.08 and 1.01."""
 
 _KEEP_WHOLE = 0.7
-"""From this share of active columns on the input is kept as it is, which others may keep anyway, and gathered later."""
+"""From this share of active columns on, the whole input is saved, which others may save anyway, and gathered later."""
 
 _WORTH_SCATTERING = 0.5
-"""Up to this share of active columns the gradient of these inputs alone is cheaper than the whole (measured on one
-core in channels last: a convolution's takes 0.5 to 0.7 of the time at 0.2, 0.7 to 0.9 at 0.5, over 1 at 0.6)."""
+"""Up to this share of active columns, the gradient of only these inputs is cheaper than the whole (measured on one core
+in channels last: a convolution takes 0.5 to 0.7 of the time at 0.2, 0.7 to 0.9 at 0.5, over 1 at 0.6)."""
 
 
 @dataclass(frozen=True)
 class ActiveBlock:
-    """The place of the active values of ``parameter``: rows and columns of its first two axes, int64; None for all.
+    """Active rows and columns of ``parameter``'s first two axes, int64; None for all.
 
-    view: the parameter's shape, behind a flatten with one axis more, so that columns are channels and what they own
-    lies behind them (``masks.neuron_view``). input_error, positions: of the layer it belongs to (``manifest.Layer``).
+    view: the parameter's shape, with columns behind a flatten as [channels, entries] (``masks.neuron_view``).
     """
 
     parameter: nn.Parameter
@@ -67,7 +59,7 @@ class ActiveBlock:
     positions: int = 1
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the block of a tensor of the parameter's shape, copied."""
+        """Return a copy of the block of a tensor of the parameter's shape."""
         taken = tensor.reshape(self.view)
         if self.rows is not None:
             taken = taken.index_select(0, self.rows)
@@ -81,7 +73,7 @@ class ActiveBlock:
         if self.columns is None and self.rows is not None:
             whole.view(self.view).index_copy_(0, self.rows, block)
         elif whole.is_contiguous():
-            # One flat index over what lies together (a channel's columns, a kernel's taps): several times faster.
+            # One flat index over contiguous runs (a channel's columns, a kernel's taps) is several times faster.
             run = math.prod(self.view[2:])
             whole.view(-1, run).index_copy_(0, self.runs, block.reshape(-1, run))
         else:
@@ -90,19 +82,19 @@ class ActiveBlock:
 
     @cached_property
     def runs(self) -> Tensor:
-        """Return the flat indices of the block's runs among those of the tensor; int64."""
+        """Flat indices of the block's contiguous runs, int64."""
         assert self.columns is not None
         rows = torch.arange(self.view[0], device=self.columns.device) if self.rows is None else self.rows
         return (rows.unsqueeze(1) * self.view[1] + self.columns).flatten()
 
     @property
     def share(self) -> float:
-        """The share of values that is active."""
+        """Share of active values."""
         return self.column_share * (1.0 if self.rows is None else len(self.rows) / self.view[0])
 
     @property
     def column_share(self) -> float:
-        """The share of columns that is active."""
+        """Share of active columns."""
         return 1.0 if self.columns is None else len(self.columns) / self.view[1]
 
 
@@ -118,8 +110,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), block = ctx.saved_tensors, ctx.block
-        x, weight = x.to(error.dtype), block.parameter.to(error.dtype)  # which under autocast is bfloat16
+        (x,) = ctx.saved_tensors
+        block = ctx.block
+        # Under autocast the error is bfloat16.
+        x = x.to(error.dtype)
+        weight = block.parameter.to(error.dtype)
         flat = error.reshape(-1, error.shape[-1])
         into_x = None
         if ctx.needs_input_grad[1]:
@@ -133,19 +128,19 @@ class _Linear(torch.autograd.Function):
         return None, into_x, into_leaf, into_bias, None
 
 
+# Nothing below reads the gradient of inactive inputs unless the layer's input error is "all".
 def _scatters(block: ActiveBlock) -> bool:
-    """Return whether only the active columns of the input's gradient are computed: nothing below reads the others."""
     return block.input_error != "all" and block.column_share <= _WORTH_SCATTERING
 
 
 def _scattered(part: Tensor, block: ActiveBlock) -> Tensor:
-    """Return the gradient of a linear layer's input, [samples, features], from that of the active columns; else 0."""
+    """Return the gradient of a linear layer's input, [samples, features], from that of its active columns."""
     channels = part.new_zeros(len(part), block.view[1], math.prod(block.view[2:]))
     return channels.index_copy_(1, cast(Tensor, block.columns), part.view(len(part), -1, channels.shape[2])).flatten(1)
 
 
 def _columns(flat: Tensor, block: ActiveBlock) -> Tensor:
-    """Return the active columns of inputs [samples, features], with all features that a channel owns."""
+    """Return the active columns of [samples, features]."""
     if block.columns is None:
         return flat
     if len(block.view) == 2:
@@ -159,7 +154,9 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
     ) -> Tensor:
-        ctx.block, ctx.layer, ctx.shape = block, layer, x.shape
+        ctx.block = block
+        ctx.layer = layer
+        ctx.shape = x.shape
         ctx.late = block.column_share > _KEEP_WHOLE
         ctx.save_for_backward(x if ctx.late else _channels(x, block.columns))
         convolve: Callable[..., Tensor] = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
@@ -168,22 +165,24 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
+        (x,) = ctx.saved_tensors
+        block = ctx.block
+        layer = ctx.layer
         into_x = _into_input(layer, error, ctx.shape, block) if ctx.needs_input_grad[1] else None
         into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[3] else None
-        inputs, errors = _channels(x, block.columns) if ctx.late else x, _channels(error, block.rows)
+        inputs = _channels(x, block.columns) if ctx.late else x
+        errors = _channels(error, block.rows)
         into_leaf = _gradients(layer, errors, inputs, block.take(block.parameter.detach()), (False, True))[1]
         return None, into_x, into_leaf, into_bias, None
 
 
 def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
-    """Return the gradient of the input, of ``shape``; zero where nothing below reads it and leaving it out is worth
-    while."""
+    """Return the gradient of the input; it may be zero for channels that nothing below reads."""
     weight = block.parameter.detach()
     some = _scatters(block)
     if some:
         weight = _channels(weight, block.columns)
-    # Of the input only its shape is read.
+    # Only the shape of the input is read.
     stand_in = error.new_empty(1).expand(shape[0], weight.shape[1], *shape[2:])
     part = _gradients(layer, error, stand_in, weight, (True, False))[0]
     return _spread(part, cast(Tensor, block.columns), shape[1]) if some else part
@@ -192,16 +191,24 @@ def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, 
 def _gradients(
     layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of input and weight that are wanted, in the precision of ``error``."""
     gradients = torch.ops.aten.convolution_backward(
-        *(error, x.to(error.dtype), weight.to(error.dtype), None, layer.stride, layer.padding, layer.dilation, False),
-        *([0] * len(layer.kernel_size), 1, [*wanted, False]),
+        error,
+        x.to(error.dtype),
+        weight.to(error.dtype),
+        None,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        False,
+        [0] * len(layer.kernel_size),
+        1,
+        [*wanted, False],
     )
     return gradients[0], gradients[1]
 
 
 def _channels(x: Tensor, index: Tensor | None) -> Tensor:
-    """Return channels of [N, C, ...], in the memory layout of ``x``."""
+    """Return channels of [N, C, ...] in its memory layout."""
     if index is None:
         return x
     if _is_channels_last(x):
@@ -213,8 +220,7 @@ def _channels(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _spread(part: Tensor, index: Tensor, channels: int) -> Tensor:
-    """Return [N, ``channels``, ...]: ``part`` at the channels of ``index``, else zeros; in the memory layout of
-    ``part``."""
+    """Return [N, ``channels``, ...] with ``part`` at ``index``, zeros elsewhere, in the memory layout of ``part``."""
     if not _is_channels_last(part):
         return part.new_zeros(len(part), channels, *part.shape[2:]).index_copy_(1, index, part)
     pixels = part.permute(0, 2, 3, 1)
@@ -229,7 +235,8 @@ def _is_channels_last(x: Tensor) -> bool:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.index, ctx.channels = index, x.shape[1]
+        ctx.index = index
+        ctx.channels = x.shape[1]
         return _channels(x, index)
 
     @staticmethod
@@ -251,25 +258,22 @@ class _Spread(torch.autograd.Function):
 
 
 def gather_channels(x: Tensor, index: Tensor | None) -> Tensor:
-    """Return the channels of x [N, C, ...] that ``index`` names, int64; None for all. Differentiable."""
+    """Return channels of x [N, C, ...] by ``index``, int64, or all of them; differentiable."""
     return x if index is None else cast(Tensor, _Gather.apply(x, index))  # type: ignore[no-untyped-call]
 
 
 def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor:
-    """Return [N, ``channels``, ...]: ``part`` at the channels that ``index`` names, zeros elsewhere. Differentiable."""
+    """Return [N, ``channels``, ...] with ``part`` at ``index``, zeros elsewhere; differentiable."""
     return part if index is None else cast(Tensor, _Spread.apply(part, index, channels))  # type: ignore[no-untyped-call]
 
 
 Kernel = Callable[..., Tensor]
-"""(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs; gradients of the weight go to the leaf."""
+"""(layer, inputs, leaf, bias, part of the weight in the leaf) -> outputs; the leaf gets the weight's gradient."""
 
 
+# Subclasses of torch.nn's layers get no kernel, because they may use the weight differently.
 def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
-    """Return what runs a layer of whose weight only ``block`` is trained; None where it gains nothing, or no kernel
-    knows it.
-
-    Of exactly the types of torch.nn: a subclass may do something else with its weight.
-    """
+    """Return the kernel of a layer that trains only ``block``; None if unsupported or not faster."""
     if type(layer) is nn.Linear:
         return _Linear.apply if layer.weight.numel() * block.positions >= FEW_PRODUCTS else None
     if isinstance(layer, (nn.Conv1d, nn.Conv2d)) and type(layer) in (nn.Conv1d, nn.Conv2d):

@@ -1,8 +1,7 @@
-"""Before a task is published, or a device enrols with it: do its data, its model and its loss work together?
+"""Check that a task's data, model and loss work together.
 
-The first batch of each loader goes through model and loss, in milliseconds, and what cannot work is refused in one line
-that names the loader. Model, running statistics and random numbers are as before afterwards, so that results with the
-same seed stay the same bit for bit. Where all samples lie in tensors, all of them are looked at, unless they are many.
+The first batch of each loader goes through model and loss; a failure names the loader. Model, running statistics and
+random numbers are restored, so that results with a seed stay bit-identical.
 """
 
 from __future__ import annotations
@@ -26,31 +25,29 @@ from ..tasks.intake import Fitted, Taken, random_state_kept, suited, unwrapped
 from .local import as_tensor, device_of
 
 SAMPLES = 16
-"""Of a batch, so many go through model and loss."""
+"""Samples of a batch that go through model and loss."""
 LOOKED_AT = 2**24
-"""Values of inputs up to which all samples are looked at."""
+"""Most input values for a check of all samples."""
 LIKE_A_SUM = 0.05
-"""A loss that doubles with its batch, to this share of it, is a sum."""
+"""A loss that doubles with its batch, within this share, is a sum."""
 NOT_NOTHING = 1e-6
 NAMED_LABELS = 5
 PAIR = "(inputs, targets), two arrays or tensors"
 
 
 def check_task(task: Task, manifest: Manifest | None = None) -> None:
-    """Raise BadArgument unless the data, model and loss of ``task`` work together.
+    """Raise BadArgument if the data, model and loss of ``task`` do not work together.
 
-    manifest: the federation's, which says what shape a sample has; None before there is one.
+    manifest: the federation's, for the shape of a sample.
     """
     if not isinstance(task.model, nn.Module):
-        raise BadArgument(
-            f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module, which PyTorch trains"
-        )
+        raise BadArgument(f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module")
     if not callable(task.loss):
         raise BadArgument(f"the task's loss is a {type(task.loss).__name__}; give a function of (outputs, targets)")
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise BadArgument(
-            "the task's model has no parameter to train: all are frozen, or there are none; give it layers with "
-            "weights, and set requires_grad=True where they should train"
+            "the task's model has no parameter to train: all are frozen, or it has none; give it layers with "
+            "weights, and set requires_grad=True for those that should train"
         )
     with _unnoticed(task):
         for name, loader in (("train", task.train), ("validation", task.validation), ("test", task.test)):
@@ -60,7 +57,7 @@ def check_task(task: Task, manifest: Manifest | None = None) -> None:
 
 @contextmanager
 def _unnoticed(task: Task) -> Iterator[None]:
-    """Restore random numbers, running statistics and modules' modes afterwards."""
+    """Restore random numbers, running statistics and modules' modes on exit."""
     device = device_of(task.model)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(task.train, task.validation, task.test))
@@ -74,13 +71,14 @@ def _unnoticed(task: Task) -> Iterator[None]:
 
 
 def suited_to_model(task: Task) -> Task:
-    """Return the task with inputs as float32 if they are integers that the model does not take as indices."""
+    """Return the task with inputs as float32 if the model does not accept integers."""
     with _unnoticed(task), torch.no_grad():
         try:
             inputs = as_tensor(next(iter(task.train))[0])[:2].to(device_of(task.model))
             if inputs.is_floating_point() or _runs(task.model, inputs) or not _runs(task.model, inputs.float()):
                 return task
-        except Exception:  # which ``check_task`` names
+        # ``check_task`` reports the cause.
+        except Exception:
             return task
     return suited(task, Taken(np.dtype(np.float32)))
 
@@ -94,13 +92,16 @@ def _runs(model: nn.Module, inputs: Tensor) -> bool:
 
 
 class _Check:
-    """The check of one loader. ``name`` is its field of Task."""
+    """The check of one loader."""
 
     def __init__(self, task: Task, name: str, loader: Any, manifest: Manifest | None) -> None:
-        self.task, self.name, self.loader, self.manifest = task, name, loader, manifest
+        self.task = task
+        self.name = name
+        self.loader = loader
+        self.manifest = manifest
 
     def run(self) -> None:
-        """Raise BadArgument, naming the loader, what was met, what is wanted and what to do."""
+        """Raise BadArgument, naming the loader, the fault and the remedy."""
         inputs, targets = self._first()
         self._check_inputs(inputs)
         every_inputs, every_target = _everything(self.loader) or (inputs, targets)
@@ -120,10 +121,11 @@ class _Check:
     def _wrong(self, text: str) -> BadArgument:
         return BadArgument(f"the task's {self.name} data: {text}")
 
-    # --- what the loader gives -----------------------------------------------------------------------------------
+    # --- the loader ----------------------------------------------------------------------------------------------
 
     def _first(self) -> tuple[Tensor, Tensor]:
-        loader, own = self.loader, unwrapped(self.loader)
+        loader = self.loader
+        own = unwrapped(loader)
         kind = f"a {type(own).__name__}"
         if isinstance(own, DataLoader):
             kind += f" over a {type(own.dataset).__name__}"
@@ -133,8 +135,7 @@ class _Check:
             length = len(loader)
         except TypeError:
             raise self._wrong(
-                f"{kind} has no length; give a DataLoader over a data set that has a __len__ and can be read again "
-                f"and again, so that it is known where a pass over it ends"
+                f"{kind} has no length; give a DataLoader over a data set that has a __len__ and can be read repeatedly"
             ) from None
         try:
             batch = next(iter(loader), None)
@@ -146,7 +147,7 @@ class _Check:
         if isinstance(batch, dict):
             keys = ", ".join(map(repr, batch))
             raise self._wrong(
-                f"its batches are dictionaries of {keys}; give {PAIR}: have the data set's __getitem__ return "
+                f"its batches are dictionaries of {keys}; give {PAIR}: make the data set's __getitem__ return "
                 f"(sample[...], sample[...]), or give the DataLoader a collate_fn that does"
             )
         if not isinstance(batch, list | tuple) or len(batch) != 2:
@@ -160,47 +161,45 @@ class _Check:
         inputs, targets = map(as_tensor, batch)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets) or not len(inputs):
             raise self._wrong(
-                f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; give as many of both, batch first"
+                f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; give equally many, batch first"
             )
         return inputs, targets
 
     def _check_inputs(self, inputs: Tensor) -> None:
         if self.manifest is not None and tuple(inputs.shape[1:]) != tuple(self.manifest.input_shape):
             raise self._wrong(
-                f"a sample has shape {list(inputs.shape[1:])}, and the federation's model was published for "
-                f"{list(self.manifest.input_shape)}; give the samples that shape, or join another federation"
+                f"a sample has shape {list(inputs.shape[1:])}, but the federation's model was published for "
+                f"{list(self.manifest.input_shape)}; convert the samples to that shape, or join another federation"
             )
 
     # --- the model -----------------------------------------------------------------------------------------------
 
     def _outputs(self, inputs: Tensor) -> Any:
-        """Return what the model answers to ``inputs``, in the mode that it is in."""
         try:
             return self.task.model(inputs)
         except Exception as error:
-            said, weights = _said(error), next(self.task.model.parameters()).dtype
+            said = _said(error)
+            weights = next(self.task.model.parameters()).dtype
             advice = "make model and data fit each other"
             if any(word in said for word in ("dtype", "type", "scalar")) and inputs.dtype != weights:
-                advice = f"the weights are {_type(weights)}: give inputs.float(), or .long() where they are indices"
+                advice = f"the weights are {_type(weights)}: give inputs.float(), or .long() for indices"
             elif "more than 1 value per channel" in said:
-                advice = "batch norm cannot train on one sample, as the last batch may be: give drop_last=True"
+                advice = "batch norm cannot train on one sample, which the last batch may be: give drop_last=True"
             raise self._wrong(f"the model fails on inputs {_shape(inputs)}: {said}; {advice}") from error
 
     def _check_outputs(self, outputs: Any, inputs: Tensor) -> None:
         wanted = "its scores [batch, classes]" if self.task.classification else "its outputs, batch first"
         if not isinstance(outputs, Tensor):
-            raise self._wrong(
-                f"the model answers a {type(outputs).__name__}; have its forward return one tensor, {wanted}"
-            )
+            raise self._wrong(f"the model returns a {type(outputs).__name__}; make forward return one tensor, {wanted}")
         if self.task.classification and (outputs.dim() != 2 or outputs.shape[1] < 2):
             raise self._wrong(
-                f"to inputs {_shape(inputs)} the model answers {_shape(outputs)}; a classification wants scores "
-                f"[batch, classes]: give the model one output per class, and torch.nn.CrossEntropyLoss, or say "
+                f"for inputs {_shape(inputs)} the model returns {_shape(outputs)}; a classification needs scores "
+                f"[batch, classes]: give the model one output per class, and torch.nn.CrossEntropyLoss, or set "
                 f"Task(..., classification=False)"
             )
         if not outputs.dim() or len(outputs) != len(inputs):
             raise self._wrong(
-                f"to inputs {_shape(inputs)} the model answers {_shape(outputs)}; have it answer one row per sample"
+                f"for inputs {_shape(inputs)} the model returns {_shape(outputs)}; make it return one row per sample"
             )
 
     def _check_labels(self, every: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -213,8 +212,8 @@ class _Check:
         integers = not every.is_floating_point() and not every.is_complex() and every.dtype != torch.bool
         if every.dim() != 1 or not integers:
             raise self._wrong(
-                f"targets are {_shape(targets, len(every))}; a classification wants class indices, integers [batch] "
-                f"from 0 to {classes - 1}: convert them (.long(), .squeeze(1)), or say Task(..., classification=False)"
+                f"targets are {_shape(targets, len(every))}; a classification needs class indices, integers [batch] "
+                f"from 0 to {classes - 1}: convert them (.long(), .squeeze(1)), or set Task(..., classification=False)"
             )
         ignored = getattr(self.task.loss, "ignore_index", None)
         outside = [each for each in torch.unique(every[(every < 0) | (every >= classes)]).tolist() if each != ignored]
@@ -224,14 +223,14 @@ class _Check:
             if outside == [classes] and int(every.min()) == 1:
                 advice = "the labels count from 1: subtract 1"
             elif outside[0] < 0:
-                advice = "leave samples without a class out"
+                advice = "remove samples without a class"
             raise self._wrong(
                 f"label{'s' * (len(outside) > 1)} {named} lie{'s' * (len(outside) == 1)} outside 0 to {classes - 1}, "
-                f"for the model has {classes} outputs; {advice}"
+                f"because the model has {classes} outputs; {advice}"
             )
 
     def _check_metrics(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check that metrics can be computed; that one is not known of a first batch is no fault."""
+        """Check that metrics can be computed; an undefined value on one batch is accepted."""
         for name, metric in self.task.measured.items() if self.name != "train" else ():
             try:
                 with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -240,7 +239,7 @@ class _Check:
             except Exception as error:
                 raise self._wrong(
                     f"the metric {name!r} fails on outputs {_shape(outputs)} and targets {_shape(targets)}: "
-                    f"{_said(error)}; let it take arrays of both, and return one number"
+                    f"{_said(error)}; make it take arrays of both, and return one number"
                 ) from error
 
     # --- the loss ------------------------------------------------------------------------------------------------
@@ -248,20 +247,22 @@ class _Check:
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("error", message="Using a target size")  # broadcast: wrong, and silently so
+                # A broadcast target is a silent error.
+                warnings.filterwarnings("error", message="Using a target size")
                 loss = self.task.loss(outputs, targets)
         except Exception as error:
-            said, advice = _said(error), "make them fit each other"
+            said = _said(error)
+            advice = "make them fit each other"
             if "scalar type" in said or "dtype" in said or "not implemented for" in said:
                 advice = "convert the targets: .long() for class indices, .float() for numbers"
             raise self._wrong(
                 f"the loss fails on outputs {_shape(outputs)} and targets {_shape(targets)}: {said}; {advice}"
             ) from error
         if not isinstance(loss, Tensor):
-            raise self._wrong(f"the loss answers a {type(loss).__name__}; have it return a tensor, without .item()")
+            raise self._wrong(f"the loss returns a {type(loss).__name__}; make it return a tensor, without .item()")
         if loss.numel() != 1:
             raise self._wrong(
-                f"the loss answers {_shape(loss)}; give the mean over the batch, one number (reduction='mean')"
+                f"the loss returns {_shape(loss)}; give the mean over the batch, one number (reduction='mean')"
             )
         return loss
 
@@ -270,8 +271,7 @@ class _Check:
         once = self._loss(outputs, targets).item()
         if not np.isfinite(once):
             raise self._wrong(
-                f"the loss of its first batch is {once} before any training; look at what the model answers, and at "
-                f"the targets"
+                f"the loss of its first batch is {once} before any training; check the model's outputs and the targets"
             )
         twice = self._loss(torch.cat([outputs, outputs]), torch.cat([targets, targets])).item()
         if abs(twice - once) > NOT_NOTHING and abs(twice - 2 * once) < LIKE_A_SUM * abs(twice):
@@ -281,7 +281,7 @@ class _Check:
             )
 
     def _check_training(self, inputs: Tensor, targets: Tensor) -> None:
-        """Check a step in training mode, as rounds are: a gradient comes of it."""
+        """Check that a step in training mode has a gradient."""
         begin_training(self.task.model)
         loss = self._loss(self._outputs(inputs), targets)
         trainable = [parameter for parameter in self.task.model.parameters() if parameter.requires_grad]
@@ -295,7 +295,7 @@ class _Check:
         if not known:
             raise self._wrong(
                 "the loss has no gradient with respect to any of the model's parameters; compute it from the outputs "
-                "by torch, without .detach(), .item(), .argmax() or numpy"
+                "with torch, without .detach(), .item(), .argmax() or numpy"
             )
         if not all(_finite(gradient) for gradient in known):
             raise self._wrong("a gradient of its first batch is NaN or infinite; look for a log, root or division by 0")
@@ -305,8 +305,9 @@ class _Check:
 
 
 def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
-    """Return all samples, where they lie in two tensors and are not too many; else None."""
-    given, loader = loader, unwrapped(loader)
+    """Return all samples if they are two tensors of moderate size."""
+    given = loader
+    loader = unwrapped(loader)
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     data: Any = loader.dataset
@@ -326,7 +327,7 @@ def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _last_batch(loader: Any) -> int | None:
-    """Return how many samples the last batch of a pass has; None where that is not known."""
+    """Return the number of samples in the last batch of a pass; None if unknown."""
     loader = unwrapped(loader)
     size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None or loader.drop_last:
@@ -344,7 +345,6 @@ def _finite(values: Tensor) -> bool:
 
 
 def _shape(values: Tensor, rows: int | None = None) -> str:
-    """Return a tensor's shape and type."""
     shape = list(values.shape) if rows is None else [rows, *values.shape[1:]]
     return f"{shape} {_type(values.dtype)}"
 
@@ -354,6 +354,5 @@ def _type(dtype: torch.dtype) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of what was raised, and its kind."""
     first = (str(error).strip().splitlines() or [""])[0].strip().rstrip(".;")[:300]
     return f"{first} ({type(error).__name__})" if first else type(error).__name__

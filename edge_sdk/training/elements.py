@@ -1,14 +1,11 @@
-"""Weights of which only some elements exist, the others being zero: the fastest way to run and to train them.
-
-Unstructured sparsity gains little on a processor (docs/architecture.md has the figures): dense kernels are faster than
-sparse ones unless nine weights in ten are gone. So a weight is run in one of four ways, by its density:
+"""Weights with unstructured sparsity, run and trained by the fastest way for their density:
 
     ``SparseRows``   linear, density up to 0.1   compressed rows, in the forward pass and for both gradients
     ``ActiveBlock``  rows or columns are empty   dense, on the others only (``packed_linear``, ``packed_convolution``)
-    ``Elements``     density up to 0.25          dense; the optimiser holds what exists alone
-    bits             above                       dense; the gradient is masked where it lies
+    ``Elements``     density up to 0.25          dense; the optimiser holds only the existing elements
+    bits             above                       dense; the gradient is masked in place
 
-Which saves memory, too: an index of eight bytes for what exists is more than a byte for everything.
+Dense kernels are faster than sparse ones unless nine weights in ten are zero (figures in docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -30,25 +27,25 @@ from sparrow.protocol.elements import Flags
 from .active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
 
 DENSEST_ROWS = 0.1
-"""Up to this density compressed rows are faster than dense ones (measured on one core, batches of 32 and 128: a step
-of a linear layer takes 0.2 to 0.4 of the dense time at 0.05, 0.5 to 0.8 at 0.1, and more than all of it at 0.2)."""
+"""Highest density at which compressed rows are faster than dense ones (measured on one core, batches of 32 and 128: a
+step of a linear layer takes 0.2 to 0.4 of the dense time at 0.05, 0.5 to 0.8 at 0.1, over 1 at 0.2)."""
 
 DENSEST_INDEX = 0.25
-"""Up to this density gathering and scattering what exists costs no more than masking everything."""
+"""Highest density at which gathering and scattering elements costs no more than masking the whole."""
 
 _WORTH_PACKING = 0.7
-"""Up to this share of rows times columns packing pays: gathering and spreading them takes some time itself."""
+"""Highest share of rows times columns at which packing pays; gathering and spreading them take time too."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of ``parameter`` that exist, by their flat row-major indices, sorted, int64 [n]."""
+    """The existing elements of ``parameter``; index: flat, row-major, sorted, int64 [n]."""
 
     parameter: nn.Parameter
     index: Tensor
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor of the parameter's shape, [n], copied."""
+        """Return a copy of the elements of a tensor of the parameter's shape, [n]."""
         return tensor.reshape(-1).index_select(0, self.index)
 
     def put(self, values: Tensor) -> None:
@@ -56,36 +53,39 @@ class Elements:
         whole = self.parameter.detach()
         if whole.is_contiguous():
             whole.view(-1).index_copy_(0, self.index, values)
-        else:  # a convolution in channels last
+        # A convolution in channels last.
+        else:
             whole.copy_(whole.contiguous().view(-1).index_copy_(0, self.index, values).view(whole.shape))
 
 
 class SparseRows(Elements):
-    """Elements of a linear layer's weight as compressed rows; and as compressed columns, for its input's gradient."""
+    """Elements of a linear layer's weight as compressed rows, and as compressed columns for the input's gradient."""
 
     def __init__(self, parameter: nn.Parameter, index: Tensor) -> None:
         _warned()
         super().__init__(parameter, index)
         outputs, inputs = parameter.shape
-        rows, columns = index // inputs, index % inputs
+        rows = index // inputs
+        columns = index % inputs
         self._size = (outputs, inputs)
-        # Indices of four bytes: the products are faster with them.
+        # Products are faster with indices of four bytes.
         self._by_row = (_ends(rows, outputs), columns.int())
-        self._order = columns.sort(stable=True).indices  # stable, so that the rows of each column stay in order
+        # A stable sort keeps the rows of each column in order.
+        self._order = columns.sort(stable=True).indices
         self._by_column = (_ends(columns, inputs), rows[self._order].int())
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Return the weight [outputs, inputs] of these values, sparse."""
+        """Return the sparse weight [outputs, inputs] with these values."""
         return _compressed(*self._by_row, values, self._size)
 
     def transposed(self, values: Tensor) -> Tensor:
-        """Return the weight's transpose [inputs, outputs], sparse."""
+        """Return the sparse transposed weight [inputs, outputs]."""
         return _compressed(*self._by_column, values.index_select(0, self._order), self._size[::-1])
 
 
 @cache
 def _warned() -> None:
-    """Silence torch's one warning that compressed rows are in beta: their results here are tested."""
+    """Silence torch's one warning that compressed rows are in beta; tests check their results."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.eye(1).to_sparse_csr()
@@ -96,18 +96,17 @@ def _compressed(ends: Tensor, indices: Tensor, values: Tensor, size: tuple[int, 
 
 
 def _ends(lines: Tensor, count: int) -> Tensor:
-    """Return how many entries lie before each of ``count`` lines, and behind the last, if ``lines`` are theirs;
-    int32."""
+    """Return the bounds of ``count`` compressed lines, int32, for entries on ``lines``."""
     return F.pad(torch.bincount(lines, minlength=count).cumsum(0), (1, 0)).int()
 
 
 class _SparseLinear(torch.autograd.Function):
-    """A linear layer, x [..., in_features], with a weight of elements ``values`` [n] where ``rows`` says, else 0."""
-
     @staticmethod
     def forward(ctx: Any, layer: nn.Linear, x: Tensor, values: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(values.dtype)
-        ctx.rows, ctx.shape, ctx.dtype = rows, x.shape, x.dtype
+        ctx.rows = rows
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         ctx.save_for_backward(flat, values)
         result = torch.mm(rows.matrix(values.detach()), flat.t())
         if bias is not None:
@@ -127,7 +126,7 @@ class _SparseLinear(torch.autograd.Function):
 
 
 def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """Return ``layer(x)``, x [..., in_features], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    """Return ``layer(x)``, x [..., in_features], for a weight of ``leaf`` at the block and 0 elsewhere."""
     flat = x.reshape(-1, x.shape[-1])
     result = spread_channels(F.linear(gather_channels(flat, block.columns), leaf), block.rows, layer.out_features)
     return (result if bias is None else result + bias).view(*x.shape[:-1], -1)
@@ -136,7 +135,7 @@ def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None
 def packed_convolution(
     layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
 ) -> Tensor:
-    """Return ``layer(x)``, x [N, C, ...], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    """Return ``layer(x)``, x [N, C, ...], for a weight of ``leaf`` at the block and 0 elsewhere."""
     convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
     part = convolve(gather_channels(x, block.columns), leaf, None, layer.stride, layer.padding, layer.dilation)
     result = spread_channels(part, block.rows, layer.out_channels)
@@ -146,10 +145,9 @@ def packed_convolution(
 def run_of(
     layer: nn.Module | None, parameter: nn.Parameter, exists: Tensor, positions: int
 ) -> tuple[Kernel | None, ActiveBlock | Elements | None]:
-    """Return how the weight of ``layer`` is run, and what of it is trained; see the module.
+    """Return a weight's kernel (None for autograd's) and its trained part (None for all, with a masked gradient).
 
-    exists: bool, of the parameter's shape. layer: None where it is no layer's ``weight``. No kernel: autograd's own, on
-    the whole weight; nothing trained in particular: all of it, with a gradient that is masked.
+    exists: bool, of the parameter's shape. layer: None unless the parameter is its ``weight``.
     """
     density = float(exists.sum()) / exists.numel()
     linear = type(layer) is nn.Linear and parameter.numel() * positions >= FEW_PRODUCTS
@@ -169,6 +167,7 @@ def run_of(
         if 0 < float(rows.sum() * columns.sum()) <= _WORTH_PACKING * len(rows) * len(columns):
             block = ActiveBlock(parameter, tuple(parameter.shape), _where(rows), _where(columns))
             return packed_linear if linear else packed_convolution, block
+    # This limits memory too: above 1/8, an index of eight bytes per element is larger than a byte per value.
     if density <= DENSEST_INDEX:
         return None, Elements(parameter, _flat(exists))
     return None, None
@@ -183,26 +182,25 @@ def _where(flags: Tensor) -> Tensor | None:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their bytes."""
+"""By size in bytes."""
 
 
 class Bits:
-    """Zeroes gradients in place where nothing exists, whatever they are there: infinite ones, too.
-
-    A byte for each value: all its bits are set where the value exists, and none where not. A gradient's bits and those
-    are what stays of it, which is twice as fast as multiplying by booleans, and knows no inf * 0.
-    """
+    """Zero gradients in place at missing elements, including infinite ones."""
 
     def __init__(self, exists: Tensor) -> None:
         self._bits = -exists.to(torch.int8)
 
+    # A bitwise and with one byte per value, all bits set or none, is twice as fast as multiplying by booleans, and has
+    # no inf * 0.
     def mask(self, gradient: Tensor) -> None:
-        """Zero ``gradient``, of the shape of what exists, in place."""
-        if self._bits.stride() != gradient.stride():  # a convolution's in channels last
+        """Zero ``gradient`` in place at missing elements."""
+        # The gradient of a convolution in channels last.
+        if self._bits.stride() != gradient.stride():
             self._bits = torch.empty_like(gradient, dtype=torch.int8).copy_(self._bits)
         gradient.view(_INTEGERS[gradient.element_size()]).bitwise_and_(self._bits)
 
 
 def tensors_of(flags: Mapping[str, Flags]) -> dict[str, Tensor]:
-    """Return flags as ``Freezing`` takes them: name -> bool of the parameter's shape."""
+    """Return flags as tensors for ``Freezing``: name -> bool of the parameter's shape."""
     return {name: torch.from_numpy(np.array(each)) for name, each in flags.items()}

@@ -1,4 +1,4 @@
-"""A model that PyTorch trains: on accelerators, for models that do not compile, and for gradients of gradients."""
+"""The PyTorch engine: for accelerators, models that do not compile, and second-order gradients."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ from .narrow import Narrow
 
 
 class TorchEngine:
-    """The model of ``task``, trained with its loss where its ``compute`` says. An ``Engine``."""
+    """An ``Engine`` that trains the model of ``task`` with its loss on its ``compute`` device."""
 
     title = "PyTorch"
 
     def __init__(self, task: Task, manifest: Manifest) -> None:
-        self.task, self.manifest = task, manifest
+        self.task = task
+        self.manifest = manifest
 
     @property
     def model(self) -> nn.Module:
@@ -92,12 +93,12 @@ class TorchEngine:
         )
 
     def freezing(self, part: Part) -> Freezing:
-        """Return what leaves all else of the model alone."""
+        """Return the freezing of everything except a part."""
         elements, trained = (None if flags is None else tensors_of(flags) for flags in (part.elements, part.trained))
         return Freezing(self.model, self.manifest, part.mask, elements, trained)
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
-        """Go through data again and again, on the model's device."""
+        """Iterate over the data indefinitely on the model's device, reseeding from ``seed``."""
         device = device_of(self.model)
         seed_generators(device, seed)
         for batch in passes(batches, seed):
@@ -113,7 +114,7 @@ class TorchEngine:
         teacher: Teacher | None = None,
         responsibilities: NDArray[Any] | None = None,
     ) -> tuple[float, NDArray[Any]]:
-        """Return loss and outputs; each gradient is freed before the backward pass makes the next."""
+        """Return loss and outputs; free each gradient before the next is computed."""
         begin_training(self.model)
 
         def hand_over(name: str, gradient: Tensor) -> None:
@@ -128,7 +129,8 @@ class TorchEngine:
         return loss, outputs.float().cpu().numpy()
 
     def _taught_by(self, teacher: Teacher) -> Callable[[Tensor, Tensor], Tensor]:
-        weight, temperature = teacher.weight, teacher.temperature
+        weight = teacher.weight
+        temperature = teacher.temperature
         wanted = (as_tensor(teacher.outputs).to(device_of(self.model)) / temperature).log_softmax(1)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class TorchEngine:
         return {name: each.cpu().numpy() for name, each in found.items()}
 
     def take_statistics(self, batches: Batches) -> int:
-        """Give batch norms the means of the batches' statistics."""
+        """Set the running statistics of batch norms to the means over the batches."""
         frozen = set(frozen_norms(self.model))
         norms = [
             each
@@ -154,11 +156,13 @@ class TorchEngine:
             if isinstance(each, _BatchNorm) and each.track_running_stats and each not in frozen
         ]
         momenta = [norm.momentum for norm in norms]
-        passed, device = 0, device_of(self.model)
+        passed = 0
+        device = device_of(self.model)
         with evaluating(self.model), torch.no_grad(), self.task.compute.precision():
             for norm in norms:
                 norm.reset_running_stats()
-                norm.momentum = None  # the mean of all, in PyTorch's words
+                # In PyTorch, no momentum means the mean of all batches.
+                norm.momentum = None
                 norm.train()
             for inputs, targets in batches if norms else ():
                 self.model(as_tensor(inputs).to(device))
@@ -188,7 +192,8 @@ class TorchEngine:
 
     def likelihoods(self, batches: Batches) -> NDArray[Any]:
         """Return the likelihoods of a mixture's components."""
-        mixture, found = mixture_in(self.model), []
+        mixture = mixture_in(self.model)
+        found = []
         with evaluating(self.model), torch.inference_mode():
             for inputs, targets in (as_tensors(batch, device_of(self.model)) for batch in batches):
                 with self.task.compute.precision():
@@ -196,11 +201,11 @@ class TorchEngine:
         return np.concatenate(found)
 
     def loss(self, outputs: NDArray[Any], targets: Any) -> float:
-        """Return the loss of outputs."""
+        """Return the loss of given outputs."""
         return float(self.task.loss(as_tensor(outputs), as_tensor(targets).cpu()))
 
     def scaled(self, scale: NDArray[np.float32]) -> TorchEngine:
-        """Return an engine of this model that trains on the loss of its outputs times ``scale``."""
+        """Return an engine of this model whose loss is of its outputs times ``scale``."""
         factor = torch.tensor(np.asarray(scale, np.float32), device=device_of(self.model))
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -215,12 +220,12 @@ class TorchEngine:
         return TorchEngine(replace(self.task, model=copy.deepcopy(self.model)), self.manifest)
 
     def narrow(self, mask: NeuronMask, batches: Batches | None) -> TorchCut:
-        """Return the network of the active neurons."""
+        """Return the engine of a network with only the active neurons."""
         return TorchCut(self, Narrow(self.model, self.manifest, mask, batches))
 
 
 class TorchCut:
-    """A narrow network, and the engine that trains it."""
+    """A narrow network with its engine."""
 
     def __init__(self, whole: TorchEngine, network: Narrow) -> None:
         self.engine = TorchEngine(replace(whole.task, model=network.model), network.manifest)

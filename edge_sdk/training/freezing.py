@@ -1,14 +1,9 @@
-"""Training that leaves frozen parameters alone: w <- w - lr * (m ⊙ ∇F(w)) (FedSPU, arXiv:2403.11464, Eq. 5).
+"""Training with frozen parameters: w <- w - lr * (m ⊙ ∇F(w)) (FedSPU, arXiv:2403.11464, Eq. 5).
 
-While a ``Freezing`` is entered, each parameter that is frozen in part is represented by a *leaf*: a tensor of its
-active values alone. The optimiser moves leaves, so its state exists for active values only, momentum and weight decay
-move nothing else, and clipping counts nothing else. Layers run on the whole parameters, into which ``write_back`` puts
-the leaves after each step; what is frozen is never written, so it stays bit for bit. The backward pass computes the
-gradients of the leaves alone (``active``). The forward pass uses the whole network and the error signal still flows
-back through frozen neurons, and no mask outlives its round.
-
-Where elements of weights are masked away (FedSGC, DM-PFL, fine-tuning of a sparse model) what is left out is zero, and
-stays zero; layers may then skip it in the forward pass, too (``elements``).
+Within a ``Freezing``, a *leaf* of the active values stands for each parameter that is frozen in part. The optimiser
+moves leaves, so momentum, weight decay and clipping affect only these. Layers use the whole parameters, to which
+``write_back`` copies the leaves after each step; frozen values stay bit-identical. Masked elements (FedSGC, DM-PFL,
+fine-tuning of a sparse model) are and stay zero.
 """
 
 from __future__ import annotations
@@ -30,17 +25,15 @@ from .active import ActiveBlock, Kernel, kernel_of
 from .elements import Bits, Elements, run_of
 
 _LARGE = 2**16
-"""From this many values on a parameter's whole gradient goes before the next one is made. Small ones wait until all are
-there: to be called in the middle of a backward pass takes longer than the work."""
+"""Gradients of parameters of this size are taken over at once, to free memory. Small ones wait until the end of the
+backward pass: a callback in its middle takes longer than the work."""
 
 
 @dataclass
 class _Part:
-    """A parameter and what is trained of it.
+    """A parameter and its trained part.
 
-    module: the layer whose ``weight`` it is, if any. kernel: what runs that layer; None where autograd's own do. bits:
-    zeroes the leaf's gradient where no element exists. leaf: the parameter itself, where that is all of it, else the
-    values that ``trained`` takes of it.
+    module: the layer that has it as ``weight``. leaf: the parameter itself, or its values by ``trained``.
     """
 
     parameter: nn.Parameter
@@ -52,18 +45,17 @@ class _Part:
 
     @property
     def gathers(self) -> bool:
-        """True if autograd makes the whole gradient, of which the leaf's is then taken."""
+        """Whether the leaf's gradient is taken from the whole gradient."""
         return self.trained is not None and self.kernel is None
 
 
 class Freezing:
-    """One round's frozen entries of a model's parameters; entered while the model trains.
+    """Frozen entries of a model's parameters in one round; a context manager around training.
 
-    Made after the round's weights are loaded. Frozen is what ``mask`` does not name (None freezes nothing), and what
-    does not exist by ``elements``: name -> bool of the parameter's shape. What does not exist must be zero, and stays
-    zero. Frozen as it is, zero or not, is what ``trained`` leaves out of the parameters that it names: name -> bool.
-    Parameters that are trained as a whole cost nothing. Raises ManifestError, naming the parameter, when the
-    model is not the manifest's, and ValueError for elements of no parameter, of another shape, or that are not zero.
+    Create it after the round's weights are loaded. elements: name -> bool of the parameter's shape; the others must be
+    zero, and stay zero. trained: name -> bool; the others are frozen as they are. Raises ManifestError, naming the
+    parameter, if the model does not match the manifest, and ValueError for unknown parameters, wrong shapes, and masked
+    weights other than zero.
     """
 
     def __init__(
@@ -74,13 +66,17 @@ class Freezing:
         elements: Mapping[str, torch.Tensor] | None = None,
         trained: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.model, self._manifest, self._mask, self._trained = model, manifest, mask, trained
+        self.model = model
+        self._manifest = manifest
+        self._mask = mask
+        self._trained = trained
         self._still: list[nn.Parameter] = []
         self._undo: list[Callable[[], object]] = []
         self._parts: dict[str, _Part] = {}
         specs = {spec.name: spec for spec in manifest.tensors}
         layers = {name: layer for layer in manifest.layers for name in layer.tensors}
-        exist, only = dict(elements or {}), dict(trained or {})
+        exist = dict(elements or {})
+        only = dict(trained or {})
         modules = {f"{path}.weight".lstrip("."): module for path, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             if name not in specs or specs[name].shape != tuple(parameter.shape):
@@ -103,30 +99,29 @@ class Freezing:
                 self._still.append(parameter)
         if exist or only:
             unknown = ", ".join(sorted({*exist, *only}))
-            raise ValueError(f"there are elements for {unknown}, which the model does not have")
+            raise ValueError(f"elements for {unknown}, which the model does not have")
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters that train."""
+        """Names of the trained parameters."""
         return list(self._parts)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The values to train, for the optimiser: whole parameters, and leaves of those that are frozen in part."""
+        """Tensors for the optimiser: whole parameters, and leaves of those that are frozen in part."""
         return [part.leaf for part in self._parts.values()]
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
-        """Return the same of a model of which other elements exist, now. Raises what making one does."""
+        """Return a new freezing with other existing elements. Raises as the constructor does."""
         return Freezing(self.model, self._manifest, self._mask, elements, self._trained)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor that lies where the parameter's leaf does; the tensor itself, where that
-        is all."""
+        """Return the values of a tensor, of the parameter's shape, at the leaf."""
         trained = self._parts[name].trained
         return tensor if trained is None else trained.take(tensor)
 
     def spread(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return the inverse of ``take``: a tensor of the parameter's shape, and zero where its leaf is not."""
+        """Return a tensor of the parameter's shape with ``values`` at the leaf, zeros elsewhere."""
         part = self._parts[name]
         if part.trained is None:
             return values
@@ -157,13 +152,12 @@ class Freezing:
         while self._undo:
             self._undo.pop()()
         for part in self._parts.values():
-            vars(part).pop("leaf", None)  # none, where it was left before: what exists was to change, and could not
+            # Missing if a change of elements failed.
+            vars(part).pop("leaf", None)
 
     def collect_gradients(self) -> None:
-        """Bring all gradients to the leaves, zero where nothing exists: after backward, before clipping.
-
-        Optimisers that start afresh and see gradients of zero alone move no zero, with momentum or weight decay.
-        """
+        """Move all gradients to the leaves, zero at missing elements; after backward, before clipping."""
+        # A new optimiser that sees only zero gradients moves no zero, with momentum or weight decay.
         for part in self._parts.values():
             if part.gathers and part.parameter.grad is not None:
                 _hand_over(part, part.parameter)
@@ -171,7 +165,7 @@ class Freezing:
                 part.bits.mask(part.leaf.grad)
 
     def write_back(self) -> None:
-        """Bring the leaves into the model: after the optimiser steps."""
+        """Copy the leaves into the model, after a step of the optimiser."""
         for part in self._parts.values():
             if part.trained is not None:
                 part.trained.put(part.leaf.detach())
@@ -184,7 +178,6 @@ def _part_of(
     layer: Layer | None,
     exists: torch.Tensor | None,
 ) -> _Part:
-    """Return what is trained of a parameter: its active ``block``, of which only some elements may exist."""
     part = _Part(parameter, module)
     positions = 1 if layer is None else layer.positions
     if block.rows is not None or block.columns is not None:
@@ -201,7 +194,7 @@ def _part_of(
 
 
 def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the flags where the parameter is; None where they are all set."""
+    """Return checked flags; None if all are set."""
     if flags is None:
         return None
     if flags.shape != parameter.shape or flags.dtype != torch.bool:
@@ -213,10 +206,9 @@ def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) ->
 
 
 def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what exists of a parameter; None where that is all."""
     exists = _of_shape(name, parameter, exists)
     if exists is not None and bool((parameter.detach() != 0).logical_and_(~exists).any()):
-        raise ValueError(f"{name}: weights that do not exist are not zero; multiply it by its mask before training")
+        raise ValueError(f"{name}: masked weights must be zero; multiply it by its mask first")
     return exists
 
 
@@ -225,13 +217,12 @@ def _index(index: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def _run(module: Any, part: _Part, x: torch.Tensor) -> torch.Tensor:
-    """Return the forward pass of a layer with a kernel."""
     assert part.kernel is not None
     return part.kernel(module, x, part.leaf, getattr(module, "bias", None), part.trained)
 
 
 def _hand_over(part: _Part, parameter: torch.Tensor) -> None:
-    """Move what is trained of a parameter's gradient to its leaf, adding to what is there."""
+    """Move the trained part of a parameter's gradient to its leaf."""
     assert part.trained is not None
     gradient = part.trained.take(cast(torch.Tensor, parameter.grad))
     part.leaf.grad = gradient if part.leaf.grad is None else part.leaf.grad.add_(gradient)

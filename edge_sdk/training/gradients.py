@@ -1,4 +1,4 @@
-"""Gradients of whole weights, whatever of them exists, and what becomes of them along a direction."""
+"""Gradients of whole weights, and their derivative along a direction."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ def visit_gradients(
     moves: bool = False,
     judged: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one;
-    return loss and outputs.
+    """Call ``visit`` with the name and gradient of each parameter in ``names``; return loss and outputs.
 
-    One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
-    (running statistics) are as before afterwards unless they are to move, and no gradient is left, whatever ``visit``
-    raises. judged: gives loss and outputs of a batch, where they are not the task's.
+    The loss is that of all batches as one. ``visit`` must not change the model. Buffers are restored unless ``moves``.
+    judged: returns loss and outputs of a batch, instead of the task's loss.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     hooks = []
@@ -55,7 +53,7 @@ def visit_gradients(
         for hook in hooks:
             hook.remove()
         for parameter in wanted.values():
-            parameter.grad = None  # of what was under way, where ``visit`` raised
+            parameter.grad = None
         for parameter in unwanted:
             parameter.requires_grad_(True)
 
@@ -63,11 +61,9 @@ def visit_gradients(
 def curvature(
     model: nn.Module, task: Task, batches: Sequence[Batch], direction: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the Hessian of the loss on ``batches`` taken as one times ``direction``, of the parameters that it names.
+    """Return the Hessian of the loss of all batches as one, times ``direction``, for the parameters that it names.
 
-    It is the gradient of the gradient's product with the direction. Asked for gradients of weights alone, torch would
-    pass over functions that are differentiable once, and be wrong without a word. Buffers are as before afterwards, and
-    no gradient is left. Raises NoCurvature.
+    Buffers are restored, and gradients freed. Raises NoCurvature.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     weights = {name: parameter for name, parameter in model.named_parameters() if name in direction}
@@ -79,6 +75,7 @@ def curvature(
                 loss, list(weights.values()), create_graph=True, allow_unused=True, materialize_grads=True
             )
             parts = [(each * direction[name]).sum() for name, each in zip(weights, gradient, strict=True)]
+            # torch.autograd.grad for weights only would silently skip functions that are differentiable once.
             torch.stack(parts).sum().backward()  # type: ignore[no-untyped-call]
         return {
             name: torch.zeros_like(each) if each.grad is None else each.grad.contiguous()

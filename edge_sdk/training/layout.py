@@ -1,13 +1,7 @@
-"""Convolutions in the memory layout in which a CPU runs them fastest: channels last, [N, H, W, C] in memory.
+"""The memory format of convolutions: channels last, [N, H, W, C], is fastest on most CPUs.
 
-Measured on one core, a whole training step in channels last took, of its time in PyTorch's usual layout: 0.57 to 0.65
-on the small MNIST networks, 0.73 to 0.80 on the CIFAR networks of DM-PFL, FedSGC and pFedGate, 0.70 to 0.87 on residual
-networks with batch norm, and about the same on FedSPU's CIFAR network. Evaluation gained as much or more, most of it in
-max-pooling. With group norm it took from 0.84 to 1.16, with instance norm 1.28: models with these are left as they are,
-and so is what does not run on a CPU.
-
-A result in the other layout differs in its last bits. Which one is used follows from model and data alone, so equal
-seeds still give equal bits, unless the task says which (``compute``): a device may have measured what is faster there.
+The choice depends only on model and data, so that equal seeds give equal bits, unless the task sets it (``compute``)
+after a measurement on the device.
 """
 
 from __future__ import annotations
@@ -22,19 +16,23 @@ from torch import nn
 from ..publishing.modes import evaluating
 from ..tasks import Task
 
+# Time of a training step in channels last relative to PyTorch's default, measured on one core: 0.57 to 0.65 on the
+# small MNIST networks, 0.73 to 0.80 on the CIFAR networks of DM-PFL, FedSGC and pFedGate, 0.70 to 0.87 on residual
+# networks with batch norm, about 1 on FedSPU's CIFAR network. Evaluation gained at least as much, mostly in
+# max-pooling. Group norm took 0.84 to 1.16 and instance norm 1.28. Results differ in their last bits.
 _SLOWER = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 FEWEST_CHANNELS = 8
-"""Of the input of a convolution of 1 x 1 in steps, for channels last (``runs_safely``)."""
+"""Fewest input channels of a strided 1 x 1 convolution in channels last (``runs_safely``)."""
 
 _runs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Models that have been tried, and whether they run in channels last."""
 
 
 class Layout:
-    """Lays a model's convolutions out for speed while it is entered, and as they were when it is left.
+    """Context manager: choose the convolutions' memory format at the first batch, restore it on exit.
 
-    Called with each batch before the forward pass; decides at the first one.
+    Call it with each batch before the forward pass.
     """
 
     def __init__(self, model: nn.Module, task: Task) -> None:
@@ -50,7 +48,7 @@ class Layout:
         self._restore()
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, laid out like the model."""
+        """Return ``inputs`` in the model's memory format."""
         if self._chosen is None:
             self._chosen = self._choose(inputs, targets)
         return _channels_last(inputs) if self._chosen else inputs
@@ -76,9 +74,9 @@ class Layout:
         return _runs[self._model]
 
     def _tried(self, inputs: torch.Tensor, targets: torch.Tensor) -> bool:
-        """Return whether model and loss take this layout: ``x.view(n, -1)``, where ``flatten`` is meant, does not."""
+        # ``x.view(n, -1)`` in place of ``flatten`` fails in channels last.
         try:
-            # Evaluating, so that no running statistics move.
+            # In evaluation mode running statistics do not move.
             with evaluating(self._model), torch.random.fork_rng(devices=[]), torch.no_grad():
                 self._task.loss(self._model(_channels_last(inputs)), targets)
         except RuntimeError:
@@ -94,18 +92,16 @@ class Layout:
 
 
 def gains(model: nn.Module) -> bool:
-    """Return whether ``model`` is run in channels last on a CPU where nobody says otherwise."""
+    """Return whether ``model`` runs in channels last on a CPU by default."""
     modules = list(model.modules())
     gaining = any(isinstance(module, nn.Conv2d) for module in modules)
     return gaining and runs_safely(model) and not any(isinstance(module, _SLOWER) for module in modules)
 
 
 def runs_safely(model: nn.Module) -> bool:
-    """Return whether ``model`` may be run in channels last on a CPU.
-
-    oneDNN, as PyTorch 2.13 has it, writes beyond its memory on processors without AVX-512 where a convolution of
-    1 x 1 in steps of more than 1 has fewer than eight input channels.
-    """
+    """Return whether ``model`` can run in channels last on a CPU."""
+    # oneDNN in PyTorch 2.13 writes beyond its memory on processors without AVX-512 if a strided 1 x 1 convolution has
+    # fewer than eight input channels.
     return not any(
         isinstance(each, nn.Conv2d)
         and each.kernel_size == (1, 1)
@@ -116,12 +112,12 @@ def runs_safely(model: nn.Module) -> bool:
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    # Not ``contiguous``: with one channel that finds nothing to do, and the strides, by which kernels are chosen, stay.
+    # ``contiguous`` would leave the strides of a single channel, by which kernels are chosen.
     return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 @contextmanager
 def _outside_inference() -> Iterator[None]:
-    """Leave inference mode: a parameter made in it could not be trained any more."""
+    """Leave inference mode, because a parameter created in it cannot be trained."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""One device's local training and evaluation, and its model as numpy arrays."""
+"""A device's local training and evaluation, and its model as numpy arrays."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from .optimisation import Optimisation
 
 
 class Steps(AbstractContextManager[object], Protocol):
-    """An optimisation that ``take_steps`` moves a model by; entered while the model trains."""
+    """An optimisation for ``take_steps``; a context manager around training."""
 
     def forget_gradients(self) -> None:
-        """Prepare a step's backward pass."""
+        """Free the gradients before a step's backward pass."""
 
     def step(self) -> None:
         """Move the parameters, after a step's backward pass."""
@@ -65,11 +65,9 @@ def train_locally(
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
-    start, or to ``proximal_centre`` (``proximal``), of weight μ ``proximal_weight`` is left out of the losses reported.
-    adjustment: changes what exists of the model on the way. factors: name -> what a parameter is multiplied by wherever
-    the model reads it. Raises TrainingDiverged for a loss or weight that is not finite, ValueError where there is
-    nothing to train on.
+    The optimiser starts afresh; ``seed`` decides shuffling and dropout. The reported losses exclude the proximal term.
+    adjustment: changes the model's existing elements between steps. factors: name -> factor of a parameter in the
+    forward pass. Raises TrainingDiverged for a loss or weight that is not finite, ValueError without training data.
     """
     optimisation = Optimisation(
         freezing,
@@ -121,18 +119,18 @@ def take_steps(
     after: Callable[[int], None] = lambda step: None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
-    """Run ``train_locally`` by any ``optimisation``, where ``forward`` gives the outputs for a batch's (inputs,
-    targets).
+    """Run the steps of ``train_locally`` with any ``optimisation`` and ``forward(inputs, targets)``.
 
-    learning_rate: for advice alone. layout: how the model lies in memory meanwhile. after: called with each step's
-    number when it has been taken. Raises what ``train_locally`` does.
+    learning_rate: only for advice. layout: the memory format during training. after: called with each step's number.
     """
-    device, total = device_of(model), count_steps(settings, task.train)
+    device = device_of(model)
+    total = count_steps(settings, task.train)
     diverged = Divergence(settings, learning_rate, total)
     num_examples = count_examples(task.train)
     seed_generators(device, seed)
     begin_training(model)
-    seen, loss_sum = 0, 0.0
+    seen = 0
+    loss_sum = 0.0
     with optimisation, layout or nullcontext():
         for step, batch in enumerate(islice(passes(task.train, seed), total), start=1):
             optimisation.forget_gradients()
@@ -148,7 +146,8 @@ def take_steps(
             seen += len(targets)
             loss_sum += value * len(targets)
             progress(step, total, loss_sum / seen)
-    for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
+    # Running statistics overflow before weights do.
+    for name, tensor in model.state_dict().items():
         if not torch.isfinite(tensor).all():
             raise diverged.of_tensor(name)
     return LocalResult(num_examples, seen, total, loss_sum / seen)
@@ -162,15 +161,16 @@ def evaluate(
     *,
     metrics: bool = False,
 ) -> Evaluation:
-    """Return mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation
-    mode.
+    """Return mean loss and, for a classification, accuracy of ``model`` on ``batches``, in evaluation mode.
 
-    forward: gives the outputs, where that is not calling the model. metrics: measure the task's, too. Leaves every
-    module in the mode it was in. Raises TrainingDiverged when the loss is not finite, ValueError when there is no
-    sample.
+    forward: returns the outputs instead of the model. metrics: compute the task's metrics too. Raises TrainingDiverged
+    if the loss is not finite, ValueError without a sample.
     """
     device = device_of(model)
-    seen, loss_sum, correct, measured = 0.0, 0.0, 0, task.measured if metrics else {}
+    seen = 0.0
+    loss_sum = 0.0
+    correct = 0
+    measured = task.measured if metrics else {}
     ignored = ignored_label(task.loss)
     pairs: list[tuple[Any, Any]] = []
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
@@ -192,22 +192,22 @@ def evaluate(
 
 
 def as_tensors(batch: Iterable[Any], device: torch.device | str = "cpu") -> Batch:
-    """Return (inputs, targets) as tensors on ``device``; arrays are read where they lie, on the processor."""
+    """Return (inputs, targets) as tensors on ``device``, sharing memory with arrays if possible."""
     inputs, targets = (as_tensor(each).to(device) for each in batch)
     return inputs, targets
 
 
 def as_tensor(values: Any) -> torch.Tensor:
-    """Return a tensor that shares memory with an array, or the tensor that it is given; copied where it must be."""
+    """Return a tensor that shares memory with an array, unless it must be copied, or the tensor itself."""
     if isinstance(values, torch.Tensor):
         return values
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
 def get_tensors(model: nn.Module, manifest: Manifest, which: Literal["published", "kept"] = "kept") -> Tensors:
-    """Return copies of every tensor that the manifest keeps, by name, C-contiguous whatever the model's memory layout.
+    """Return C-contiguous copies of the tensors that the manifest keeps, by name.
 
-    which: those of the manifest that are asked for. Raises ManifestError when the model is another one.
+    which: a tuple of tensors of the manifest. Raises ManifestError if the model does not match.
     """
     state: dict[str, Any] = model.state_dict()
     wanted: tuple[TensorSpec, ...] = getattr(manifest, which)
@@ -222,13 +222,13 @@ def get_tensors(model: nn.Module, manifest: Manifest, which: Literal["published"
 
 
 def set_tensors(model: nn.Module, tensors: Tensors) -> None:
-    """Copy ``tensors`` into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+    """Copy ``tensors`` into the model by name. Raises ManifestError, naming the tensor."""
     state: dict[str, Any] = model.state_dict()
     check_loadable(tensors, {name: tuple(tensor.shape) for name, tensor in state.items()})
     with torch.no_grad():
         for name, tensor in tensors.items():
             if state[name].device.type == "cpu":
-                # Through numpy: torch copies an array first or, where it is read-only, warns.
+                # By numpy: torch copies an array first, or warns if it is read-only.
                 np.copyto(state[name].numpy(), tensor, casting="unsafe")
             else:
                 state[name].copy_(torch.tensor(tensor))
@@ -239,8 +239,8 @@ def _on(device: torch.device, tensors: Tensors | None) -> dict[str, torch.Tensor
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators that training on ``device`` draws from. (torch.manual_seed seeds those of every accelerator
-    that there might be, which takes a millisecond: a tenth of a small network's local training.)"""
+    """Seed the generators that training on ``device`` uses."""
+    # torch.manual_seed also seeds all accelerators. That takes a millisecond, a tenth of a small network's training.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.manual_seed(seed)

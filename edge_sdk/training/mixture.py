@@ -15,14 +15,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Mixture(nn.Module):
-    """Copies of a classifier, and the weights π [M] by which what they predict is added.
+    """Copies of a classifier, mixed with weights π [M].
 
-    Its outputs [N, C] are ln Σ_m π_m softmax(z_m), of the components' outputs z_m.
+    The outputs [N, C] are ln Σ_m π_m softmax(z_m), of the components' outputs z_m.
     """
 
     def __init__(self, model: nn.Module, components: int, aliases: Mapping[str, str] | None = None) -> None:
-        """Copy ``model``. aliases: name of a tensor that the components share -> its name in the component that has
-        it."""
+        """Copy ``model``. aliases: name of a shared tensor -> its name in the component that owns it."""
         super().__init__()
         self.components = nn.ModuleList(copy.deepcopy(model) for _ in range(components))
         for alias, name in (aliases or {}).items():
@@ -39,8 +38,10 @@ class Mixture(nn.Module):
         return torch.cat(found, dim=1)
 
     def weighed(self, loss: Loss, responsibilities: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of the mixture's outputs and these; the loss's gradients are those of the sum of what the
-        components lose, each sample's times its ``responsibilities`` [N, M]."""
+        """Return the mixture's loss and outputs, with the gradients of the components' weighted losses.
+
+        responsibilities [N, M]: weight of each sample in the loss of each component.
+        """
         scores = self._scores(inputs)
         parts = [
             loss(each.detach() + share[:, None] * (each - each.detach()), targets)
@@ -53,7 +54,8 @@ class Mixture(nn.Module):
         return value + total - total.detach(), outputs
 
     def _share(self, alias: str, name: str) -> None:
-        (path, _, own), (other, _, last) = alias.rpartition("."), name.rpartition(".")
+        path, _, own = alias.rpartition(".")
+        other, _, last = name.rpartition(".")
         setattr(self.get_submodule(path), own, getattr(self.get_submodule(other), last))
 
     def _scores(self, inputs: Tensor) -> list[Tensor]:
@@ -66,7 +68,7 @@ class Mixture(nn.Module):
 
 
 def mixture_in(model: nn.Module) -> Mixture:
-    """Return the model, which must be a mixture. Raises ManifestError."""
+    """Return the model as a mixture. Raises ManifestError if it is none."""
     if not isinstance(model, Mixture):
-        raise ManifestError(f"a {type(model).__name__} is no mixture; join the federation again")
+        raise ManifestError(f"a {type(model).__name__} is not a mixture; join the federation again")
     return model

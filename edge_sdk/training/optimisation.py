@@ -1,4 +1,4 @@
-"""One round's optimisation: what is trained, the optimiser that moves it, and the pull back to where it started."""
+"""The optimisation of one round: trained values, optimiser and proximal term."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from .freezing import Freezing
 
 
 class Optimisation:
-    """Moves what ``freezing`` leaves to train; entered while the model trains. The optimiser starts afresh.
+    """Optimiser of the values that ``freezing`` trains; a context manager around training.
 
-    proximal_weight: μ >= 0 of a pull to ``proximal_centre``, by parameters' names, or by default back to the weights at
-    the start; 0 does nothing at all.
+    proximal_weight: μ >= 0. proximal_centre: by parameter name; by default the weights at the start.
     """
 
     def __init__(
@@ -47,7 +46,8 @@ class Optimisation:
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:
-            self.forget_gradients()  # as large as the model: free them until the next round
+            # Gradients are as large as the model: free them until the next round.
+            self.forget_gradients()
         self._freezing.__exit__(*raised)
 
     def _begin(self, changed: Mapping[str, torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class Optimisation:
         self._optimizer = optimizer_of(self._parameters, self._settings, self._learning_rate)
         self._pull: Pull | None = None
         if self._proximal_weight:
-            # What was taken away is pulled nowhere, or it would come back to life where gradients are masked in place.
+            # Removed elements are pulled to zero, or masked gradients would revive them.
             starts = {
                 name: start * changed[name].to(start.device) if name in changed else start
                 for name, start in self._start.items()
@@ -65,7 +65,7 @@ class Optimisation:
             self._pull = Pull(self._parameters, centres, self._proximal_weight)
 
     def forget_gradients(self) -> None:
-        """Prepare a step's backward pass."""
+        """Free the gradients before a step's backward pass."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -80,16 +80,17 @@ class Optimisation:
         self._freezing.write_back()
 
     def change(self, decide: Callable[[], Change]) -> None:
-        """Leave the model to ``decide``, which may change its weights, and go on with what it says exists of them.
+        """Let ``decide`` change the model's weights, and continue with the existing elements that it returns.
 
-        What stays keeps its memory in the optimiser, and everything that exists the place that it is pulled to. Raises
-        what ``decide`` does; nothing but leaving is possible then.
+        Remaining elements keep their optimiser state. If ``decide`` raises, only exit is possible.
         """
-        before, memory = self._freezing, [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
+        before = self._freezing
+        memory = [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
         self.forget_gradients()
         before.__exit__()
         change = decide()
-        elements, renewed = tensors_of(change.elements), tensors_of(change.renewed)
+        elements = tensors_of(change.elements)
+        renewed = tensors_of(change.renewed)
         self._freezing = before.with_elements(elements)
         self._begin(elements)
         for name, leaf, slots in zip(before.names, self._parameters, memory, strict=True):
@@ -100,8 +101,9 @@ class Optimisation:
                 }
 
     def _carried(self, before: Freezing, name: str, value: Any, renewed: torch.Tensor | None) -> Any:
-        """Return what an optimiser remembers of a parameter's leaf for its new leaf."""
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps
+        """Return a value of the optimiser's state for a parameter's new leaf."""
+        # A count of steps.
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         whole = before.spread(name, value)
         if renewed is not None:
@@ -116,12 +118,10 @@ class _Optimizer(Protocol):
         """Move the parameters by their gradients."""
 
 
+# A process's first optimiser of torch.optim imports torch's compiler, which takes 1.5 to 2 seconds: more than a round
+# of a small device.
 class _PlainSGD:
-    """w <- w - lr(g + weight_decay·w), bit for bit as torch.optim.SGD has it without momentum.
-
-    The first optimiser of torch.optim in a process imports its compiler, for 1.5 to 2 seconds: more than a round of the
-    small devices that a fleet is made of.
-    """
+    """w <- w - lr(g + weight_decay·w), bit-identical to torch.optim.SGD without momentum."""
 
     def __init__(self, parameters: list[torch.Tensor], learning_rate: float, weight_decay: float) -> None:
         self._parameters = parameters
@@ -131,7 +131,7 @@ class _PlainSGD:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the parameters; one that the loss does not depend on stays."""
+        """Move the parameters that have a gradient."""
         moving: list[torch.Tensor] = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in moving if parameter.grad is not None]
         if self._weight_decay:
@@ -140,7 +140,7 @@ class _PlainSGD:
 
 
 def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
-    """Return a new optimiser as ``settings`` name it."""
+    """Return a new optimiser by the settings."""
     if settings.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.optimizer == "adamw":
@@ -153,9 +153,9 @@ def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, l
 
 
 class Pull:
-    """The proximal term μ/2·|w - w^t|² of FedProx (arXiv:1812.06127, Eq. 2), as what it adds to the gradients.
+    """Gradient of the proximal term μ/2·|w - w^t|² of FedProx (arXiv:1812.06127, Eq. 2).
 
-    It pulls each of ``parameters`` back to its tensor of ``centres``, with ``weight`` μ > 0.
+    weight: μ > 0. centres: w^t for each of ``parameters``.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], centres: Sequence[torch.Tensor], weight: float) -> None:
@@ -166,5 +166,6 @@ class Pull:
     def add_to_gradients(self) -> None:
         """Add μ(w - w^t) to the gradients, after the backward pass."""
         for parameter, centre in self._pairs:
-            if parameter.grad is not None:  # one that the forward pass does not use never moves
+            # Without a gradient the forward pass does not use it.
+            if parameter.grad is not None:
                 parameter.grad.add_(parameter - centre, alpha=self._weight)

@@ -1,13 +1,8 @@
-"""A few steps of training with PyTorch on a copy of the model, and of each layer alone, to find out what they take.
+"""Time and memory of a few training steps with PyTorch, on copies of the model and of each layer.
 
-Two short trainings, on 4 and on 8 samples, allocate and free the same blocks in the same order; only the sizes of the
-blocks differ, and each size grows by the same amount with every sample. The sizes at any batch follow from those two
-trainings, and the peak is the largest of the running sums. Counted is what torch's allocator hands out, including
-copies made inside its kernels: this is exact, and the same every time.
-
-The process holds more than that: blocks of up to 32 MiB come from the C library's heap, which has holes between the
-blocks in use, the more the longer a process trains. The factor follows from nothing that can be counted
-(docs/results/speed.md has the spread); ``HEAP`` is in the middle.
+Trainings on 4 and on 8 samples allocate and free the same blocks of torch's allocator in the same order, and each
+block's size grows linearly with the samples. So the two trainings give the sizes for any batch, and the peak is the
+largest running sum.
 """
 
 from __future__ import annotations
@@ -42,17 +37,19 @@ from .local import as_tensors
 from .narrow import Narrow
 
 REPEATS = 3
-"""Passes through each layer, of which the fastest counts."""
+"""Passes through each layer; the fastest counts."""
 
+# The process holds more than the allocator's blocks: those of up to 32 MiB lie in the C library's heap, which
+# fragments, more so in longer training. This factor cannot be derived; docs/results/speed.md has its spread.
 HEAP = 1.75
-"""Memory held over memory in use, where the C library manages it (glibc 2.36)."""
+"""Memory held over memory in use under the C library (glibc 2.36)."""
 
 FEW = (4, 8)
-"""The batches that are tried. Not 1: a convolution of one sample runs in another kernel."""
+"""Batch sizes that are tried. Not 1: a convolution of one sample runs in another kernel."""
 
 
 class TorchRehearsal(Rehearsal):
-    """Training with PyTorch, whose random numbers stay as they are."""
+    """Training with PyTorch that restores random numbers."""
 
     def __init__(
         self,
@@ -75,43 +72,46 @@ class TorchRehearsal(Rehearsal):
         return model
 
     def engine(self, mask: NeuronMask | None = None, compute: Compute | None = None) -> TorchEngine:
-        """Return an engine of the copy, which is not compared where it is narrow; the process has its threads."""
-        task, manifest = self.task if compute is None else self.task.on(compute), self.manifest
+        """Return an engine of the copy; a narrow one is not compared."""
+        task = self.task if compute is None else self.task.on(compute)
+        manifest = self.manifest
         if mask is not None:
             network = Narrow(self.model, manifest, mask, None)
-            task, manifest = replace(task, model=network.model), network.manifest
+            task = replace(task, model=network.model)
+            manifest = network.manifest
         return TorchEngine(task, manifest)
 
     def timed(self, work: Callable[[Callable[[int, int, float], None]], object]) -> list[float]:
-        """Do ``work``; return the seconds of each step but the first."""
+        """Run ``work``; return the seconds of each step except the first."""
         with torch.random.fork_rng(devices=[]):
             return super().timed(work)
 
     @property
     def threads(self) -> int:
-        """The threads that the process began with."""
+        """Number of threads at the start."""
         return self._threads
 
     def formats(self, compute: Compute) -> list[Compute]:
-        """Return the other format of convolutions."""
+        """Return the other memory format of convolutions."""
         if compute.channels_last is not None or not any(isinstance(each, nn.Conv2d) for each in self.model.modules()):
             return []
         return [replace(compute, channels_last=not gains(self.model))]
 
     def peak(self, work: Callable[[int], object], samples: int) -> int:
-        """Count what the allocator hands out for few samples; return what follows for ``samples``."""
+        """Extrapolate the peak of allocated memory, in bytes, from small batches to ``samples``."""
         device = self.task.compute.device
         few = [min(number, self.samples) for number in FEW]
-        gc.disable()  # it would free at moments of its own
+        # Garbage collection would free memory at unpredictable moments.
+        gc.disable()
         try:
-            # What the first leaves allocated the second may free; from then on all are alike.
+            # The second run may free blocks of the first; later runs are alike.
             _, one, other = (_allocations(partial(work, number), device) for number in (few[0], *few))
         finally:
             gc.enable()
         if len(one) != len(other):
             raise Unpredictable(
                 f"training on {few[0]} samples allocates {len(one)} blocks of memory, on {few[1]} samples "
-                f"{len(other)}: its memory cannot be predicted; give --budget and --memory-limit yourself"
+                f"{len(other)}: its memory cannot be predicted; set --budget and --memory-limit"
             )
         in_use = peak = 0.0
         for small, large in zip(one, other, strict=True):
@@ -126,7 +126,7 @@ class TorchRehearsal(Rehearsal):
 
 
 def _allocations(work: Callable[[], object], device: str) -> list[int]:
-    """Return the bytes of every block that ``work`` has the device allocate (above 0) and free (below), in order."""
+    """Return the bytes of each block that ``work`` allocates (positive) and frees (negative), in order."""
     from torch._C._autograd import DeviceType
     from torch.autograd import profiler
 
@@ -142,8 +142,9 @@ def _allocations(work: Callable[[], object], device: str) -> list[int]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep torch's profiler from writing to the process's error stream, which it does past Python's."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Hide the output of torch's profiler, which writes directly to file descriptor 2."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
@@ -154,10 +155,9 @@ def _silence() -> Iterator[None]:
 
 
 def block_nanoseconds(model: nn.Module, manifest: Manifest, inputs: torch.Tensor) -> Costs:
-    """Return the nanoseconds of each block in a training step on ``inputs``, [L], measured on this device.
+    """Return the nanoseconds of each block in a training step on ``inputs``, [L].
 
-    A block has those of its layer, forward and backward, by its part of the layer's weights; 0 where it is in no linear
-    layer or convolution.
+    Blocks share the time of their linear layer or convolution by their part of its weights; others have 0.
     """
     modules = dict(model.named_modules())
     layers = {layer.name: modules[layer.name] for layer in manifest.layers if layer.kind in MULTIPLYING}

@@ -219,8 +219,11 @@ def test_a_layer_that_is_called_twice_counts_twice():
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda self, x: (self.body(x), x), "the model answers 2 samples with tuple; let forward return one tensor"),
-        (lambda self, x: self.body(x).sum(), r"with shape \(\); let forward return one tensor, batch first"),
+        (
+            lambda self, x: (self.body(x), x),
+            "the model's output for 2 samples is tuple; make forward return one tensor",
+        ),
+        (lambda self, x: self.body(x).sum(), r"is shape \(\); make forward return one tensor, batch first"),
         (lambda self, x: self.body(x[:, :3]), "the model fails on the first samples of its training data"),
     ],
 )
@@ -266,7 +269,7 @@ def test_pfedgate_refuses_what_it_cannot_run_block_by_block():
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)
 
-    with pytest.raises(UnsupportedLayer, match=r"pfedgate: the model cannot be run with some of its blocks alone"):
+    with pytest.raises(UnsupportedLayer, match=r"pfedgate: the model cannot be run with only some of its blocks"):
         describe_for("pfedgate", Deciding(), torch.randn(2, 6), task="t")
 
 

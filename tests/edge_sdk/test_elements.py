@@ -204,7 +204,7 @@ def test_elements_that_do_not_fit_are_refused():
         Freezing(model, manifest, None, {"fc2.weight": exists[1:]})
     with pytest.raises(ValueError, match=r"fc2.weight: .* give booleans of its shape"):
         Freezing(model, manifest, None, {"fc2.weight": exists.float()})
-    with pytest.raises(ValueError, match=r"fc2.weight: weights that do not exist are not zero; multiply"):
+    with pytest.raises(ValueError, match=r"fc2.weight: masked weights must be zero; multiply"):
         Freezing(model, manifest, None, {"fc2.weight": ~exists})
     with pytest.raises(ValueError, match="elements for fc9, which the model does not have"):
         Freezing(model, manifest, None, {"fc9": exists})

@@ -154,7 +154,7 @@ def test_few_neurons_are_less_work():
         (Part(elements={"nobody": np.ones(3, bool)}), "nobody: elements of type bool"),
         (Part(elements={"out.weight": np.ones(3, bool)}), r"out.weight: elements of type bool and shape \(3,\)"),
         (Part(trained={"out.bias": np.ones(10, np.int8)}), "out.bias: elements of type int8"),
-        (Part(elements={"out.bias": np.zeros(10, bool)}), "out.bias: weights that do not exist are not zero"),
+        (Part(elements={"out.bias": np.zeros(10, bool)}), "out.bias: masked weights must be zero"),
     ],
 )
 def test_elements_that_do_not_fit_are_named(part, said):

@@ -266,7 +266,7 @@ def test_without_responsibilities_gradients_are_of_the_mixtures_own_loss():
 def test_a_model_that_is_no_mixture_has_no_likelihoods():
     job = job_of(2)
     engine = TorchEngine(task_of(DigitsNet()), job.manifest)
-    with pytest.raises(ManifestError, match="a DigitsNet is no mixture"):
+    with pytest.raises(ManifestError, match="a DigitsNet is not a mixture"):
         engine.likelihoods(job.task.train)
 
 

@@ -134,9 +134,9 @@ class HardCoded(nn.Module):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("view", r"(fc fails|it answers \(1, 2\), not \(2, 2\)).*x\.flatten\(1\), not x\.view\(-1, 320\)"),
-        ("size", "conv fails .*let its code take sizes from its tensors"),
-        ("softmax", "it answers something else .*mix neurons in its layers alone.*fedspu"),
+        ("view", r"(fc fails|it returns \(1, 2\), not \(2, 2\)).*x\.flatten\(1\), not x\.view\(-1, 320\)"),
+        ("size", "conv fails .*make its code take sizes from its tensors"),
+        ("softmax", "it returns other values .*mix neurons only in its layers.*fedspu"),
     ],
 )
 def test_code_that_knows_its_width_is_refused(how, said):

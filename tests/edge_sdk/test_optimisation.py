@@ -333,7 +333,7 @@ def test_a_change_that_fails_says_why_and_leaves_a_model_that_can_be_used(patter
     model, manifest, elements = made(pattern)
     inputs = torch.randn(2, 12, 9, 9)
     wrong = change({name: torch.zeros_like(exists) for name, exists in elements.items()}, {})
-    error, said = (ArithmeticError, "no idea") if how == "decide raises" else (ValueError, "are not zero; multiply")
+    error, said = (ArithmeticError, "no idea") if how == "decide raises" else (ValueError, "must be zero; multiply")
     freezing = Freezing(model, manifest, None, elements)
     optimisation = Optimisation(freezing, FederationSettings(), learning_rate=0.05, proximal_weight=0.1)
 

@@ -524,11 +524,11 @@ class Calls(nn.Module):
 REFUSED = {
     "convolution without a batch": (
         lambda: Calls(lambda self, x: self.conv(x), conv=nn.Conv1d(3, 6, 1)),
-        "Calls cannot be traced: .*expected input.* Let it take the batch alone",
+        "Calls cannot be traced: .*expected input.* Make forward take only the batch",
     ),
     "control flow": (
         lambda: Calls(lambda self, x: x if x.sum() > 0 else -x),
-        "Calls cannot be traced: .*decisions that depend on the data out of it",
+        "Calls cannot be traced: .*decisions that depend on data out of it",
     ),
     "half precision": (
         lambda: Calls(lambda self, x: self.hidden(x)).half(),

@@ -399,7 +399,7 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
 def test_a_file_that_holds_no_key_is_left_alone(tmp_path):
     path = tmp_path / "publisher.key"
     path.write_text("not a key")
-    with pytest.raises(BadArgument, match="is no publisher's key"):
+    with pytest.raises(BadArgument, match="is not a publisher's key"):
         Publisher.load(path)
     assert path.read_text() == "not a key"
     with pytest.raises(BadArgument, match="SPARROW_PUBLISHER_KEY"):

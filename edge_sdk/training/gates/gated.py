@@ -1,11 +1,8 @@
-"""A model, its gating layer and a budget together: training and prediction under pFedGate (arXiv:2305.02776).
+"""Training and prediction with a gating layer and a budget: pFedGate (arXiv:2305.02776).
 
-Every batch: importances G and scales M from the gating layer, the knapsack's choice I of blocks, and the model run on
-θ ⊛ M·I. Gradients reach the importances of all blocks as if I were G (straight through, section 5.2.3). Blocks
-that are always on have no such choice, nor has a device whose budget is everything.
-
-There are three ways to predict: with one choice for a batch, as the paper does; with one for every sample, as a device
-in use must; and with one for good, by the mean gates over the batches trained on, which needs no gating layer any more.
+For each batch, the gating layer gives importances G and scales M, a knapsack chooses blocks I, and the model runs on
+θ ⊛ M·I. Predictions make one choice per batch, as in the paper; one per sample, for a device in use; or use a fixed one
+by the mean gates over the training batches.
 """
 
 from __future__ import annotations
@@ -31,21 +28,19 @@ from .network import GatedModel
 from .per_sample import ScaledRows
 
 PROBE = 0.125
-"""Share of a batch that gates of off blocks learn from where their gradients are estimated."""
+"""Share of a batch whose signal estimates the gradients of gates of off blocks."""
 
 WIDE = 32
-"""Channels of a convolution from which on some of them are computed faster in channels last (``layout``)."""
+"""Output channels from which on convolutions of a gated model gain from channels last (``layout``)."""
 
 Gates = NDArray[np.floating]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limit of what a device may use: ``share`` of the sum of ``costs`` [L] (of the values, where None) in
-    every batch.
+    """A device's limits: every batch may use ``share`` of the sum of ``costs`` [L], or of values.
 
-    limit: share of the values that the batches of a round may use together, the first batch's choice being free. rule,
-    importance, groups: how blocks are chosen, see ``BlockTable.select``.
+    limit: share of the values that all batches of a round may use together; the first batch is free.
     """
 
     share: float
@@ -57,14 +52,11 @@ class Budget:
 
 
 class Gated:
-    """``model`` under the gates that ``gate`` gives, within ``budget``.
+    """``model`` under the gates of ``gate``, within ``budget``.
 
-    Called with inputs it gives the model's outputs, one choice of blocks for them all, ``chosen``. In training it
-    counts: ``used`` [L] are the samples for which each block was on, ``masks`` the different choices, and ``decided``
-    the batches whose choice followed from the gate: it is not the one that equal importances would have led to, or
-    there was room for everything, so that the gate only scaled. window: of so many inputs the gates are averaged where
-    each input has a choice of its own. Raises ValueError where the budget is too small, or the gate's table
-    is not this model's.
+    Training counts ``used`` [L], the samples for which each block was on; ``masks``, the different choices; and
+    ``decided``, the batches whose choice depended on the gate. window: number of inputs over which ``each`` averages
+    gates. Raises ValueError if the budget is too small or the gate's table does not match the model.
     """
 
     def __init__(
@@ -80,8 +72,12 @@ class Gated:
     ) -> None:
         for name, blocks in (budget.groups or {"": np.arange(len(table.sizes))}).items():
             table.capacity(budget.share, budget.costs, blocks, name)
-        self.model, self.gate, self.table = model, gate, table
-        self.budget, self._flops, self._window = budget, flops, window
+        self.model = model
+        self.gate = gate
+        self.table = table
+        self.budget = budget
+        self._flops = flops
+        self._window = window
         self.network = GatedModel(model, table, probe=probe)
         self._forced = torch.from_numpy(table.forced)
         self._rows = ScaledRows.of(model, table)
@@ -93,11 +89,12 @@ class Gated:
         self.masks: set[bytes] = set()
         self.decided = 0
         self._undecided = self.select(torch.full((len(table.sizes),), 0.5))
-        self._seen, self._sums = 0, torch.zeros(2, len(table.sizes), device=device_of(model))
+        self._seen = 0
+        self._sums = torch.zeros(2, len(table.sizes), device=device_of(model))
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the model's outputs for a batch."""
-        # A batch of one has no variance: the norms then go by what they remember.
+        # A batch of one has no variance: the norms then use running statistics.
         self.gate.train(self.model.training and len(inputs) > 1)
         importances, scales = self.gate(inputs)
         on = self.select(importances)
@@ -109,23 +106,26 @@ class Gated:
             self._sums += len(inputs) * torch.stack((importances, scales)).detach()
             self.used[on] += len(inputs)
             self.masks.add(on.tobytes())
+            # The choice depended on the gate if it is not that of equal importances, or if there was room for all
+            # blocks.
             self.decided += bool(on.all() or (on != self._undecided).any())
         laid_out = inputs.to(memory_format=torch.channels_last) if self._channels_last and inputs.dim() == 4 else inputs
         return self.network(laid_out, self._through(importances, scales, on), on)
 
     @property
     def touched(self) -> Selection:
-        """The blocks that any batch used, [L]."""
+        """Blocks that any batch used, [L]."""
         return self.used > 0
 
     @property
     def worked(self) -> int:
-        """The sum over samples of what ``flops`` says of the blocks that were on."""
+        """Total ``flops`` of the blocks that were on, over all samples."""
         return int(self.used @ self._flops)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
-        """Return the blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
-        values, budget = importances.detach().cpu().double().numpy(), self.budget
+        """Return the chosen blocks, [..., L], for importances [..., L]; only from ``among``, if given."""
+        values = importances.detach().cpu().double().numpy()
+        budget = self.budget
         return self.table.select(
             values,
             budget.share,
@@ -137,21 +137,20 @@ class Gated:
         )
 
     def _exceeds_limit(self, on: Selection) -> bool:
-        """Return whether a batch with these blocks, not the first, would touch more than the round may."""
         most = self.budget.limit * self.table.sizes.sum() + 1e-9
         return bool(self.masks and self.table.sizes[self.touched | on].sum() > most)
 
     def _through(self, importances: torch.Tensor, scales: torch.Tensor, on: Selection) -> torch.Tensor:
-        """Return M' [L], with gradients straight through the choice."""
+        """Return M' [L], with straight-through gradients."""
         if on.all():
             return scales
+        # The gradients reach all importances as if I were G (section 5.2.3), except those of blocks that are always on.
         chosen = torch.from_numpy(on).to(scales)
         straight = chosen + (importances - importances.detach())
         return scales * torch.where(self._forced.to(scales.device), chosen, straight)
 
     def each(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs with a choice of blocks for every sample, in evaluation mode; with a window the inputs
-        are in the order in which they came."""
+        """Return the outputs in evaluation mode with a choice of blocks per sample; a window needs ordered inputs."""
         with evaluating(self.model), evaluating(self.gate):
             importances, scales = (over_window(each, self._window) for each in self.gate.each(inputs))
             on = self.select(importances)
@@ -163,19 +162,18 @@ class Gated:
             return torch.cat([self.network(inputs[i : i + 1], gates[i], on[i]) for i in range(len(inputs))])
 
     def static(self) -> Gates:
-        """Return M' [L] for good: a choice by the mean gates of the samples trained on since this was last asked."""
+        """Return fixed gates M' [L]: a choice by the mean gates of the samples since the last call."""
         importances, scales = self._sums / self._seen
-        self._seen, self._sums = 0, torch.zeros_like(self._sums)
+        self._seen = 0
+        self._sums = torch.zeros_like(self._sums)
         gates: Gates = np.where(self.select(importances), scales.cpu().numpy(), 0.0)
         return gates
 
 
 class GatedOptimisation:
-    """One round's joint steps of model and gate, each with a learning rate and, where the settings clip, a norm of its
-    own.
+    """The joint steps of model and gate in one round, with separate learning rates and clipping.
 
-    Optimisers begin afresh, so that momentum lives on touched blocks alone; a block that is off in a batch is passed
-    over, with momentum and weight decay. model_rate None trains the gate alone.
+    model_rate: None trains only the gate.
     """
 
     def __init__(
@@ -184,6 +182,7 @@ class GatedOptimisation:
         self._gate: list[torch.Tensor] = list(gated.gate.parameters())
         self._leaves = gated.leaves
         self._clip = settings.clip
+        # New optimisers, so that only touched blocks have momentum. A block that is off is skipped, with weight decay.
         self._optimizers = [optimizer_of(self._gate, settings.model_copy(update={"weight_decay": 0.0}), gate_rate)]
         if model_rate is not None:
             self._optimizers.append(optimizer_of(self._leaves, settings, model_rate))
@@ -195,7 +194,7 @@ class GatedOptimisation:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Prepare a step's backward pass."""
+        """Free the gradients before a step's backward pass."""
         for parameter in (*self._gate, *self._leaves):
             parameter.grad = None
 
@@ -209,13 +208,13 @@ class GatedOptimisation:
 
 
 def gate_tensors(gate: GatingLayer) -> Tensors:
-    """Return every tensor of a gating layer by name, copied."""
+    """Return copies of a gating layer's tensors by name."""
     gate.settle()
     return {name: np.array(tensor.detach().cpu().numpy()) for name, tensor in gate.state_dict().items()}
 
 
 def load_gate(gate: GatingLayer, tensors: Mapping[str, NDArray[np.generic]]) -> bool:
-    """Give ``gate`` these tensors; False, and nothing done, where they are another gate's."""
+    """Load tensors into ``gate``; return False, without a change, if they do not match."""
     state = gate.state_dict()
     if {name: tuple(tensor.shape) for name, tensor in state.items()} != {name: t.shape for name, t in tensors.items()}:
         return False

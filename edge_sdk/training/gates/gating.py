@@ -1,13 +1,11 @@
-"""The gating layer: from a batch of inputs to a scale and an importance for every block (pFedGate, arXiv:2305.02776).
+"""The gating layer: a scale and an importance for every block from a batch of inputs (pFedGate, arXiv:2305.02776).
 
     h = flatten(SN(x))                              switchable normalisation, arXiv:1806.10779
     M = mean of sigmoid(BN(V_M h + c_M))            scales      (section 5.2.1)
     G = mean of sigmoid(BN(V_G h + c_G))            importances
 
-The means are over the batch; ``each`` leaves them out, so that every sample has gates of its own. Logits of scales
-begin around ``bias``: with the authors' 0 every layer of the model would begin halved. A layer that should not outgrow
-the model that it serves sees its input pooled. Client-wise, it sees the mean of a device's samples and gives one choice
-for the device; that is a batch of one sample, so its norms stay as they begin.
+The means are over the batch; ``each`` omits them. A client-wise gate sees the mean of a device's samples, and makes one
+choice for the device.
 """
 
 from __future__ import annotations
@@ -23,22 +21,21 @@ from torch.nn import functional as F
 from ..local import seed_generators
 
 LARGEST_SHARE = 0.1
-"""Of the model's parameters: a gate that would have more pools its input."""
+"""Of the model's parameters; a larger gate pools its input."""
 
 _EPSILON = 1e-5
 _POOLING = {2: F.avg_pool1d, 3: F.avg_pool2d, 4: F.avg_pool3d}
-"""By the dimensions of an input, channels first."""
+"""By the number of dimensions of an input, channels first."""
 
 
 Sees = Literal["batch", "device", "nothing"]
-"""Whether a gate sees the batch, the mean of the device's training samples (client-wise), or is a vector of its own."""
+"""Input of a gate: the batch, the mean of the device's training samples (client-wise), or no input (a vector)."""
 
 
 class SwitchNorm(nn.Module):
-    """Switchable normalisation of [N, channels, positions], or where it is ``flat`` of [N, channels].
+    """Switchable normalisation of [N, channels, positions], or of [N, channels] if ``flat``.
 
-    Mean and variance are blends of those over a sample's channel, over a sample, and over the batch; of flat inputs of
-    the last two. Variances are unbiased; running ones begin at 0, as the authors' do.
+    Mean and variance are blends over a sample's channel, over a sample (unless flat), and over the batch.
     """
 
     running_mean: torch.Tensor
@@ -52,32 +49,38 @@ class SwitchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
         self.mean_logits = nn.Parameter(torch.ones(2 if flat else 3))
         self.var_logits = nn.Parameter(torch.ones(2 if flat else 3))
+        # Variances are unbiased, and running ones start at 0, as in the authors' code.
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.zeros(channels))
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor and the summand, [N, C, 1] or [N, C], that normalise ``inputs``; moves running
-        statistics in training."""
+        """Return the factor and summand, [N, C, 1] or [N, C], that normalise ``inputs``; training moves statistics."""
         mean = inputs.mean(-1, keepdim=True)
         centred = inputs - mean
-        spread = (centred * centred).sum(-1, keepdim=True) / (inputs.shape[-1] - 1)  # torch.var takes ten times as long
+        # torch.var takes ten times as long.
+        spread = (centred * centred).sum(-1, keepdim=True) / (inputs.shape[-1] - 1)
         if self._flat:
-            means, variances = [mean], [spread]
+            means = [mean]
+            variances = [spread]
         else:
             squares = spread + mean * mean
             layer = mean.mean(1, keepdim=True)
-            means, variances = [mean, layer], [spread, squares.mean(1, keepdim=True) - layer * layer]
+            means = [mean, layer]
+            variances = [spread, squares.mean(1, keepdim=True) - layer * layer]
         if not self.training:
             shape = (1, -1) if self._flat else (1, -1, 1)
-            batch_mean, batch_var = self.running_mean.view(shape), self.running_var.view(shape)
+            batch_mean = self.running_mean.view(shape)
+            batch_var = self.running_var.view(shape)
         else:
             if self._flat:
-                batch_mean, batch_var = inputs.mean(0, keepdim=True), inputs.var(0, keepdim=True)
+                batch_mean = inputs.mean(0, keepdim=True)
+                batch_var = inputs.var(0, keepdim=True)
             else:
                 batch_mean = mean.mean(0, keepdim=True)
                 batch_var = squares.mean(0, keepdim=True) - batch_mean * batch_mean
             self._remember(batch_mean.flatten(), batch_var.flatten())
-        of_mean, of_var = self.mean_logits.softmax(0), self.var_logits.softmax(0)
+        of_mean = self.mean_logits.softmax(0)
+        of_var = self.var_logits.softmax(0)
         blended = sum(share * part for share, part in zip(of_mean, [*means, batch_mean], strict=True))
         variance = sum(share * part for share, part in zip(of_var, [*variances, batch_var], strict=True))
         weight, bias = (part if self._flat else part.view(-1, 1) for part in (self.weight, self.bias))
@@ -91,12 +94,10 @@ class SwitchNorm(nn.Module):
 
 
 class GatingLayer(nn.Module):
-    """Scales and importances of ``length`` blocks, from inputs of ``shape`` (the batch left out).
+    """Scales and importances of ``length`` blocks, from inputs of ``shape`` without the batch axis.
 
-    paths: 1 gives one vector for both, 2 a layer for each, begun as copies. pool: side of the squares (of the runs, of
-    one-dimensional signals) whose mean the gate sees; flat inputs are never pooled. The switches leave a part out, for
-    ablations. sees: with ``device`` the caller sets ``mean`` [*shape], and ``settled`` [paths L] is what the gate makes
-    of it. ``seed`` decides where the gate begins: devices with the same one begin with the same gate.
+    paths: 1 shares one vector, 2 has a layer for each. bias: initial logits of scales. pool: side of the averaged
+    squares or runs. sees: for ``device`` the caller sets ``mean`` [*shape]; ``settled`` [paths L] holds the logits.
     """
 
     mean: torch.Tensor
@@ -117,11 +118,15 @@ class GatingLayer(nn.Module):
         sees: Sees = "batch",
     ) -> None:
         super().__init__()
-        self._length, self._paths, self._squashes, self._sees = length, paths, squashes, sees
+        self._length = length
+        self._paths = paths
+        self._squashes = squashes
+        self._sees = sees
         self._flat = len(shape) == 1 or math.prod(shape[1:]) < 2
         pools = pool > 1 and len(shape) in _POOLING and not self._flat
-        self._pool = tuple(min(pool, side) for side in shape[1:]) if pools else ()  # no larger than a side
+        self._pool = tuple(min(pool, side) for side in shape[1:]) if pools else ()
         self._pooling = _POOLING.get(len(shape), F.avg_pool1d)
+        # With the authors' bias of 0 every layer of the model would start halved.
         start = torch.cat([torch.full((length,), bias), torch.zeros(length)])[: paths * length]
         channels = math.prod(shape) if self._flat else shape[0]
         normed = input_norm and sees != "nothing" and math.prod(shape) > 1
@@ -145,12 +150,12 @@ class GatingLayer(nn.Module):
             shift.bias.add_(start)
 
     def train(self, mode: bool = True) -> GatingLayer:
-        """Set the mode of the norms: a gate that sees one sample, the device's mean, has nothing to normalise over."""
+        """Set the norms' mode; a client-wise gate sees one sample, which has no variance."""
         return super().train(mode and self._sees != "device")
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Write down in ``settled`` what a gate that sees the device's mean gives, before the sigmoid."""
+        """Store the logits of a client-wise gate in ``settled``."""
         if self._sees == "device":
             self.settled.copy_(self._of(self.mean.unsqueeze(0))[0])
 
@@ -159,7 +164,7 @@ class GatingLayer(nn.Module):
         return logits if self.batch_norm is None else cast(torch.Tensor, self.batch_norm(logits))
 
     def each(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return importances and scales of every sample alone, [N, L] both."""
+        """Return importances and scales per sample, [N, L] both."""
         if self.logits is not None:
             gates = self.logits.expand(len(inputs), -1)
         elif self._sees == "device":
@@ -168,7 +173,8 @@ class GatingLayer(nn.Module):
             gates = self._of(inputs)
         if self._squashes:
             gates = gates.sigmoid()
-        scales, importances = gates[:, : self._length], gates[:, -self._length :]
+        scales = gates[:, : self._length]
+        importances = gates[:, -self._length :]
         return importances, scales
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +183,10 @@ class GatingLayer(nn.Module):
         return importances.mean(0), scales.mean(0)
 
     def _normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return SN(x), pooled and flat. The norm is linear in each channel: pooling first leaves less to normalise."""
+        """Return SN(x), pooled and flat."""
         channels = inputs.flatten(1) if self._flat else inputs.flatten(2)
         pooled = channels
+        # The norm is linear per channel, so pooling first saves work.
         if self._pool:
             pooled = self._pooling(inputs, self._pool, ceil_mode=True).flatten(2)
         if self.norm is not None:
@@ -189,7 +196,7 @@ class GatingLayer(nn.Module):
 
 
 def over_window(gates: torch.Tensor, window: int) -> torch.Tensor:
-    """Return the mean of each row of ``gates`` [N, L] and the ``window`` - 1 before it, as far as there are any."""
+    """Return the mean of each row of ``gates`` [N, L] and up to ``window`` - 1 rows before it."""
     if window == 1:
         return gates
     sums = gates.double().cumsum(0)
@@ -199,16 +206,13 @@ def over_window(gates: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def width(shape: Sequence[int], pool: int) -> int:
-    """Return how many numbers the gate's linear layer sees of an input of ``shape``, d_X."""
+    """Return d_X, the number of inputs of the gate's linear layer."""
     return math.prod([shape[0], *(math.ceil(side / pool) for side in shape[1:])]) if len(shape) > 1 else shape[0]
 
 
 def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int) -> int:
-    """Return the smallest pool with which a gate has no more than LARGEST_SHARE of the model's ``parameters``, or
-    the largest.
-
-    Flat inputs, and those of more than three dimensions beside their channels, are never pooled.
-    """
+    """Return the smallest pool for a gate with at most LARGEST_SHARE of the model's ``parameters``, or the largest."""
+    # Flat inputs, and inputs with more than three dimensions besides channels, are never pooled.
     if len(shape) not in _POOLING:
         return 1
     for pool in range(1, max(shape[1:]) + 1):
@@ -218,5 +222,5 @@ def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int)
 
 
 def size(seen: int, length: int, paths: int) -> int:
-    """Return P(d_X L + 3L), the parameters of a gate that sees ``seen`` numbers, without its input's norm."""
+    """Return P(d_X L + 3L), the parameters of a gate with ``seen`` inputs, without the norm of its input."""
     return paths * (seen * length + 3 * length)

@@ -1,8 +1,7 @@
-"""Linear layers, convolutions and batch norm on values of which only some channels are computed, and for off rows.
+"""Linear layers, convolutions and batch norm on values of which only some channels are computed.
 
-A layer's weight is cut down to the rows that are on and to the columns of its input's computed channels. What the
-constant channels add is the same for every sample: computed once, it goes into the bias, or, where a convolution pads
-and a position near the border sees less of the constant, into a bias per position.
+A weight is cut to the rows that are on and to the columns of computed input channels. The contribution of constant
+channels is computed once, and added to the bias, or to a bias per position if a convolution pads.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Matrix:
-    """The operation of a linear layer with its weight; its channels are its last axis."""
+    """A linear layer; channels are the last axis."""
 
     pads = False
     dims = 2
 
     def axis(self, inputs: torch.Tensor) -> int:
-        """Return the axis of the channels."""
+        """Return the channels' axis."""
         return inputs.dim() - 1
 
     def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,7 +38,7 @@ class Matrix:
     def gradients(
         self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
     ) -> Gradients:
-        """Return gradients of inputs, weight and bias, where ``needed``, from that of the output."""
+        """Return gradients of inputs, weight and bias, if ``needed``, from the output's."""
         flat = output.flatten(0, -2)
         return (
             output @ weight if needed[0] else None,
@@ -48,14 +47,13 @@ class Matrix:
         )
 
     def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return one sample of ``constants`` [channels], as large as their part of the output differs between
-        positions."""
+        """Return one sample of ``constants`` [channels], with as many positions as their output differs in."""
         return constants.unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """The operation of a convolution in one group, padded with zeros, with its weight; its channels are axis 1."""
+    """A convolution in one group with zero padding; channels are axis 1."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,8 +62,7 @@ class Convolution:
 
     @classmethod
     def of(cls, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Convolution | None:
-        """Return how ``module`` convolves; None where it does so in groups or pads with anything but zeros on
-        both sides."""
+        """Return the operation of ``module``; None for groups, other padding, or padding on one side."""
         taken = tuple(step * (taps - 1) for step, taps in zip(module.dilation, module.kernel_size, strict=True))
         padding = module.padding
         if isinstance(padding, str):
@@ -78,16 +75,16 @@ class Convolution:
 
     @property
     def dims(self) -> int:
-        """The number of an input's axes, samples included."""
+        """Number of axes of an input, including samples."""
         return len(self.kernel) + 2
 
     @property
     def pads(self) -> bool:
-        """True if positions near the border see less of the input."""
+        """Whether positions near the border see less of the input."""
         return any(self.padding)
 
     def axis(self, inputs: torch.Tensor) -> int:
-        """Return the axis of the channels."""
+        """Return the channels' axis."""
         return 1
 
     def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -99,16 +96,24 @@ class Convolution:
     def gradients(
         self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
     ) -> Gradients:
-        """Return gradients of inputs, weight and bias, where ``needed``, from that of the output."""
-        none = (0,) * len(self.stride)
+        """Return gradients of inputs, weight and bias, if ``needed``, from the output's."""
         found = torch.ops.aten.convolution_backward.default(
-            *(output, inputs, weight, [len(weight)], self.stride, self.padding, self.dilation, False, none, 1, needed)
+            output,
+            inputs,
+            weight,
+            [len(weight)],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            (0,) * len(self.stride),
+            1,
+            needed,
         )
         return cast(Gradients, found)
 
     def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return one sample of ``constants`` [channels], as large as their part of the output differs between
-        positions."""
+        """Return one sample of ``constants`` [channels], with as many positions as their output differs in."""
         seen = (step * (taps - 1) + 1 for step, taps in zip(self.dilation, self.kernel, strict=True))
         size = tuple(inputs.shape[2:]) if self.pads else tuple(seen)
         return constants.view(1, -1, *(1,) * len(size)).expand(1, len(constants), *size)
@@ -118,7 +123,7 @@ Operator = Matrix | Convolution
 
 
 def operator_of(module: object) -> Operator | None:
-    """Return what ``module`` does with its weight; None where it is no linear layer or convolution that can be cut."""
+    """Return the operation of ``module``; None unless it is a linear layer or convolution that can be cut."""
     if type(module) is nn.Linear:
         return Matrix()
     return Convolution.of(module) if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) else None  # type: ignore[arg-type]
@@ -128,8 +133,7 @@ def operator_of(module: object) -> Operator | None:
 class Adapted:
     """A layer's θ' in one batch.
 
-    weight: of the rows of ``cut``, [rows, ...]; of_columns: ``columns`` of these, where it was foreseen that the input
-    would have them. bias: of the rows, and fixed: of the other rows; None where the layer has no bias.
+    weight: the rows of ``cut``; of_columns: its predicted ``columns``. bias: of the rows; fixed: of the other rows.
     """
 
     cut: Cut
@@ -140,7 +144,7 @@ class Adapted:
     fixed: torch.Tensor | None
 
     def computed(self, columns: Channels) -> torch.Tensor:
-        """Return the weight's ``columns``. Those that were foreseen cost less: see ``_Adapt``."""
+        """Return columns of the weight; predicted ones are cheaper (``_Adapt``)."""
         if self.columns is not None and self.columns.source == columns.source:
             return cast(torch.Tensor, self.of_columns)
         return columns_of(self.weight, columns)
@@ -149,14 +153,21 @@ class Adapted:
 def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, batch: Batch) -> torch.Tensor | Partial:
     """Return a layer's output under a batch's gates.
 
-    ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
+    value: the input; a partial one has its channels on the operator's axis.
     """
-    rows, bias, fixed = adapted.cut.rows, adapted.bias, adapted.fixed
+    rows = adapted.cut.rows
+    bias = adapted.bias
+    fixed = adapted.fixed
     layer = _Layer(operator, adapted.cut.tensor, batch, rows, None, _NONE, _NONE)
-    inputs, weight, constants, along = value, adapted.weight, None, None
+    inputs = value
+    weight = adapted.weight
+    constants = None
+    along = None
     if isinstance(value, Partial):
-        inputs, weight = value.computed, adapted.computed(value.channels)
-        seen, heard = np.flatnonzero(value.matters), _NONE
+        inputs = value.computed
+        weight = adapted.computed(value.channels)
+        seen = np.flatnonzero(value.matters)
+        heard = _NONE
         if len(seen):
             constants = value.known()
             along, heard = value.listened()
@@ -184,8 +195,8 @@ _NONE: Index = np.zeros(0, dtype=np.intp)
 class _Layer:
     """A layer in one batch.
 
-    weight: all of it; rows: those that are computed; columns: the computed channels of its input, None where all are;
-    seen: which of the input's constants are not left out; heard: to which of them gradients go back per sample.
+    columns: computed channels of the input, None for all; seen: the input's constants in use; heard: those with
+    gradients per sample.
     """
 
     operator: Operator
@@ -198,17 +209,14 @@ class _Layer:
 
     @cached_property
     def channels(self) -> torch.Tensor:
-        """Return the columns of the constants that are seen."""
+        """Columns of the used constants."""
         assert self.columns is not None
         return index(self.columns.off[self.seen], self.columns.device)
 
 
+# A single function, because with one per cut, sum and copy autograd's overhead would dominate in a small layer.
 class _Apply(torch.autograd.Function):
-    """The layer itself, where its input has constants that are seen: the output of the rows that are computed.
-
-    Backward also takes the signal back along the echo's channels, which add nothing forward. All of it is one step of
-    autograd, since with one for every cut, sum and copy a small layer would spend its time between them.
-    """
+    """The computed rows of a layer whose input has constants in use, and the echo's signal backward."""
 
     @staticmethod
     def forward(
@@ -225,7 +233,8 @@ class _Apply(torch.autograd.Function):
         known = constants.index_select(0, index(layer.seen, constants.device))
         seen = weight.index_select(1, layer.channels)
         shift = operator.run(operator.still(known, inputs), seen, None)
-        ctx.layer, ctx.echo = layer, None if echo is None else echo.detach()
+        ctx.layer = layer
+        ctx.echo = None if echo is None else echo.detach()
         ctx.save_for_backward(inputs, computed, seen, known)
         if operator.pads:
             if bias is not None:
@@ -235,20 +244,24 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, (inputs, computed, seen, known) = ctx.layer, ctx.saved_tensors
-        operator, columns = layer.operator, layer.columns
+        layer = ctx.layer
+        inputs, computed, seen, known = ctx.saved_tensors
+        operator = layer.operator
+        columns = layer.columns
         _, _, _, needs_bias, needs_inputs, needs_constants, needs_echo = ctx.needs_input_grad
-        needed = needs_inputs, True, not operator.pads
+        needed = (needs_inputs, True, not operator.pads)
         inward, for_computed, for_bias = operator.gradients(gradient, inputs, computed, needed)
-        still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
+        still = operator.still(known, inputs)
+        wide = known.new_zeros(len(columns.flags))
         if operator.pads:
             signal = gradient.sum(0, keepdim=True)
             for_bias = signal.flatten(2).sum((0, 2))
         else:
             signal = for_bias.view(1, -1, *(1,) * (still.dim() - 2))
-        # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
+        # As if from one sample that is 0 at computed channels: writing many single columns is far slower.
         sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
-        like_weight = layer.weight.parameter[: len(layer.rows.on)]  # its shape is all that is looked at
+        # Only the shape is read.
+        like_weight = layer.weight.parameter[: len(layer.rows.on)]
         for_weight = operator.gradients(signal, sample, like_weight, _WEIGHT)[1]
         for_constants = along = None
         if needs_constants:
@@ -262,15 +275,15 @@ class _Apply(torch.autograd.Function):
         return None, for_computed, for_weight, for_bias if needs_bias else None, inward, for_constants, along
 
 
-_INPUTS, _WEIGHT = (True, False, False), (False, True, False)
+_INPUTS = (True, False, False)
+_WEIGHT = (False, True, False)
 
 
 @dataclass(frozen=True)
 class _OffRows:
-    """A layer's off rows: what would have to be computed to know how their gates matter.
+    """A layer's off rows, for the gradients of their gates.
 
-    rows: which they are; fixed: their output as it is, [rows], None where that is 0. inputs: the computed channels of
-    the layer's input; constants: the others. shape: of the layer's output.
+    fixed: their constant output, [rows], None for 0. inputs: computed channels of the layer's input.
     """
 
     layer: _Layer
@@ -281,7 +294,7 @@ class _OffRows:
     shape: torch.Size
 
     def start(self, which: Index) -> torch.Tensor:
-        """Return the output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
+        """Return the output of a selection of the rows for the samples with gradients (``Echo``)."""
         chosen = self
         if len(which) < len(self.rows):
             fixed = self.fixed
@@ -291,15 +304,16 @@ class _OffRows:
         return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
     def products(self, signal: torch.Tensor) -> torch.Tensor:
-        """Return <δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights
-        alone give.
-
-        That is e_b of ``gates.network``, since z_b is linear in θ_b; it needs no gradient as large as the weight.
-        """
+        """Return <δ, z_b> for every block b of the model, [L]; δ is ``signal``, z_b the output of block b's weights."""
+        layer = self.layer
+        operator = layer.operator
+        columns = layer.columns
         layer, operator, columns = self.layer, self.layer.operator, self.layer.columns
-        batch, weight = layer.batch, layer.weight
+        batch = layer.batch
+        weight = layer.weight
         segments = weight.segments(self.rows)
-        values, inputs = weight.values(segments), self.inputs[: batch.heard]
+        values = weight.values(segments)
+        inputs = self.inputs[: batch.heard]
         result = operator.run(inputs, values if columns is None else columns.computed(values, 1), None)
         if self.constants is not None:
             known = self.constants.index_select(0, index(layer.seen, inputs.device))
@@ -307,12 +321,13 @@ class _OffRows:
         axis = operator.axis(result)
         if segments.rows is not None:
             signal = signal.index_select(axis, segments.rows)
+        # This equals e_b (``gates.network``), because z_b is linear in θ_b, without a gradient of the weight's size.
         products = (signal * result).sum([dim for dim in range(result.dim()) if dim != axis])
         return total(batch, segments.blocks, products * batch.factor)
 
 
 class _Start(torch.autograd.Function):
-    """Off rows' constant output; backward turns the signal that arrives into gradients of their blocks' gates."""
+    """Constant output of off rows, with gradients to their gates."""
 
     @staticmethod
     def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
@@ -334,11 +349,7 @@ def normalise(
     bias: torch.Tensor | None,
     value: torch.Tensor | Partial,
 ) -> torch.Tensor | Partial:
-    """Apply batch norm under θ' ``weight`` and ``bias`` [channels]; its running statistics move as if all were
-    computed.
-
-    Over a batch a constant channel has no variance: its output is the bias. Still a signal passes, through the mean.
-    """
+    """Apply batch norm with θ' ``weight`` and ``bias`` [channels]; move running statistics as for a whole value."""
     of_batch = module.training or module.running_mean is None
     statistics: tuple[Any, Any] = (module.running_mean, module.running_var)
     moves = module.training and module.track_running_stats and module.running_mean is not None
@@ -361,17 +372,22 @@ def normalise(
             statistics[0].lerp_(channels.joined(own[0], still), share)
             statistics[1].lerp_(channels.joined(own[1], None), share)
     else:
-        scaled = channels.computed(weight), channels.computed(bias)
-        (mean, still), (variance, others) = ((channels.computed(s), channels.others(s)) for s in statistics)
+        scaled = (channels.computed(weight), channels.computed(bias))
+        mean = channels.computed(statistics[0])
+        variance = channels.computed(statistics[1])
+        still = channels.others(statistics[0])
+        others = channels.others(statistics[1])
         computed = F.batch_norm(value.computed, mean, variance, *scaled, False, 0.0, module.eps)
         deviation = (others + module.eps).sqrt()
         constants = (value.known() - still) / deviation * channels.others(weight) + channels.others(bias)
 
     def step(echo: torch.Tensor, rows: Index) -> torch.Tensor:
-        which, wide = index(rows, echo.device), (-1, *(1,) * (echo.dim() - 2))
-        fixed, gain = constants.detach(), channels.others(weight.detach())
+        which = index(rows, echo.device)
+        wide = (-1, *(1,) * (echo.dim() - 2))
+        fixed = constants.detach()
+        gain = channels.others(weight.detach())
         gain = gain * module.eps**-0.5 if deviation is None else gain / deviation
-        # 0, exactly: deviations from a constant are rounding errors, and grow by eps^-1/2
+        # Exactly 0, because deviations of a constant are rounding errors, which eps^-1/2 would amplify.
         signal = echo - echo.detach()
         if of_batch:
             signal = signal - signal.mean([dim for dim in range(signal.dim()) if dim != 1], keepdim=True)
@@ -382,10 +398,7 @@ def normalise(
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm by the batch's own statistics: computed channels, the others' constants, and the statistics.
-
-    The statistics are mean and variance [2, computed]: with momentum 1, nothing is left of what they held.
-    """
+    """Batch norm by batch statistics: computed channels, constants of the others, mean and variance."""
 
     @staticmethod
     def forward(
@@ -398,13 +411,16 @@ class _Normalise(torch.autograd.Function):
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         own = values.new_zeros(2, len(channels.on)) if moves else None
+        # With momentum 1 the statistics become those of the batch.
         mean, variance = (None, None) if own is None else own
-        scale, constants = channels.computed(weight), channels.others(bias)
+        scale = channels.computed(weight)
+        constants = channels.others(bias)
         found = torch.native_batch_norm(values, scale, channels.computed(bias), mean, variance, True, 1.0, eps)
         output, *saved = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, scale, *saved)
-        ctx.channels, ctx.eps = channels, eps
+        ctx.channels = channels
+        ctx.eps = eps
         if own is not None:
             ctx.mark_non_differentiable(own)
         return output, constants, own
@@ -416,14 +432,14 @@ class _Normalise(torch.autograd.Function):
         values, scale, mean, deviation = ctx.saved_tensors
         gradient = torch.zeros_like(values) if gradient is None else gradient
         inward, for_scale, for_bias = torch.ops.aten.native_batch_norm_backward.default(
-            *(gradient, values, scale, None, None, mean, deviation, True, ctx.eps, [True, True, True])
+            gradient, values, scale, None, None, mean, deviation, True, ctx.eps, [True, True, True]
         )
         joined = ctx.channels.joined
         return inward, joined(for_scale, None), joined(for_bias, for_constants), None, None, None
 
 
 def _share(module: nn.modules.batchnorm._BatchNorm) -> float:
-    """Return how far running statistics move in this batch, and count it."""
+    """Return the momentum of running statistics in this batch, and count the batch."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:

@@ -1,20 +1,15 @@
-"""Models under block gates: what is off in a batch is not computed in it (pFedGate, arXiv:2305.02776).
+"""Models under block gates that skip off blocks in every batch (pFedGate, arXiv:2305.02776).
 
-``GatedModel`` runs any model that torch.fx can trace on adapted weights θ' = θ ⊛ M', where a block's scale M'_b is 0
-when the block is off. The next batch may have other gates; nothing is rebuilt for that. Output rows and channels of
-linear layers and convolutions that lie in off blocks are left out, and so are the next layer's columns:
+``GatedModel`` runs any model that torch.fx can trace on weights θ' = θ ⊛ M', with scales M'_b = 0 for off blocks.
+Output rows and channels of linear layers and convolutions in off blocks are skipped, and so are the next layer's
+columns:
 
     conv, 3 of 10 rows on        computes 3 channels; the other 7 are their bias, everywhere
     max-pool, ReLU, flatten      on 3 channels, and on 7 numbers
     linear, 12 of 40 rows on     12 rows, the columns of 3 channels; the 7 numbers times their columns go into the bias
 
-Chains of linear layers, convolutions in one group, batch norm, activations, pooling, dropout and flatten work like
-that. Before any other operation (additions, concatenations, group norm, ...) all channels are written out, and the
-weights of any other layer are made whole, with zeros: that is as exact, and saves nothing there.
-
-The gate of an off block learns, too, by the straight-through rule: e_b = Σ_j ∂f/∂θ'_j·θ_j. That
-takes the signal at rows that nobody computed, and what they would have given. Where a ReLU stands behind a constant
-that is not above zero no signal passes, and nothing is computed.
+Other operations (additions, concatenations, group norm, ...) get whole values, and other layers whole weights. Gates of
+off blocks learn by the straight-through rule e_b = Σ_j ∂f/∂θ'_j·θ_j, from the would-be output of skipped rows.
 """
 
 from __future__ import annotations
@@ -43,23 +38,21 @@ from .tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from .values import Partial, like
 
 _TRACING = threading.Lock()
-"""Held while a model is traced: what fx puts in place of every module's call, two tracers would not take back."""
+"""Held while a model is traced: two concurrent tracers would not restore fx's patched module calls."""
 
 
 class _Tracer(fx.Tracer):
-    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults.
-
-    Only this thread's calls are traced: models of other threads, devices that train beside it, run as they are.
-    """
+    """Tracer of ``forward`` in this thread, with only its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
+        # fx's patches also affect models that train in other threads.
         self._thread = threading.get_ident()
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what a module gives: its node in the graph."""
+        """Return a module's node in the graph."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
@@ -67,9 +60,10 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
     ) -> tuple[Any, list[Any]]:
-        """Return the function and what it is called with, a proxy only where there is no default."""
+        """Return the function and its arguments, with proxies only for arguments without a default."""
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
-        for place, argument in enumerate(arguments[2:], start=2):  # behind the module and the batch
+        # The first two arguments are the module and the batch.
+        for place, argument in enumerate(arguments[2:], start=2):
             if isinstance(argument, fx.Proxy) and argument.node.args:
                 arguments[place] = argument.node.args[0]
                 self.graph.erase_node(argument.node)
@@ -77,21 +71,16 @@ class _Tracer(fx.Tracer):
 
 
 class CannotGate(ManifestError):
-    """The model cannot be run under gates of its blocks."""
+    """The model cannot run under block gates."""
 
 
 class GatedModel:
-    """``model``, to be run and trained under gates of the blocks of ``table``.
+    """``model``, to run and train under gates of the blocks of ``table``.
 
-    ``leaves`` are the trainable tensors, one for each block in the table's order: views into the parameters' storage.
-    An optimiser over them moves the model in place; a block that was off has no gradient, and standard optimisers pass
-    it over, with its momentum and weight decay. Parameters must keep their storage while the gated model is in use.
-
-    ``probe`` says how gates of off blocks learn. 1: exactly. Below 1: rows that are not computed learn from the first
-    ``probe`` of the batch's samples (rounded up) alone, as if they were the batch, scaled up to its size; off parts of
-    rows that are computed, and blocks of all but the weights of linear layers and convolutions, still learn exactly.
-
-    Raises ValueError where the table is not of this model's parameters, or one of them is not contiguous.
+    ``leaves`` are trainable tensors, one per block: views into the parameters, which must keep their storage.
+    Optimisers skip leaves of off blocks, which have no gradient. probe: below 1, gates of skipped rows learn from the
+    first ``probe`` of the batch, scaled up. Raises ValueError if the table does not match the parameters, or if one is
+    not contiguous.
     """
 
     def __init__(self, model: nn.Module, table: BlockTable, *, probe: float = 1.0) -> None:
@@ -99,7 +88,7 @@ class GatedModel:
         if {name: sum(sizes) for name, sizes in table.tensors.items()} != {
             name: parameter.numel() for name, parameter in parameters.items()
         }:
-            raise ValueError("the block table is not of this model's parameters; make it from their names and shapes")
+            raise ValueError("the block table does not match the model; make it from its parameters' names and shapes")
         self._model = model
         self._probe = probe
         self._tensors: dict[int, BlockedTensor] = {}
@@ -112,44 +101,93 @@ class GatedModel:
         self._vectors = Vectors([tensor for tensor in self._tensors.values() if tensor.parameter.dim() == 1])
 
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor, selected: Selection) -> torch.Tensor:
-        """Return the model's output for ``inputs`` [N, ...], in the mode (training or not) that the model is in.
+        """Return the model's output for ``inputs`` [N, ...], in its present mode.
 
-        ``gates``: float [L], M', 0 at blocks that are off, differentiable; to train both paths of a gating
-        layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
-        as those of the masked whole model would.
+        ``gates``: float [L], M', 0 for off blocks; to train both paths of a gating layer give M * (I - G.detach() + G).
+        ``selected``: bool [L], I.
         """
         heard = math.ceil(self._probe * len(inputs) - 1e-9)
         batch = Batch(gates, gates.detach().cpu().numpy(), selected, heard, len(inputs) / heard)
         training = self._model.training
-        if training not in self._runs:  # forward may ask which mode it is in; tracing writes the answer down
+        # A trace holds for one mode, because forward may depend on it.
+        if training not in self._runs:
             self._runs[training] = _Run(self._model, self._tensors, self._vectors)
         return self._runs[training].batch(inputs, batch)
 
 
 def check_gated(model: nn.Module, example: torch.Tensor) -> None:
-    """Raise CannotGate unless ``model`` answers ``example`` [N, ...] with all blocks on as by itself; it stays."""
+    """Raise CannotGate if ``model`` on ``example`` [N, ...] gives other outputs by itself than with all blocks on."""
     model = copy.deepcopy(model).eval()
     table = BlockTable({name: (parameter.numel(),) for name, parameter in model.named_parameters()})
     try:
         with torch.no_grad():
             needed = model(example)
             found = GatedModel(model, table)(example, torch.ones(len(table.sizes)), np.ones(len(table.sizes), bool))
-    except Exception as error:  # the user's forward runs on stand-ins; what they cannot do may be any exception
-        raise CannotGate(f"the model cannot be run with some of its blocks alone ({error})") from error
+    # Tracing runs the user's forward on stand-ins; a failure there may be any exception.
+    except Exception as error:
+        raise CannotGate(f"the model cannot be run with only some of its blocks ({error})") from error
     if found.shape != needed.shape or not torch.allclose(found, needed, rtol=1e-3, atol=1e-4):
-        raise CannotGate("run block by block, the model answers something else")
+        raise CannotGate("the model gives other outputs when it runs block by block")
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _EACH_MODULES = (
-    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid),
-    *(nn.Tanh, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardshrink),
-    *(nn.Softshrink, nn.Tanhshrink, nn.Threshold),
+    nn.Identity,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.LogSigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Tanhshrink,
+    nn.Threshold,
 )
 _EACH = {
-    *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "logsigmoid"),
-    *("softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink"),
-    *("threshold", "clamp", "abs", "neg", "exp", "square", "contiguous", "add", "sub", "mul", "truediv", "div"),
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "elu",
+    "selu",
+    "celu",
+    "gelu",
+    "silu",
+    "mish",
+    "sigmoid",
+    "tanh",
+    "logsigmoid",
+    "softplus",
+    "softsign",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "hardshrink",
+    "softshrink",
+    "tanhshrink",
+    "threshold",
+    "clamp",
+    "abs",
+    "neg",
+    "exp",
+    "square",
+    "contiguous",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "div",
 }
 _POOLS = {
     **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d), 1),
@@ -162,16 +200,12 @@ _POOL_FUNCTIONS = {
 
 
 Rule = Callable[["_Call", Partial], Any]
-"""What a node gives for a partial value, its first argument and only tensor; None where all channels are needed."""
+"""Result of a node for a partial value, its first argument and only tensor; None if all channels are needed."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A node that may be run on a partial value.
-
-    function: what it does to its first argument, never in place, given the others; module: None for a function, whose
-    name in torch ``name`` is. others, named: its other arguments; ``fixed`` where these are the same in every batch.
-    """
+    """A node that may run on a partial value; ``fixed`` if its other arguments never change."""
 
     node: fx.Node
     module: nn.Module | None
@@ -186,10 +220,7 @@ class _Call:
 
 
 class _Run(fx.Interpreter):
-    """Runs the traced model, batch after batch, on whole and partial values.
-
-    How each node is run is decided once: a small network's batch is over before all questions would be asked again.
-    """
+    """Interpreter of the traced model on whole and partial values."""
 
     def __init__(self, model: nn.Module, tensors: dict[int, BlockedTensor], vectors: Vectors) -> None:
         with _TRACING:
@@ -197,16 +228,20 @@ class _Run(fx.Interpreter):
         super().__init__(fx.GraphModule(model, graph))
         self._tensors = tensors
         self._vectors = vectors
-        self._layers: dict[str, tuple[BlockedTensor, str | None]] = {}  # weight and bias, by node
-        self._sources: dict[str, tuple[str, int]] = {}  # of the channels of its input in the last batch, by node
+        # Node -> weight and name of the bias.
+        self._layers: dict[str, tuple[BlockedTensor, str | None]] = {}
+        # Node -> source of the channels of its input in the last batch.
+        self._sources: dict[str, tuple[str, int]] = {}
         self._batch: Batch
         self._matrices: dict[str, gates_layers.Adapted]
         self._adapted: dict[str, torch.Tensor]
+        # Nodes are planned once, because planning takes longer than a small network's batch.
         self._steps = [(node, self._planned(node), self.user_to_last_uses.get(node, [])) for node in self.graph.nodes]
 
     def batch(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the model's output for one batch."""
-        self._batch, self.args_iter = batch, iter([inputs])
+        self._batch = batch
+        self.args_iter = iter([inputs])
         self._prepare(batch)
         self.env = {}
         result: Any = None
@@ -214,11 +249,13 @@ class _Run(fx.Interpreter):
             result = self.env[node] = step()
             for used in spent:
                 del self.env[used]
-        self.env, self._adapted, self._matrices = {}, {}, {}
+        self.env = {}
+        self._adapted = {}
+        self._matrices = {}
         return cast(torch.Tensor, result)
 
     def _prepare(self, batch: Batch) -> None:
-        """Adapt all weights at once (see ``_Adapt``), cut for the inputs that the layers had in the last batch."""
+        # Weights are cut for the input channels of the last batch, which are likely to recur.
         cuts = {name: tensor.cut(batch) for name, (tensor, _) in self._layers.items()}
         rows = {cut.tensor.name: cut.rows for cut in cuts.values()}
         columns = {name: rows[of].repeated(times) for name, (of, times) in self._sources.items()}
@@ -245,7 +282,6 @@ class _Run(fx.Interpreter):
         }
 
     def _planned(self, node: fx.Node) -> Callable[[], Any]:
-        """Return what runs ``node`` on the values of ``self.env``."""
         module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is not None:
@@ -266,7 +302,6 @@ class _Run(fx.Interpreter):
         return partial(self._any, node, module)
 
     def _any(self, node: fx.Node, module: nn.Module | None) -> Any:
-        """Run ``node`` on whole values."""
         for source in node.all_input_nodes:
             if isinstance(self.env[source], Partial):
                 self.env[source] = self.env[source].whole()
@@ -284,7 +319,6 @@ class _Run(fx.Interpreter):
         return self._adapted[tensor.name] if tensor.name in self._vectors.sizes else tensor.whole(self._batch)
 
     def _matrix(self, node: fx.Node, module: Any, source: fx.Node, operator: gates_layers.Operator) -> Any:
-        """Run a linear layer or convolution."""
         value = self.env[source]
         if isinstance(value, Partial):
             if value.axis != operator.axis(value.computed):
@@ -296,7 +330,7 @@ class _Run(fx.Interpreter):
         return gates_layers.apply(operator, self._matrices[node.name], value, self._batch)
 
     def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
-        """Return ``call`` on a partial value, if that is what it is given and if its rule allows."""
+        """Return ``call`` on a partial value if its rule allows, or on the whole value."""
         value = self.env[source]
         if not isinstance(value, Partial):
             return self._any(call.node, call.module)
@@ -313,7 +347,6 @@ class _Run(fx.Interpreter):
         return result
 
     def _norm(self, module: Any, source: fx.Node) -> Any:
-        """Run batch norm."""
         value = self.env[source]
         if isinstance(value, Partial) and value.axis != 1:
             value = value.whole()
@@ -322,7 +355,7 @@ class _Run(fx.Interpreter):
 
 
 def _rule(module: nn.Module | None, name: str) -> Rule | None:
-    """Return how a module or a function goes about a partial value; None where it never can."""
+    """Return the rule for partial values, if any."""
     kind = type(module)
     if kind in _EACH_MODULES or name in _EACH:
         rectifies = kind is nn.ReLU or name == "relu"
@@ -337,11 +370,12 @@ def _rule(module: nn.Module | None, name: str) -> Rule | None:
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..., Any]]:
-    """Return the name in torch of what ``node`` calls, "" for a module, and the function itself, but never in place."""
+    """Return a node's function, never in place, with its name in torch ("" for a module)."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     function: Callable[..., Any]
     if module is not None:
-        name, function = "", module
+        name = ""
+        function = module
         if type(module) in _EACH_MODULES and _in_place(node, module):
             function = copy.copy(module)
             function.inplace = False  # type: ignore[assignment]
@@ -364,7 +398,7 @@ def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..
 
 
 def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether ``node`` writes its result over its input, which later nodes may read."""
+    """Return whether ``node`` overwrites its input, which later nodes may read."""
     if module is not None:
         return bool(getattr(module, "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -373,8 +407,9 @@ def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _pooled(call: _Call, value: Partial) -> Partial | None:
-    """Apply pooling, where it gives a constant for a constant, and nothing beside it."""
-    module, dims = call.module, value.computed.dim() - 2
+    """Apply pooling that maps constants to constants, and returns only one tensor."""
+    module = call.module
+    dims = value.computed.dim() - 2
     if value.axis != 1 or dims not in (_POOLS.get(type(module)), _POOL_FUNCTIONS.get(call.name)):
         return None
     if module is None:
@@ -391,8 +426,8 @@ def _pooled(call: _Call, value: Partial) -> Partial | None:
 
 
 def _flattened(call: _Call, value: Partial) -> Partial | None:
-    """Return what makes [N, everything else] of its input."""
-    samples, others = len(value.computed), list(call.others)
+    samples = len(value.computed)
+    others = list(call.others)
     if isinstance(call.module, nn.Flatten):
         flattens = (call.module.start_dim, call.module.end_dim) == (1, -1)
     elif call.name == "flatten":
@@ -404,10 +439,9 @@ def _flattened(call: _Call, value: Partial) -> Partial | None:
 
 
 def _dropped(call: _Call, value: Partial) -> Partial | None:
-    """Apply dropout, drawn as for the whole value. Channels that are not 0 for good are no longer constant: written
-    out."""
     if value.axis != 1:
         return None
+    # Channels that may be other than 0 are no longer constant.
     value = value.widened(value.matters)
     drawn = like(value.computed, value.shape).fill_(1)
     kept = value.channels.computed(call(drawn), 1)

@@ -1,8 +1,7 @@
-"""Gates of their own for every sample of a batch, in one forward pass.
+"""Gates per sample in one forward pass.
 
-A block of whole output rows scales outputs: row r of W ⊛ M' gives M'_r times what row r of W gives. So linear layers,
-convolutions and batch norm run once on the whole weights, and what they give of each sample is scaled by that sample's
-gates. This computes blocks that are off, too: it is for judging many samples, not for saving work on one.
+Row r of W ⊛ M' gives M'_r times the output of row r of W. So layers run once with whole weights, and each sample's
+output is scaled by its gates. This computes off blocks too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchN
 
 
 class ScaledRows:
-    """A model whose every parameter scales outputs by rows; call it with inputs [N, ...] and gates [N, L]."""
+    """A model whose parameters all scale outputs by rows; a call takes inputs [N, ...] and gates [N, L]."""
 
     def __init__(self, model: nn.Module, rows: dict[str, torch.Tensor]) -> None:
         self._model = model
@@ -28,13 +27,14 @@ class ScaledRows:
 
     @classmethod
     def of(cls, model: nn.Module, table: BlockTable) -> ScaledRows | None:
-        """Return the model so run; None where it has other layers with parameters, or blocks that cut rows."""
+        """Return the model in this form; None if it has other layers with parameters, or blocks that cut rows."""
         rows: dict[str, torch.Tensor] = {}
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if not isinstance(module, _LAYERS) or name not in table.tensors:
                     return None
-                sizes, row = np.array(table.tensors[name]), parameter[0].numel()
+                sizes = np.array(table.tensors[name])
+                row = parameter[0].numel()
                 if (sizes % row).any():
                     return None
                 place = table.places[name]
@@ -42,7 +42,7 @@ class ScaledRows:
         return cls(model, rows)
 
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor | None:
-        """Return the outputs; None where some layer's are not one for each sample."""
+        """Return the outputs; None if a layer's output is not one per sample."""
         fits = True
 
         def scale(name: str, module: Any, outputs: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,8 @@
-"""Parameters cut into blocks: a leaf of autograd for every block, and the weights that a batch's gates make of them.
+"""Parameters cut into blocks: an autograd leaf per block, and the adapted weights θ' = θ ⊛ M' of a batch.
 
-A leaf is a view into its parameter's own storage. An optimiser over leaves therefore moves the model in place, a block
-that is off in a batch has no gradient and is passed over, and nothing as large as the parameter is made anywhere. The
-adapted weights θ' = θ ⊛ M' of a batch (pFedGate, arXiv:2305.02776) are made of the output
-rows that some block touches which is on, one below the other; where such a row is cut, zeros stand for what is off.
-
-On a small network a batch takes a few milliseconds and each call of torch some microseconds, more than its work. So
-what can be is done to all blocks of a tensor at once, by ``Segments``, choices are made in numpy, and what is the same
-for all batches is worked out once.
+A leaf is a view into its parameter's storage. So an optimiser of leaves moves the model in place, skips blocks without
+a gradient, and allocates no whole parameter. θ' consists of the output rows that an on block touches; off parts of such
+a row are zero (pFedGate, arXiv:2305.02776).
 """
 
 from __future__ import annotations
@@ -28,35 +23,35 @@ Flags = NDArray[np.bool_]
 
 
 def index(places: Index, device: torch.device) -> torch.Tensor:
-    """Return ``places`` as torch wants them to index a tensor on ``device``."""
+    """Return ``places`` as an index tensor on ``device``."""
     made = torch.from_numpy(places)
     return made if device.type == "cpu" else made.to(device)
 
 
 def true(flags: torch.Tensor) -> Flags:
-    """Return ``flags``, a tensor of booleans, as numpy has them."""
+    """Return a tensor of booleans as a numpy array."""
     found: Flags = (flags if flags.device.type == "cpu" else flags.cpu()).numpy()
     return found
 
 
 class Channels:
-    """The choice of the channels of a value, or rows of a weight, that are computed: ``flags`` [size], ``on`` and
-    ``off`` by number.
+    """The computed channels of a value, or rows of a weight.
 
-    ``source``: the weight whose rows they are, by name, and how many channels each row became; None where they are not
-    simply that.
+    source: name of the weight whose rows they are, and channels per row; None for another origin.
     """
 
     def __init__(self, flags: Flags, device: torch.device, source: tuple[str, int] | None = None) -> None:
         self.flags = flags
         self.device = device
         self.source = source
-        self.on, self.off = np.flatnonzero(flags), np.flatnonzero(~flags)
-        self._on, self._off = index(self.on, device), index(self.off, device)
+        self.on = np.flatnonzero(flags)
+        self.off = np.flatnonzero(~flags)
+        self._on = index(self.on, device)
+        self._off = index(self.off, device)
         self._repeated: dict[int, Channels] = {}
 
     def repeated(self, times: int) -> Channels:
-        """Return which channels are computed where each becomes ``times``, one after the other."""
+        """Return the channels with each repeated ``times``."""
         if times == 1:
             return self
         if times not in self._repeated:
@@ -66,19 +61,19 @@ class Channels:
 
     @cached_property
     def order(self) -> Index:
-        """Return those that are computed, then the others."""
+        """Indices of computed channels, then of the others."""
         return np.concatenate([self.on, self.off])
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Return the computed ones as ranges (start, stop): rows of blocks are few."""
+        """Computed channels as ranges (start, stop); blocks make few of them."""
         padded = np.zeros(len(self.flags) + 2, dtype=bool)
         padded[1:-1] = self.flags
         ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     def computed(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return the part of ``tensor`` that is of computed channels, which lie along ``dim``."""
+        """Return the computed channels of ``tensor``, which lie along ``dim``."""
         return tensor.index_select(dim, self._on) if len(self.off) else tensor
 
     def others(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,13 +81,12 @@ class Channels:
         return tensor.index_select(0, self._off)
 
     def joined(self, computed: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """Return the vector [size] of both parts; ``others`` None stands for zeros."""
+        """Return the vector [size] of both parts; None stands for zeros."""
         whole = computed.new_zeros(len(self.flags)).index_copy_(0, self._on, computed)
         return whole if others is None else whole.index_copy_(0, self._off, others)
 
     def add(self, tensor: torch.Tensor, computed: torch.Tensor) -> None:
-        """Add the computed channels to those of ``tensor``, which has all, along axis 1; by ranges, far faster than one
-        by one."""
+        """Add to the computed channels of ``tensor`` along axis 1; ranges are far faster than an index."""
         parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], 1)
         for (start, stop), part in zip(self.runs, parts, strict=True):
             tensor.narrow(1, start, stop - start).add_(part)
@@ -100,11 +94,10 @@ class Channels:
 
 @dataclass(frozen=True)
 class Batch:
-    """The facts of one batch.
+    """The gates of one batch.
 
-    gates: float [L], M', 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which blocks are on.
-    heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor: what they are
-    multiplied by, so that they stand for the whole batch.
+    gates: float [L], M', 0 for off blocks. selected: bool [L]. heard: number of first samples that estimate gradients
+    of gates of off rows; factor: scales them up to the batch.
     """
 
     gates: torch.Tensor
@@ -115,14 +108,15 @@ class Batch:
 
 
 _KEPT = 32
-"""For how many choices of a tensor's blocks it is kept which rows they are."""
+"""Cached choices of a tensor's blocks."""
 
 
+# On a small network a call of torch takes longer than its work, so all blocks of a tensor are processed at once.
 class Segments(NamedTuple):
-    """Rows of a parameter, each as often as it has blocks: what one block has of one row is a segment, T in all.
+    """Rows of a parameter, one per block that has a part of it.
 
-    sources: the row of each [T]; rows: its place among the rows asked for [T], None where no row is cut and the two
-    count alike; blocks: its block's number in the model [T].
+    sources: the row of each; rows: its place among the requested rows, None if no row is cut; blocks: the number of its
+    block in the model.
     """
 
     sources: Index
@@ -131,15 +125,14 @@ class Segments(NamedTuple):
 
 
 class BlockedTensor:
-    """One parameter and its blocks.
+    """A parameter and its blocks, with a 1-dimensional leaf per block; ``first`` counts in the model.
 
-    ``first`` is the number in the model of its first block, ``sizes`` are the blocks' sizes. ``leaves`` has one tensor
-    per block, 1-dimensional. Raises ValueError where the parameter is not contiguous, so that no block could be a view.
+    Raises ValueError if the parameter is not contiguous, so that a block cannot be a view.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, first: int, sizes: Sequence[int]) -> None:
         if not parameter.is_contiguous():
-            raise ValueError(f"{name}: blocks are runs of values in memory; make the parameter contiguous")
+            raise ValueError(f"{name}: blocks are contiguous runs of values; make the parameter contiguous")
         self.name = name
         self.parameter = parameter
         self.first = first
@@ -148,7 +141,8 @@ class BlockedTensor:
         self.row_size = self.flat.numel() // max(1, self.rows)
         self.leaves = [part.detach().requires_grad_() for part in torch.split(self.flat, list(sizes))]
         self.bounds = np.concatenate([[0], np.cumsum(sizes)])
-        self._cut = lru_cache(maxsize=_KEPT)(self._cut_for)  # often a batch is like one not long ago
+        # A batch often has the same choice as a recent one.
+        self._cut = lru_cache(maxsize=_KEPT)(self._cut_for)
 
     @cached_property
     def _by_row(self) -> torch.Tensor:
@@ -156,15 +150,14 @@ class BlockedTensor:
 
     @cached_property
     def _of_rows(self) -> tuple[Index, Index, bool]:
-        """Return the first and the last block of every row, by their places in the parameter; whether any row
-        is cut."""
+        """The first and last block of every row, and whether any row is cut."""
         starts = np.arange(self.rows) * self.row_size
         first = np.searchsorted(self.bounds, starts, side="right") - 1
         last = np.searchsorted(self.bounds, starts + self.row_size - 1, side="right") - 1
         return first, last, bool((first < last).any())
 
     def cut(self, batch: Batch) -> Cut:
-        """Return the rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
+        """Return the rows that an on block touches, or the first row, because a layer needs one."""
         return self._cut(batch.selected[self.first : self.first + len(self.leaves)].tobytes())
 
     def _cut_for(self, selected: bytes) -> Cut:
@@ -177,7 +170,7 @@ class BlockedTensor:
         return Cut(self, on, Channels(flags, self.flat.device, (self.name, 1)))
 
     def segments(self, rows: Index) -> Segments:
-        """Return what the blocks have of ``rows``."""
+        """Return the segments of ``rows``."""
         first, last, cut = self._of_rows
         device = self.flat.device
         if not cut:
@@ -189,15 +182,16 @@ class BlockedTensor:
         return Segments(rows[places], index(places, device), index(blocks + self.first, device))
 
     def values(self, segments: Segments) -> torch.Tensor:
-        """Return θ at ``segments``, with zeros in place of what other blocks have of their rows: [T, ...]. May
-        be θ itself."""
+        """Return θ at ``segments``, [T, ...], with zeros for parts of rows in other blocks; may be θ itself."""
         if segments.rows is None and len(segments.sources) == self.rows:
             return self._by_row
         values = self._by_row.index_select(0, index(segments.sources, self.flat.device))
         if segments.rows is not None:
-            places, flat = segments.blocks.cpu().numpy() - self.first, values.view(len(values), -1)
+            places = segments.blocks.cpu().numpy() - self.first
+            flat = values.view(len(values), -1)
             starts = segments.sources * self.row_size
-            begins, ends = self.bounds[places] - starts, self.bounds[places + 1] - starts
+            begins = self.bounds[places] - starts
+            ends = self.bounds[places + 1] - starts
             for row in np.flatnonzero(begins > 0).tolist():
                 flat[row, : begins[row]] = 0
             for row in np.flatnonzero(ends < self.row_size).tolist():
@@ -205,7 +199,7 @@ class BlockedTensor:
         return values
 
     def whole(self, batch: Batch) -> torch.Tensor:
-        """Return θ' in the parameter's own shape."""
+        """Return θ' in the parameter's shape."""
         rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
         cut = Cut(self, batch.selected[self.first : self.first + len(self.leaves)], rows)
         (made,) = adapt(batch, Needed([cut], [None], own=False))
@@ -213,7 +207,7 @@ class BlockedTensor:
 
 
 class Cut:
-    """The ``rows`` of a parameter that are computed where ``selected`` of its blocks are on, and their ``leaves``."""
+    """The computed ``rows`` of a parameter for a choice of blocks, and the ``leaves`` of the chosen blocks."""
 
     def __init__(self, tensor: BlockedTensor, selected: Flags, rows: Channels) -> None:
         self.tensor = tensor
@@ -232,20 +226,20 @@ class Cut:
         return self.tensor.values(self.segments)
 
     def adapted(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
-        """Return θ' of the rows, [rows, ...], one below the other."""
+        """Return θ' of the rows, [rows, ...]."""
         made = values * self._scales(batch)
         if self.segments.rows is None:
             return made
         return made.new_zeros(len(self.rows.on), *made.shape[1:]).index_add_(0, self.segments.rows, made)
 
     def products(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return <g, θ> of every segment, [T], where g [rows, ...] = ∂f/∂θ'."""
+        """Return <g, θ> per segment, [T], for g = ∂f/∂θ' [rows, ...]."""
         if self.segments.rows is not None:
             gradient = gradient.index_select(0, self.segments.rows)
         return (gradient * values).view(len(gradient), -1).sum(1)
 
     def gradients(self, batch: Batch, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return ∂f/∂θ_b = M'_b g_b of the ``leaves``, from g, which it overwrites."""
+        """Return ∂f/∂θ_b = M'_b g_b of the ``leaves``; overwrites g."""
         if self.segments.rows is None:
             gradient *= self._scales(batch)
         parts = torch.split_with_sizes(gradient.view(-1), self._sizes)[1::2]
@@ -260,15 +254,13 @@ class Cut:
 
 
 def _sizes(spans: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Return sizes that cut ``length`` values into what is before, within and between ``spans`` (start, stop), and
-    behind."""
+    """Return sizes that split ``length`` values at ``spans`` (start, stop): outside, inside, outside, ..."""
     ends = [0, *(end for span in spans for end in span), length]
     return [stop - start for start, stop in pairwise(ends)]
 
 
 class Vectors:
-    """The parameters of one axis (biases, scales of norms), adapted all at once: a step for each tensor would cost more
-    than the work in it, and what is off is not worth leaving out."""
+    """Parameters with one axis (biases, scales of norms), adapted at once and whole."""
 
     def __init__(self, tensors: Sequence[BlockedTensor]) -> None:
         self._leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
@@ -281,31 +273,27 @@ class Vectors:
         self.blocks = index(np.repeat(self._blocks, sizes), self._flat[0].device) if tensors else torch.zeros(0)
 
     def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the leaves of blocks that are on, and the sizes that cut ``values`` into these and what lies
-        between."""
+        """Return the leaves of blocks that are on, and sizes that split ``values`` into leaves and gaps."""
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
         spans = [(self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)]
         return leaves, _sizes(spans, sum(self.sizes.values()))
 
     def values(self) -> torch.Tensor:
-        """Return θ of all, one after the other."""
+        """Return θ of all vectors, concatenated."""
         return torch.cat(self._flat)
 
     def order(self, biases: Sequence[tuple[str, Channels]]) -> torch.Tensor:
-        """Return where in ``values`` the entries of ``biases`` lie, of each those of the rows that are computed
-        first."""
+        """Return the places of ``biases`` in ``values``, computed rows first for each."""
         places = [rows.order + self._starts[name] for name, rows in biases]
         return index(np.concatenate(places) if places else np.zeros(0, dtype=np.intp), self.blocks.device)
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The θ' that a batch needs.
+    """The θ' that a batch needs: cuts, columns of some cuts, all vectors, and their entries in ``order``.
 
-    Of every one of ``cuts`` [rows, ...]; of those with ``columns`` then these columns of it, again; where there are
-    ``vectors``, all of them, one after the other, and their entries in ``order``. With ``own``, what uses a cut makes a
-    new tensor of its gradients, which is overwritten; otherwise that is copied.
+    own: whether gradients of cuts may be overwritten.
     """
 
     cuts: Sequence[Cut]
@@ -316,26 +304,26 @@ class Needed:
 
 
 def adapt(batch: Batch, needed: Needed) -> tuple[torch.Tensor, ...]:
-    """Return θ' as ``needed``."""
+    """Return the θ' in ``needed``, in its order."""
     leaves = [leaf for cut in needed.cuts for leaf in cut.leaves]
     of_vectors, sizes = needed.vectors.trained(batch) if needed.vectors is not None else ([], [])
     made = _Adapt.apply(batch, batch.gates, needed, sizes, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, ...], made)
 
 
+# One function for the whole model: between the large kernels of layers, the same code would always miss the processor's
+# caches.
 class _Adapt(torch.autograd.Function):
-    """θ' from leaves and gates. Backward: ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5).
-
-    One step of autograd for the whole model: between the layers' large kernels all code has left the processor's
-    caches, and the same work costs a multiple of what it does here, in a loop.
-    """
+    """θ' from leaves and gates; backward ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5)."""
 
     @staticmethod
     def forward(
         ctx: Any, batch: Batch, gates: torch.Tensor, needed: Needed, sizes: list[int], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.batch, ctx.needed, ctx.sizes = batch, needed, sizes
+        ctx.batch = batch
+        ctx.needed = needed
+        ctx.sizes = sizes
         saved = [cut.values() for cut in needed.cuts]
         made = [cut.adapted(batch, values) for cut, values in zip(needed.cuts, saved, strict=True)]
         made += [
@@ -355,8 +343,12 @@ class _Adapt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        batch, needed, saved = ctx.batch, ctx.needed, ctx.saved_tensors
-        blocks, products, parts = [], [], list[torch.Tensor | None]()
+        batch = ctx.batch
+        needed = ctx.needed
+        saved = ctx.saved_tensors
+        blocks = []
+        products = []
+        parts = list[torch.Tensor | None]()
         further = iter(gradients[len(needed.cuts) :])
         for cut, columns, values, gradient in zip(needed.cuts, needed.columns, saved, gradients, strict=False):
             of_columns = None if columns is None else next(further)
@@ -390,11 +382,10 @@ class _Adapt(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """The columns of a weight that ``columns`` says are computed."""
-
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, columns: Channels) -> torch.Tensor:
-        ctx.shape, ctx.columns = weight.shape, columns
+        ctx.shape = weight.shape
+        ctx.columns = columns
         return columns.computed(weight, 1)
 
     @staticmethod
@@ -405,11 +396,10 @@ class _Columns(torch.autograd.Function):
 
 
 def columns_of(weight: torch.Tensor, columns: Channels) -> torch.Tensor:
-    """Return the columns of ``weight`` that are computed; differentiable, and that faster than by an index."""
+    """Return the computed columns of ``weight``; differentiable, with a faster backward pass than an index."""
     return cast(torch.Tensor, _Columns.apply(weight, columns)) if len(columns.off) else weight  # type: ignore[no-untyped-call]
 
 
 def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Return gradients of all gates, [L]: of each the sum of its ``products``, of which ``blocks`` names whose they
-    are."""
+    """Return the gradients of all gates, [L]: the sums of ``products`` per block of ``blocks``."""
     return torch.zeros_like(batch.gates).index_add_(0, blocks, products.to(batch.gates.dtype))

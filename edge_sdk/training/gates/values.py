@@ -1,10 +1,8 @@
-"""A layer's output of which only some channels are computed: the others are constants, the same for every sample.
+"""Layer outputs of which only some channels are computed; the others are constants, the same for every sample.
 
-An off row of a weight gives its bias wherever it is applied. What follows (activations, pooling, batch norm, flatten)
-turns a constant channel into a constant channel, so that the next layer adds its part once and not per sample. As
-seen from the loss a constant channel differs from sample to sample, though: the gate of its row learns from the signal
-that comes back along it. An ``Echo`` follows that signal: it repeats the steps from the row to the next layer on the
-constants, for those channels alone along which any signal passes, which after a ReLU are those above zero.
+Activations, pooling, batch norm and flatten map constant channels to constant channels, so that the next layer adds
+their part once. But the loss's gradient by a constant channel differs between samples, and the gate of its row learns
+from it. An ``Echo`` propagates this signal: it repeats the operations from the row to the next layer.
 """
 
 from __future__ import annotations
@@ -19,15 +17,14 @@ import torch
 from .tensors import Channels, Flags, Index, index, true
 
 Step = Callable[[torch.Tensor, Index], torch.Tensor]
-"""What an operation does to the echo's channels [P, Q, ...], given which of the constant channels they are."""
+"""An operation on the echo's channels [P, Q, ...], given their places among the constant channels."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The way back from constant channels to the rows that would have made them.
+    """The path from constant channels back to their rows.
 
-    start(which) gives the rows' output as it is, constant, for the rows ``which`` of those that are off, but takes
-    gradients to the gates of their blocks; steps are the operations since.
+    start(which): the constant output of off rows, with gradients to their gates. steps: the operations since.
     """
 
     start: Callable[[Index], torch.Tensor]
@@ -35,7 +32,7 @@ class Echo:
     steps: tuple[Step, ...] = ()
 
     def follow(self, heard: Flags) -> tuple[torch.Tensor, Index]:
-        """Return the channels of the rows of which ``heard`` names any channel, after all steps; and which they are."""
+        """Return the channels, and their places, of rows with any channel in ``heard``, after all steps."""
         rows = np.flatnonzero(heard.reshape(self.rows, -1).any(axis=1))
         value, channels = self.start(rows), rows
         for step in self.steps:
@@ -45,12 +42,12 @@ class Echo:
 
 
 def owned(rows: Index, times: int) -> Index:
-    """Return the entries that ``rows`` own, ``times`` each."""
+    """Return the entries of ``rows`` with ``times`` entries each."""
     return (rows[:, None] * times + np.arange(times)).ravel()
 
 
 def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an empty tensor of ``shape``, with the type and memory layout of ``tensor``."""
+    """Return an empty tensor of ``shape`` with the type and memory format of ``tensor``."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
@@ -58,12 +55,10 @@ def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Partial:
-    """A value [N, ..., channels, ...] of which only some channels are computed.
+    """A value [N, ..., channels, ...] of which only some channels are computed, along ``axis``.
 
-    computed holds those that ``channels`` says are on, along ``axis``; constants [others] is what the others are,
-    everywhere, None where that is 0 for all. live: which of the others' constants depend on a gate or weight, as far as
-    is known; heard: along which the echo's signal passes (never more than live); echo is None where gates of off rows
-    get no gradients.
+    constants [others]: the values of the other channels, None for 0. live: constants that may depend on a gate or
+    weight; heard: those with a signal to the echo. echo: None if gates of off rows get no gradients.
     """
 
     computed: torch.Tensor
@@ -76,26 +71,25 @@ class Partial:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole value."""
+        """Shape of the whole value."""
         shape = list(self.computed.shape)
         shape[self.axis] = len(self.channels.flags)
         return torch.Size(shape)
 
     @property
     def matters(self) -> Flags:
-        """The constants that the next layer cannot leave out, [others]: those that are not 0, or that gradients
-        reach."""
+        """Constants that the next layer needs, [others]: those that are not 0, or that have a gradient."""
         moved = self.live | self.heard
         return moved if self.constants is None else moved | true(self.constants.detach() != 0)
 
     def known(self) -> torch.Tensor:
-        """Return the constants, zeros too."""
+        """Return the constants, including zeros."""
         return self.computed.new_zeros(len(self.channels.off)) if self.constants is None else self.constants
 
     def each(self, operation: Callable[[torch.Tensor], torch.Tensor], *, rectifies: bool = False) -> Partial:
-        """Return ``operation``, which works on every entry alone, done to this value; whether it is a ReLU
-        saves finding its slope."""
-        constants, passes = self.constants, np.zeros(len(self.live), dtype=bool)
+        """Apply an elementwise operation; for a ReLU (``rectifies``) the slope is known."""
+        constants = self.constants
+        passes = np.zeros(len(self.live), dtype=bool)
         if not rectifies:
             constants = operation(self.known())
             if torch.is_grad_enabled() and self.live.any():
@@ -103,10 +97,12 @@ class Partial:
                     point = self.known().detach().requires_grad_()
                     operation(point).sum().backward()  # type: ignore[no-untyped-call]
                 passes = true(cast(torch.Tensor, point.grad) != 0)
+        # No signal passes a ReLU after a constant <= 0, so such rows are not computed.
         elif constants is not None:
             passes = ~true(constants.detach() <= 0)
             constants = operation(constants) if passes.any() else None
-        live, heard = self.live & passes, self.heard & passes
+        live = self.live & passes
+        heard = self.heard & passes
         return replace(
             self,
             computed=operation(self.computed),
@@ -117,11 +113,11 @@ class Partial:
         )
 
     def pooled(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> Partial:
-        """Return ``operation``, which works on every channel alone and leaves constants what they are."""
+        """Apply an operation on each channel that keeps constants unchanged."""
         return replace(self, computed=operation(self.computed), echo=self.after(lambda echo, _: operation(echo)))
 
     def flattened(self) -> Partial:
-        """Return [N, channels * positions], channel after channel."""
+        """Return [N, channels * positions]."""
         times = self.computed[0, 0].numel()
         return replace(
             self,
@@ -134,41 +130,42 @@ class Partial:
         )
 
     def after(self, step: Step) -> Echo | None:
-        """Return the echo, one step on."""
+        """Return the echo after one more step."""
         return None if self.echo is None else replace(self.echo, steps=(*self.echo.steps, step))
 
     def listened(self) -> tuple[torch.Tensor | None, Index]:
-        """Return the echo at this point and which of the constant channels it has; None where no signal passes."""
+        """Return the echo at this point and its places among the constant channels; None without a signal."""
         if self.echo is None or not self.heard.any():
             return None, np.zeros(0, dtype=np.intp)
         echo, channels = self.echo.follow(self.heard)
-        kept = self.heard[channels]  # a row's channels are followed together, though some may have gone silent
+        # All channels of a row are followed, though some may have lost their signal.
+        kept = self.heard[channels]
         if not kept.all():
             echo = echo.index_select(self.axis, index(np.flatnonzero(kept), echo.device))
         return echo, channels[kept]
 
     def whole(self) -> torch.Tensor:
-        """Return the value itself, every channel written out."""
+        """Return the whole value, with all channels written out."""
         echo, channels = self.listened()
         return self._written(self.known(), echo, self.channels.on, self.channels.off, self.channels.off[channels])
 
     def widened(self, which: Flags) -> Partial:
-        """Return the same value with those constant channels written out that ``which`` [others] names: all
-        heard, or more."""
+        """Return the value with the constant channels ``which`` [others] written out, all heard ones included."""
         if not which.any():
             return self
-        old, device = self.channels, self.channels.device
+        old = self.channels
+        device = old.device
         flags = old.flags.copy()
         flags[old.off[which]] = True
         place = np.cumsum(flags) - 1
         echo, channels = self.listened()
-        written, left = index(np.flatnonzero(which), device), index(np.flatnonzero(~which), device)
+        written = index(np.flatnonzero(which), device)
+        left = index(np.flatnonzero(~which), device)
+        known = self.known().index_select(0, written)
+        heard = place[old.off[channels]]
         return replace(
             self,
-            computed=self._written(
-                *(self.known().index_select(0, written), echo),
-                *(place[part] for part in (old.on, old.off[which], old.off[channels])),
-            ),
+            computed=self._written(known, echo, place[old.on], place[old.off[which]], heard),
             channels=Channels(flags, device),
             constants=None if self.constants is None else self.constants.index_select(0, left),
             live=self.live[~which],
@@ -177,14 +174,12 @@ class Partial:
         )
 
     def _written(self, constants: torch.Tensor, echo: torch.Tensor | None, *places: Index) -> torch.Tensor:
-        """Return computed channels and ``constants`` at the first two ``places``; at the third ``echo`` is heard."""
-        where = (index(part, constants.device) for part in places)
-        return cast(torch.Tensor, _Write.apply(self.computed, constants, echo, self.axis, *where))  # type: ignore[no-untyped-call]
+        """Return a whole value from computed channels, constants and the echo, at their places."""
+        tensors = (index(part, constants.device) for part in places)
+        return cast(torch.Tensor, _Write.apply(self.computed, constants, echo, self.axis, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Write(torch.autograd.Function):
-    """Computed channels and constants side by side; backward also hands the echo its part of the gradient."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -194,7 +189,9 @@ class _Write(torch.autograd.Function):
         axis: int,
         *places: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.axis, ctx.places, ctx.samples = axis, places, 0 if echo is None else len(echo)
+        ctx.axis = axis
+        ctx.places = places
+        ctx.samples = 0 if echo is None else len(echo)
         shape = list(computed.shape)
         shape[axis] = len(places[0]) + len(places[1])
         written = like(computed, shape)
