@@ -1,4 +1,4 @@
-"""``sparrow export``: a device's personal model as the smallest ONNX file that predicts the same, and the gain.
+"""``sparrow export``: write a device's personal model as a small ONNX file with the same predictions.
 
     sparrow export ~/.local/state/sparrow/HOST/FEDERATION/NAME --output model.onnx --data mine.npz
 
@@ -27,7 +27,7 @@ from .source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
 STEPS = 5
-"""Steps of an export that its progress counts, beside measurements."""
+"""Steps of the progress bar without measurements."""
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -41,42 +41,43 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--mode",
         choices=get_args(Mode),
-        help="dense: as trained; compact: without what cannot influence the output; packed: and without storing zeros; "
-        "dynamic: with the method's choice for each sample (default: the smallest that predicts the same)",
+        help="dense: as trained; compact: without neurons that do not influence the output; packed: compact, without "
+        "stored zeros; dynamic: with the method's choice for each sample (default: the smallest file with the same "
+        "predictions)",
     )
     parser.add_argument(
         "--precision",
         choices=get_args(Precision),
         default="fp32",
-        help="of the weights; auto measures which of fp32 and int8 is faster here (default fp32, which is exact)",
+        help="type of the weights; auto takes the faster of fp32 and int8 on this machine (default fp32, exact)",
     )
     parser.add_argument(
-        "--data", metavar="FILE", help="the device's own samples: a table or npz file, raw if there is a preparation"
+        "--data", metavar="FILE", help="samples of the device: a table or npz file; raw if there is a preparation"
     )
     parser.add_argument(
         "--accuracy-limit",
         type=float,
         default=ACCURACY_LIMIT,
         metavar="SHARE",
-        help=f"refuse a rounded export whose accuracy on --data falls by more (default {ACCURACY_LIMIT})",
+        help=f"largest accepted fall of accuracy on --data in fp16 or int8 (default {ACCURACY_LIMIT})",
     )
     parser.add_argument("--manifest", type=Path, help="manifest.json of the model (default: beside it)")
     parser.add_argument("--skeleton", type=Path, help="skeleton.onnx of the model (default: beside it)")
-    parser.add_argument("--budget", type=_share, help="of a dynamic model (default: the device's)")
+    parser.add_argument("--budget", type=_share, help="budget of a dynamic model (default: the device's)")
     parser.add_argument(
-        "--without-preparation", action="store_true", help="leave out the preparation: the file takes prepared inputs"
+        "--without-preparation", action="store_true", help="omit the preparation: the file takes prepared inputs"
     )
-    parser.add_argument("--ort-format", action="store_true", help="write .ort for minimal builds as well")
-    parser.add_argument("--picture", type=Path, help="draw the report to this .png, .svg or .pdf")
-    parser.add_argument("--quick", action="store_true", help="leave load time, memory and latency out")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--ort-format", action="store_true", help="also write an .ort file for minimal builds")
+    parser.add_argument("--picture", type=Path, help="draw the report to this .png, .svg or .pdf file")
+    parser.add_argument("--quick", action="store_true", help="do not measure load time, memory and latency")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_json(parser)
 
 
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and up to 1")
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
 
 
@@ -85,15 +86,15 @@ def _export(options: argparse.Namespace) -> Report:
     if options.picture is not None:
         picture_maker()
         if options.picture.suffix not in PICTURES:
-            raise ExportError(f"{options.picture}: a picture's name ends with one of {', '.join(PICTURES)}")
+            raise ExportError(f"{options.picture}: give a picture's name that ends with one of {', '.join(PICTURES)}")
         options.picture.parent.mkdir(parents=True, exist_ok=True)
     if options.output.suffix == ".ort":
-        raise ExportError(f"{options.output}: name it .onnx; --ort-format writes an .ort beside it")
+        raise ExportError(f"{options.output}: name it .onnx; --ort-format also writes the .ort file")
     steps = STEPS + (0 if options.quick else MEASUREMENTS)
     with tqdm(total=steps, disable=options.quiet or None, unit="step") as bar:
 
-        def doing(what: str) -> None:
-            bar.set_description(what)
+        def doing(step: str) -> None:
+            bar.set_description(step)
             bar.update()
 
         doing("reading")
@@ -104,7 +105,7 @@ def _export(options: argparse.Namespace) -> Report:
             samples = read_raw_samples(options.data, source.manifest, source.class_names)
         elif options.data is not None:
             samples = read_samples(Path(options.data), plain)
-        wishes = Options(
+        wanted = Options(
             options.mode,
             options.precision,
             options.budget,
@@ -113,16 +114,17 @@ def _export(options: argparse.Namespace) -> Report:
             measured=not options.quick,
             with_preparation=not options.without_preparation,
         )
-        report = export_model(source, plain, options.output, wishes, samples=samples, doing=doing)
+        report = export_model(source, plain, options.output, wanted, samples=samples, doing=doing)
         bar.set_description("done")
-        bar.n = steps  # what had nothing to do counts as well
+        # include skipped steps
+        bar.n = steps
         bar.refresh()
     if options.picture is not None:
         report.draw(options.picture)
     return report
 
 
-COMMAND = Command("sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run)
+COMMAND = Command("sparrow export", "Export a personal model to ONNX and report the savings.", _options, _run)
 main = COMMAND.main
 
 

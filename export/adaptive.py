@@ -1,16 +1,14 @@
-"""A device's personal and global model and the choice between them in one ONNX graph: DM-PFL+ (KDD 2023, Algorithm 4).
+"""The personal and the global model of DM-PFL+ in one ONNX graph (KDD 2023, Algorithm 4).
+
+For each sample x, with H the entropy of the softmax and Sim the cosine of the scores:
 
     z_c, z_g = θ_c(x), θ_g(x)
-    y = z_c where H(z_c) - (1 - Sim)·BE_c < H(z_g) - (1 - Sim)·BE_g, else z_g
+    y = z_c if H(z_c) - (1 - Sim)·BE_c < H(z_g) - (1 - Sim)·BE_g else z_g
 
-for every sample; H is the entropy of the softmax, Sim the cosine of the scores. What both models
-have is in the file once. Of a weight with masks m_c and m_g that are the values at the positions of either, packed,
-and the masks at a bit per position:
+Shared values are stored once. A weight with masks m_c and m_g (one bit per position) is stored as the packed values at
+the positions of either mask; ONNX Runtime folds the unpacking on load:
 
-    θ = [0, values][cumsum(m_c or m_g)·m],    m being m_c or m_g
-
-of operators that ONNX Runtime folds when it loads the file, so that inference meets plain weights. Biases, norms and
-buffers that are equal are one.
+    θ = [0, values][cumsum(m_c or m_g)·m],    m = m_c or m_g
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from .errors import ExportError
 from .source import Source
 
 PERSONAL = "adaptive/personal"
-"""Which samples the personal model answers, bool [N]: the value's name in the graph."""
+"""Name of a value in the graph: bool [N], True if the personal model answers."""
 
 MARGIN = 1e-4
-"""Of entropies less their base, in nats, that are less than this apart, rounding may decide."""
+"""Closest entropies (less their bases, in nats) that rounding cannot reorder."""
 
 _SMALLEST_NORM = 1e-12
-"""As in ``edge_sdk.methods.adaptive``: scores of a smaller 2-norm are like nothing."""
+"""Scores of a smaller 2-norm have similarity 0, as in ``edge_sdk.methods.adaptive``."""
 
 
 def adaptive_model(
@@ -54,30 +52,30 @@ def adaptive_model(
     *,
     personal: Tensors,
 ) -> ModelProto:
-    """Return both models of a device of DM-PFL, and the rule of DM-PFL+.
+    """Return both models of a DM-PFL device with the rule of DM-PFL+.
 
-    own, memory and personal are the device's state, settings the method's. Raises SkeletonError, and ExportError for a
-    state without base entropies, or one of another method or model.
+    own, memory, personal: the device's state. settings: the method's. Raises SkeletonError, and ExportError if the
+    state has no base entropies or belongs to another method or model.
     """
     missing = [name for name in ("mask", "global_mask", "rest") if name not in own]
     if missing:
         raise ExportError(
-            f"the state has no {missing[0]!r}: it is no state of DM-PFL, or its device has not trained yet; export its "
-            f"personal model instead"
+            f"the state has no {missing[0]!r}: the device has not trained yet, or not with DM-PFL; export the personal "
+            f"model instead"
         )
-    bases = [memory.get(f"entropy_{which}") for which in ("personal", "global")]
+    bases = [memory.get(f"entropy_{kind}") for kind in ("personal", "global")]
     if None in bases:
         raise ExportError(
-            "the state has no base entropies, by which models are chosen: they are measured in the stage 'personal'; "
-            "export after it, or the personal model alone"
+            "the state has no base entropies, which choose the model: they are measured in the stage 'personal'; "
+            "export after that stage, or export only the personal model"
         )
     if len(manifest.output_shape) != 1:
         raise ExportError(
-            f"the choice goes by scores of classes, and outputs have the shape {manifest.output_shape}; export the "
-            f"personal model alone"
+            f"a dynamic export needs class scores, the outputs have the shape {manifest.output_shape}; export only the "
+            f"personal model"
         )
     masks = _masks(manifest, own)
-    # what is filled in is checked for names, shapes and types; packed weights replace those of the personal model
+    # ``fill`` checks names, shapes and types; the packed weights then replace the personal model's
     model = onnx.load_model_from_string(fill(skeleton, manifest, personal))
     to = Building("adaptive/")
     renamed = _store(model, manifest, own, masks, to)
@@ -85,16 +83,13 @@ def adaptive_model(
     _choose(to, scores, [float(base) for base in bases if base is not None], settings.get("similarity", "logits"))
     set_nodes_in_place(model.graph, to.nodes)
     model.graph.initializer.extend(to.initializers)
-    check_valid(model, "the two models make no valid ONNX model", "export the personal one alone", full=True)
+    check_valid(model, "the two models make no valid ONNX model", "export only the personal one", full=True)
     return model
 
 
 def dynamic_model(source: Source, budget: float | None) -> ModelProto:
-    """Return both models of a device's state and the choice; the form of DM-PFL for ``--mode dynamic``.
-
-    budget: of no effect here. Raises as above.
-    """
-    assert source.membership is not None, "checked where the form is chosen"
+    """Return the dynamic form of DM-PFL. budget: ignored. Raises as ``adaptive_model``."""
+    assert source.membership is not None, "checked by load_form"
     settings = source.membership.federation.settings.method_settings
     return adaptive_model(
         source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors
@@ -102,16 +97,16 @@ def dynamic_model(source: Source, budget: float | None) -> ModelProto:
 
 
 def _masks(manifest: Manifest, own: Tensors) -> tuple[ElementMask, ElementMask]:
-    """Return m_c and m_g, to which ``rest`` fits."""
+    """Return m_c and m_g, checked against the length of ``rest``."""
     try:
         mask, global_mask = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
     except ManifestError as error:
-        raise ExportError(f"the state is one of another model: {error}; use the manifest it was trained with") from None
+        raise ExportError(f"the state is of another model: {error}; use the manifest it was trained with") from None
     wanted = global_mask.without(mask).count
     if len(own["rest"]) != wanted:
         raise ExportError(
-            f"the state has {len(own['rest'])} weights that the global mask alone has, its masks say {wanted}; "
-            f"restore it, or let the device train again"
+            f"the state has {len(own['rest'])} weights only in the global mask, its masks need {wanted}; restore the "
+            f"state, or train again"
         )
     return mask, global_mask
 
@@ -119,18 +114,21 @@ def _masks(manifest: Manifest, own: Tensors) -> tuple[ElementMask, ElementMask]:
 def _store(
     model: ModelProto, manifest: Manifest, own: Tensors, masks: tuple[ElementMask, ElementMask], to: Building
 ) -> dict[str, str]:
-    """Put the global model beside the personal one; the names of tensors that are not the personal one's."""
+    """Add the global model's tensors. Return the names of those that differ from the personal model's."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    renamed, start = {}, 0
+    renamed = {}
+    start = 0
     for spec in manifest.whole:
-        name, other = spec.name, own.get(f"global:{spec.name}")
+        name = spec.name
+        other = own.get(f"global:{name}")
         values = onnx.numpy_helper.to_array(stored[name])
         if name in masks[0].exists:
             mine, theirs = (each.exists[name].reshape(-1) for each in masks)
-            alone = theirs & ~mine
+            added = theirs & ~mine
             union = np.array(values).reshape(-1) * mine
-            end = start + int(alone.sum())
-            union[alone], start = own["rest"][start:end], end
+            end = start + int(added.sum())
+            union[added] = own["rest"][start:end]
+            start = end
             if mine.all() and theirs.all():
                 continue
             model.graph.initializer.remove(stored[name])
@@ -138,7 +136,7 @@ def _store(
         elif other is not None and other.tobytes() != values.tobytes():
             if other.shape != spec.shape or other.dtype != values.dtype:
                 raise ExportError(
-                    f"{name}: the state's global one has shape {other.shape} of {other.dtype}, the manifest says "
+                    f"{name}: the state's global tensor has shape {other.shape} of {other.dtype}, the manifest says "
                     f"{spec.shape} of {spec.dtype}; use the manifest it was trained with"
                 )
             renamed[name] = to.constant(other)
@@ -153,7 +151,7 @@ def _packed(
     mine: NDArray[np.bool_],
     theirs: NDArray[np.bool_],
 ) -> str:
-    """Compose both models' weights; the personal one has ``name``, the global one the answer."""
+    """Compose both models' weights: the personal one as ``name``. Return the name of the global one."""
     either = mine | theirs
     values = to.constant(np.concatenate([np.zeros(1, np.float32), union[either]]))
     first = _bits(to, mine)
@@ -170,7 +168,7 @@ def _packed(
 
 
 def _bits(to: Building, flags: NDArray[np.bool_]) -> str:
-    """Return int32 [n], 1 where a flag is set; in the file a bit each."""
+    """Return the flags as int32 [n]; the file stores one bit each."""
     if flags.all():
         ones = onnx.helper.make_tensor("one", TensorProto.INT32, [1], [1])
         return to.add("ConstantOfShape", to.whole(len(flags)), value=ones)
@@ -182,17 +180,18 @@ def _bits(to: Building, flags: NDArray[np.bool_]) -> str:
 
 
 def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, str]) -> str:
-    """Copy the forward pass, with other weights; return the name of its scores."""
+    """Copy the forward pass with renamed weights. Return the name of its scores."""
     inner = {name for node in model.graph.node for name in node.output if name}
     names = {**{name: f"{prefix}{name}" for name in inner}, **renamed}
     for node in model.graph.node:
-        read, made = ([names.get(name, name) for name in values] for values in (node.input, node.output))
+        read = [names.get(name, name) for name in node.input]
+        made = [names.get(name, name) for name in node.output]
         to.nodes.append(again(node, read, made))
     return names[OUTPUT]
 
 
 def _choose(to: Building, scores: tuple[str, str], bases: list[float], similarity: str) -> None:
-    """Add the rule, whose choice becomes the output. scores, bases: of the personal and of the global model."""
+    """Add the rule and the output. scores, bases: of the personal, then of the global model."""
     logs = [to.add("LogSoftmax", each, axis=1) for each in scores]
     powers = [to.add("Exp", each) for each in logs]
     entropies = [to.add("Neg", to.sum(to.add("Mul", *pair), 1)) for pair in zip(powers, logs, strict=True)]

@@ -1,4 +1,4 @@
-"""The passes from a personal model to the ONNX model asked for."""
+"""The sequence of passes that makes an export from a personal model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ Mode = Literal["dense", "compact", "packed", "dynamic"]
 Precision = Literal["fp32", "fp16", "int8", "auto"]
 
 ACCURACY_LIMIT = 0.01
-"""Largest fall of accuracy, as a share of samples, at which a rounded export is still written."""
+"""Largest accepted fall of accuracy of a rounded export, as a share of samples."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model and how it was made: the steps in order, and the precision, which ``auto`` leaves open, with what was
-    measured to choose it as ``notes``."""
+    """A model, the steps that made it, its precision (never ``auto``) and the measurements behind that choice."""
 
     model: ModelProto
     mode: Mode
@@ -41,7 +40,7 @@ class Built:
 
 
 def dense(source: Source) -> ModelProto:
-    """Return the personal model as trained, in fp32, from which every export is made. Raises ExportError."""
+    """Return the personal model as trained, in fp32. Raises ExportError."""
     filled = fill(source.skeleton, source.manifest, source.tensors, metadata=source.properties())
     return onnx.load_from_string(filled)
 
@@ -55,14 +54,13 @@ def build(
     *,
     dynamic: Callable[[], ModelProto],
     accuracy_limit: float = ACCURACY_LIMIT,
-    doing: Callable[[str], object] = lambda what: None,
+    doing: Callable[[str], object] = lambda step: None,
 ) -> Built:
-    """Return the model asked for, made from the ``dense`` one, ``plain``; with properties, checked by onnx.
+    """Return an export of ``source`` with metadata, checked by onnx.
 
-    Adapters are merged, neurons without influence are removed, weights take the ``precision``, zeros are packed; each
-    only where it helps, and the last only in the mode ``packed``. dynamic: makes the model of the mode ``dynamic``.
-    accuracy_limit: largest fall of accuracy, as a share of samples, that ``auto`` accepts. doing: called with each
-    step. Raises ExportError, with what to do.
+    plain: the model of ``dense``. dynamic: makes the model of the mode ``dynamic``. accuracy_limit: largest fall of
+    accuracy, as a share of samples, that ``auto`` accepts. doing: called with the name of each step. Raises
+    ExportError.
     """
     steps: list[str] = []
     notes: tuple[str, ...] = ()
@@ -70,7 +68,7 @@ def build(
     if mode == "dynamic":
         if precision != "fp32":
             raise ExportError(
-                f"--precision {precision} with --mode dynamic: rounding would flip choices; leave --precision out"
+                f"--precision {precision} with --mode dynamic: rounding would change choices; leave --precision out"
             )
         doing("joining the models")
         model = dynamic()
@@ -107,7 +105,6 @@ def build(
 def _rounded(
     model: ModelProto, precision: Precision, samples: Samples | None, accuracy_limit: float
 ) -> tuple[ModelProto, Precision, tuple[str, ...]]:
-    """Return the model with its weights rounded, the precision that it then has, and why."""
     if precision == "fp32":
         return model, precision, ()
     from .precision import choose, quantise, to_half
@@ -115,23 +112,24 @@ def _rounded(
     if precision == "fp16":
         return to_half(model), precision, ()
     if samples is None:
-        raise ExportError(f"--precision {precision} is measured on the device's own inputs; give them with --data")
+        raise ExportError(f"--precision {precision} needs samples of the device; give them with --data")
     if precision == "int8":
         return quantise(model, np.asarray(samples.calibration)), precision, ()
-    calibration, inputs = np.asarray(samples.calibration), np.asarray(samples.inputs)
+    calibration = np.asarray(samples.calibration)
+    inputs = np.asarray(samples.inputs)
     choice = choose(model, calibration, inputs, samples.labels, max_fall=accuracy_limit)
     return choice.model, "fp32" if choice.precision == "fp32" else "int8", tuple(map(str, choice.trials))
 
 
 def _finished(model: ModelProto, source: Source, mode: str, precision: str) -> ModelProto:
-    """Return a copy of the model with its properties: those it has, and those that follow from the source."""
+    """Return a copy with the model's metadata, updated by the source's."""
     model = deepcopy(model)
     written = {entry.key: entry.value for entry in model.metadata_props}
-    says = {**written, **source.properties(), "mode": mode, "precision": precision}
+    metadata = {**written, **source.properties(), "mode": mode, "precision": precision}
     model.producer_name = "sparrow"
     del model.metadata_props[:]
-    onnx.helper.set_model_props(model, dict(sorted(says.items())))
+    onnx.helper.set_model_props(model, dict(sorted(metadata.items())))
     if model.ByteSize() > MAX_MODEL:
-        raise ExportError(f"the model would take {model.ByteSize()} bytes, one ONNX file holds at most {MAX_MODEL}")
+        raise ExportError(f"the model takes {model.ByteSize()} bytes, an ONNX file holds at most {MAX_MODEL}")
     onnx.checker.check_model(model)
     return model

@@ -1,18 +1,15 @@
-"""The channels of an ONNX graph: constant or not, needed or not, and which can only go together.
+"""Analysis of the channels of an ONNX graph: coupled, constant and needed units.
 
-A *unit* is one index of one axis of one value, weights included: row 3 of ``conv1.weight``, channel 3 of what it makes.
-Three questions are answered for all units at once, by a rule per operator:
+A *unit* is one index of one axis of a value or weight, such as row 3 of ``conv1.weight``. Each operator has a rule:
 
-- Which units are one? Row 3 of a weight, entry 3 of its bias, channel 3 of the output, of the ReLU behind it and of
-  what is added to it go or stay together: they form a class (``Flow.couple``). Behind a flatten, a class holds the
-  columns of its channel.
-- Which are constant? ``Flow.constant(name, axis)`` has, per index, the one value that the slice holds whatever the
-  input and wherever one looks, or NaN.
-- Which are needed? An output of the graph needs all of its units. A convolution or matrix product that makes a needed
-  unit needs those of its inputs that have a weight there, save constants: they amount to a bias. What no rule speaks
-  for is needed, so an unknown operator costs width and never exactness.
+- Coupled units form a class and can only be removed together (``Flow.couple``): row 3 of a weight, entry 3 of its bias,
+  channel 3 of the output, of its ReLU and of values added to it; after a flatten, all columns of a channel.
+- Constant units have one value for every input and position (``Flow.constant``; NaN for other units).
+- Needed units are those of the graph's outputs, and inputs with a nonzero weight for a needed unit of a convolution or
+  matrix product, except constants that fit in a bias. Units without a rule are needed, so an unknown operator costs
+  width but never exactness.
 
-The least set of classes with these needs is kept (``Flow.kept``); all others can be cut out of every value.
+``Flow.kept`` returns the smallest set of classes with these properties.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorPro
 
 @dataclass(frozen=True)
 class Contraction:
-    """A sum over the units of ``data``'s axis: output unit o is the sum over k of weights[o, k] and unit k, and a bias.
+    """A weighted sum over the units of an axis of ``data``, plus a bias.
 
-    weights: [outputs, inputs, taps...], a view of the initialiser ``weight``; ``inputs_axis`` is that axis of the
-    initialiser. ``padded``: at the border some taps meet zeros (or positions differ in their taps), so a constant other
-    than zero does not add the same everywhere. ``bias``: which of the node's inputs holds the bias, None where a node
-    of its own would; ``can_fold``: whether a constant can be added to it.
+    weights: [outputs, inputs, taps...], a view of the initialiser ``weight``. inputs_axis: that axis of the
+    initialiser. padded: positions differ in their taps, so a nonzero constant does not add the same everywhere. bias:
+    index of the node's bias input, None if the operator has none. can_fold: whether a constant can be added to it.
     """
 
     node: NodeProto
@@ -58,19 +54,19 @@ class Contraction:
     can_fold: bool
 
     def weight_of(self, inputs: Bools) -> Floats:
-        """Return [outputs, inputs chosen]: what a constant 1 in each adds to each output."""
+        """Return [outputs, inputs chosen]: the sums over all taps."""
         taken = self.weights[:, inputs]
         sums: Floats = taken.sum(axis=tuple(range(2, taken.ndim)), dtype=np.float64)
         return sums
 
     @cached_property
     def used(self) -> Bools:
-        """Return [outputs, inputs]: True where a weight other than zero joins them."""
+        """Return [outputs, inputs]: True for a nonzero weight."""
         used: Bools = (self.weights != 0).any(axis=tuple(range(2, self.weights.ndim)))
         return used
 
     def absorbs(self, constant: Floats) -> Bools:
-        """Return the inputs that, given the constants they hold or NaN, a bias can stand for."""
+        """Return [inputs]: True if a bias can replace the input. constant: its value or NaN."""
         absorbed = constant == 0 if self.padded or not self.can_fold else ~np.isnan(constant)
         return np.asarray(absorbed, dtype=np.bool_)
 
@@ -120,10 +116,10 @@ class Flow:
         first = self._first[name, axis]
         return np.arange(first, first + self.size(name, axis))
 
-    # --- what rules ask and say
+    # --- interface of the rules
 
     def has(self, name: str, axis: int) -> bool:
-        """Return True for an axis that has units: it exists and its length never varies."""
+        """Return True if the axis exists and has a fixed length."""
         return (name, axis) in self._first
 
     def rank(self, name: str) -> int:
@@ -137,21 +133,24 @@ class Flow:
     def couple(
         self, one: str, axis: int, other: str, other_axis: int, index: Index | None = None, to: Index | None = None
     ) -> None:
-        """Couple two axes: unit index[i] of one axis is unit to[i] of the other (None: all, in order); both axes are
-        then accounted for."""
+        """Couple unit ``index[i]`` of one axis with unit ``to[i]`` of the other; None means all units.
+
+        Both axes are marked as handled.
+        """
         if not self.has(one, axis) or not self.has(other, other_axis):
             return
-        first, second = self._units(one, axis), self._units(other, other_axis)
+        first = self._units(one, axis)
+        second = self._units(other, other_axis)
         self._joined.append((first if index is None else first[index], second if to is None else second[to]))
         self.speak_for(one, axis)
         self.speak_for(other, other_axis)
 
     def speak_for(self, name: str, axis: int) -> None:
-        """Note that the node needs nothing of this axis but what its rule says."""
+        """Mark an axis as handled: the node needs only the units that its rule names."""
         self._spoken_for.add((name, axis))
 
     def constant(self, name: str, axis: int) -> Floats:
-        """Return [size]: the value that all of a slice has, NaN where it has several or depends on the input."""
+        """Return [size]: each slice's constant value, NaN if it has several or depends on the input."""
         if (name, axis) not in self._constant:
             vector = np.full(self.size(name, axis), np.nan)
             array = self.arrays.get(name)
@@ -163,7 +162,7 @@ class Flow:
         return self._constant[name, axis]
 
     def uniform(self, name: str) -> float:
-        """Return the one value that all of ``name`` has, or NaN."""
+        """Return the constant value of all elements, or NaN."""
         array = self.arrays.get(name)
         if array is not None and array.size == 1 and array.dtype.kind in "fi":
             return float(array.reshape(()))
@@ -175,28 +174,26 @@ class Flow:
         return np.nan
 
     def set_constant(self, name: str, axis: int, vector: Floats) -> None:
-        """Note the constants that a rule found for its output. Integers are left alone: their arithmetic is not that of
-        floats."""
+        """Record constants of an output. Integers are ignored, since their arithmetic differs from floats'."""
         if self.has(name, axis) and self.shapes[name].type in _FLOATS:
             self._constant[name, axis] = np.where(np.isfinite(vector), vector, np.nan)
 
     def contract(self, contraction: Contraction) -> None:
-        """Account for the inputs of a sum: what of them it needs depends on its weights (``kept``)."""
+        """Record a sum, whose weights decide which inputs it needs."""
         self.contractions.append(contraction)
         self.couple(contraction.data, contraction.axis, contraction.weight, contraction.inputs_axis)
 
     def contracted(self, contraction: Contraction, bias: Floats) -> Floats:
-        """Return [outputs]: True where an output of a sum is constant, given its bias (NaN: it varies)."""
+        """Return [outputs]: the constants of a sum's outputs, NaN for others. bias: NaN if it varies."""
         constant = self.constant(contraction.data, contraction.axis)
         used = (constant != 0) & ~np.isnan(constant) & (not contraction.padded)
         varies = contraction.used[:, ~((constant == 0) | used)].any(axis=1)
         return np.where(varies, np.nan, bias + contraction.weight_of(used) @ constant[used])
 
-    # --- answers
+    # --- result
 
     def kept(self) -> dict[tuple[str, int], Bools]:
-        """Return (value, axis) -> the units that stay. At least one of every axis does: tensors are not to become
-        empty."""
+        """Return (value, axis) -> the units to keep, at least one of every axis."""
         needed = np.zeros(self._count, dtype=np.bool_)
         for units in self._locked:
             needed[self._classes[units]] = True
@@ -204,13 +201,13 @@ class Flow:
         for key in self._first:
             classes = self._classes[self._units(*key)]
             if not needed[classes].any():
-                # A constant one brings no needs along.
+                # Prefer a constant unit: it needs no others.
                 needed[classes[int(np.argmin(np.isnan(self.constant(*key))))]] = True
                 self._spread(needed)
         return {key: needed[self._classes[self._units(*key)]] for key in self._first}
 
     def _spread(self, needed: Bools) -> None:
-        """Add what the sums behind needed units need, until nothing changes."""
+        """Add the inputs of sums that make needed units, up to the fixed point."""
         before = -1
         while (count := int(needed.sum())) != before:
             before = count
@@ -222,7 +219,7 @@ class Flow:
 
 
 def _connected(count: int, joined: Sequence[tuple[Index, Index]]) -> Index:
-    """Return [count]: the smallest unit of each unit's class."""
+    """Return [count]: the smallest unit of each unit's connected component."""
     label = np.arange(count)
     if not joined:
         return label
@@ -238,14 +235,13 @@ def _connected(count: int, joined: Sequence[tuple[Index, Index]]) -> Index:
         label = after
 
 
-# --- a rule per operator: what it couples, what of its output is constant, what it sums
+# --- a rule per operator: its couplings, constants and sums
 
 Rule = Callable[[NodeProto, Flow], None]
 
 
 def _elementwise(node: NodeProto, flow: Flow) -> None:
-    """Couple the channels of inputs and output: each output value depends on the values at its own place alone, under
-    numpy's broadcasting."""
+    # Values are coupled along every axis, under numpy's broadcasting.
     (out,) = node.output
     for axis in range(flow.rank(out)):
         if not flow.has(out, axis):
@@ -284,10 +280,12 @@ def _apply(node: NodeProto, operands: Sequence[Array | None], flow: Flow) -> Flo
 
 
 def _convolution(node: NodeProto, flow: Flow) -> None:
-    data, weight, out = node.input[0], node.input[1], node.output[0]
+    data, weight, *_ = node.input
+    out = node.output[0]
     if weight not in flow.arrays or not flow.has(data, 1):
         return
-    values, groups = flow.arrays[weight], int(attribute(node, "group", 1))
+    values = flow.arrays[weight]
+    groups = int(attribute(node, "group", 1))
     padded = any(attribute(node, "pads", [])) or attribute(node, "auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
     bias, bias_is_known = _bias(node, 2, out, 1, flow)
     if groups > 1:
@@ -300,16 +298,17 @@ def _convolution(node: NodeProto, flow: Flow) -> None:
 
 
 def _grouped(node: NodeProto, flow: Flow, values: Array, groups: int, padded: bool, bias: Floats) -> None:
-    """Couple inputs and outputs of each group (depthwise: a channel is a group), since all groups must be of one
-    size."""
-    data, weight, out = node.input[0], node.input[1], node.output[0]
+    # All inputs and outputs of a group are coupled, since groups must keep one size.
+    data, weight, *_ = node.input
+    out = node.output[0]
     inputs = np.arange(flow.size(data, 1)).reshape(groups, -1)
     outputs = np.arange(flow.size(out, 1)).reshape(groups, -1)
     flow.couple(weight, 0, out, 1)
     for units in (inputs, outputs):
         value = data if units is inputs else out
         flow.couple(value, 1, out, 1, units.reshape(-1), np.repeat(outputs[:, 0], units.shape[1]))
-    constant, found = flow.constant(data, 1), np.empty(outputs.size)
+    constant = flow.constant(data, 1)
+    found = np.empty(outputs.size)
     for ins, outs in zip(inputs, outputs, strict=True):
         known = (constant[ins] == 0) | (~np.isnan(constant[ins]) & (not padded))
         taken = values[outs].reshape(len(outs), len(ins), -1)
@@ -320,21 +319,21 @@ def _grouped(node: NodeProto, flow: Flow, values: Array, groups: int, padded: bo
 
 
 def _transposed_convolution(node: NodeProto, flow: Flow) -> None:
-    data, weight, out = node.input[0], node.input[1], node.output[0]
+    data, weight, *_ = node.input
+    out = node.output[0]
     if weight not in flow.arrays or not flow.has(data, 1) or attribute(node, "group", 1) != 1:
         return
     bias, bias_is_known = _bias(node, 2, out, 1, flow)
     flow.couple(weight, 1, out, 1)
     values = flow.arrays[weight].swapaxes(0, 1)
-    # Places differ in how many taps reach them, as under padding.
+    # Positions differ in their number of taps, as under padding.
     contraction = Contraction(node, data, 1, weight, 0, values, 1, True, 2, bias_is_known)
     flow.contract(contraction)
     flow.set_constant(out, 1, flow.contracted(contraction, bias))
 
 
 def _bias(node: NodeProto, position: int, out: str, axis: int, flow: Flow) -> tuple[Floats, bool]:
-    """Return the bias [outputs], and True where it is known; coupled with the outputs where it has one entry for
-    each."""
+    # A bias with one entry per output is coupled with the outputs.
     size = flow.size(out, axis)
     name = node.input[position] if len(node.input) > position else ""
     if not name:
@@ -349,15 +348,15 @@ def _bias(node: NodeProto, position: int, out: str, axis: int, flow: Flow) -> tu
 
 
 def _gemm(node: NodeProto, flow: Flow) -> None:
-    data, weight, out = node.input[0], node.input[1], node.output[0]
+    data, weight, *_ = node.input
+    out = node.output[0]
     if weight not in flow.arrays or attribute(node, "transA", 0) or not flow.has(data, 1):
         return
     transposed = bool(attribute(node, "transB", 0))
-    alpha, beta = attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)
     values = flow.arrays[weight] if transposed else flow.arrays[weight].T
     bias, known = _bias(node, 2, out, 1, flow)
     flow.couple(weight, 0 if transposed else 1, out, 1)
-    plain = alpha == 1.0 and beta == 1.0
+    plain = attribute(node, "alpha", 1.0) == attribute(node, "beta", 1.0) == 1.0
     contraction = Contraction(node, data, 1, weight, 1 if transposed else 0, values, 1, False, 2, known and plain)
     flow.contract(contraction)
     if plain:
@@ -388,15 +387,15 @@ def _batch_norm(node: NodeProto, flow: Flow) -> None:
         flow.couple(data, axis, out, axis)
     if flow.has(out, 1):
         scale, shift, mean, variance = (np.asarray(flow.arrays[part], dtype=np.float64) for part in parts)
-        with np.errstate(all="ignore"):  # what is not finite is not taken for a constant
+        # set_constant drops values that are not finite
+        with np.errstate(all="ignore"):
             factor = scale / np.sqrt(variance + attribute(node, "epsilon", 1e-5))
             passed = (flow.constant(data, 1) - mean) * factor + shift
         flow.set_constant(out, 1, np.where(scale == 0, shift, passed))
 
 
 def _group_norm(node: NodeProto, flow: Flow) -> None:
-    """Couple the channels of each group: they are normalised by one another, so a group goes as a whole; instance norm:
-    each is one."""
+    # A group's channels are normalised together, so they are coupled. Groups of an instance norm are single channels.
     (data, scale, shift), (out,) = node.input, node.output
     if not flow.has(data, 1) or flow.size(scale, 0) != flow.size(data, 1):
         return
@@ -407,15 +406,15 @@ def _group_norm(node: NodeProto, flow: Flow) -> None:
         flow.couple(name, axis, out, 1, units, first)
         flow.couple(name, axis, out, 1)
     of_group = flow.constant(data, 1).reshape(groups, -1)
-    # Of other constants than 0 the mean is rounded, which the division by almost nothing makes large.
+    # Only zeros are exact: the rounded mean of other constants is divided by almost 0.
     flat = np.repeat((of_group == 0).all(axis=1), len(units) // groups)
     flow.set_constant(out, 1, np.where((flow.constant(scale, 0) == 0) | flat, flow.constant(shift, 0), np.nan))
 
 
 def _normalised_axes(node: NodeProto, flow: Flow) -> None:
-    """Read the normalised axes of a softmax or layer norm whole; axes that are not normalised over only pass
-    through."""
-    data, out = node.input[0], node.output[0]
+    # The axes that are normalised over are not coupled, so all their units are needed.
+    data = node.input[0]
+    out = node.output[0]
     rank = flow.rank(data)
     first = int(attribute(node, "axis", -1)) % rank
     last = rank if node.op_type == "LayerNormalization" else first + 1
@@ -425,7 +424,8 @@ def _normalised_axes(node: NodeProto, flow: Flow) -> None:
 
 
 def _pool(node: NodeProto, flow: Flow) -> None:
-    data, out = node.input[0], node.output[0]
+    data = node.input[0]
+    out = node.output[0]
     flow.couple(data, 1, out, 1)
     if flow.has(out, 1):
         constant = flow.constant(data, 1)
@@ -437,7 +437,8 @@ def _pool(node: NodeProto, flow: Flow) -> None:
 
 
 def _reduce(node: NodeProto, flow: Flow) -> None:
-    data, out = node.input[0], node.output[0]
+    data = node.input[0]
+    out = node.output[0]
     axes = attribute(node, "axes", None)
     if len(node.input) > 1 and node.input[1]:
         axes = flow.arrays[node.input[1]].tolist() if node.input[1] in flow.arrays else None
@@ -458,9 +459,9 @@ def _reduce(node: NodeProto, flow: Flow) -> None:
 
 
 def _reshape(node: NodeProto, flow: Flow) -> None:
-    """Follow channels through a reshape: where one axis becomes several or several become one, the first of the several
-    carries the channels."""
-    data, out = node.input[0], node.output[0]
+    # If an axis is split or several are merged, the first one of the several carries the channels.
+    data = node.input[0]
+    out = node.output[0]
     target = plumbing.reshape_target(flow.shapes[data], flow.shapes[out])
     told = node.op_type == "Flatten" or (len(node.input) > 1 and node.input[1] in flow.arrays)
     if target is None or not told:
@@ -468,7 +469,8 @@ def _reshape(node: NodeProto, flow: Flow) -> None:
     for before, after in _blocks(flow.shapes[data], flow.shapes[out]):
         if len(before) > 1 and len(after) > 1:
             continue
-        one, other = before[0], after[0]
+        one = before[0]
+        other = after[0]
         if not all(flow.has(data, axis) for axis in before) or not all(flow.has(out, axis) for axis in after):
             continue
         length = max(flow.size(data, one), flow.size(out, other))
@@ -480,7 +482,7 @@ def _reshape(node: NodeProto, flow: Flow) -> None:
 
 
 def _blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Return the axes longer than 1 of a reshape, cut into the smallest runs that hold equally many values."""
+    """Group the axes longer than 1 of a reshape into the shortest runs of equally many values."""
     sides = [[axis for axis, size in enumerate(shape.sizes) if size > 1] for shape in (before, after)]
     blocks: list[tuple[list[int], list[int]]] = []
     left, right = iter(sides[0]), iter(sides[1])
@@ -527,8 +529,10 @@ def _concat(node: NodeProto, flow: Flow) -> None:
 
 
 def _pad(node: NodeProto, flow: Flow) -> None:
-    data, out = node.input[0], node.output[0]
-    rank, mode = flow.rank(data), attribute(node, "mode", b"constant")
+    data = node.input[0]
+    out = node.output[0]
+    rank = flow.rank(data)
+    mode = attribute(node, "mode", b"constant")
     pads = padding(node, flow.arrays, rank)
     if pads is None:
         return
@@ -552,7 +556,7 @@ def _pad(node: NodeProto, flow: Flow) -> None:
 
 
 def padding(node: NodeProto, arrays: dict[str, Array], rank: int) -> tuple[list[int], list[int]] | None:
-    """Return what a Pad adds before and behind each axis, or None where that is not a constant."""
+    """Return the widths that a Pad adds before and after each axis, None if they are not constant."""
     if len(node.input) < 2 or node.input[1] not in arrays:
         return None
     given = arrays[node.input[1]].tolist()
@@ -561,14 +565,16 @@ def padding(node: NodeProto, arrays: dict[str, Array], rank: int) -> tuple[list[
         if node.input[3] not in arrays:
             return None
         axes = [axis % rank for axis in arrays[node.input[3]].tolist()]
-    before, behind = [0] * rank, [0] * rank
+    before = [0] * rank
+    behind = [0] * rank
     for place, axis in enumerate(axes):
-        before[axis], behind[axis] = given[place], given[len(axes) + place]
+        before[axis] = given[place]
+        behind[axis] = given[len(axes) + place]
     return before, behind
 
 
 def _gather(node: NodeProto, flow: Flow) -> None:
-    """Follow an embedding: rows are looked up, columns are the output's last axes."""
+    # An embedding: its columns are the output's last axes.
     (data, index), (out,) = node.input, node.output
     if data not in flow.arrays or attribute(node, "axis", 0) != 0:
         return
@@ -580,7 +586,7 @@ def _gather(node: NodeProto, flow: Flow) -> None:
 
 
 def _shape(node: NodeProto, flow: Flow) -> None:
-    """Take a Shape to ask for the size of the batch, which is the rule and needs no other axis."""
+    # A Shape usually reads only the batch size; it needs no other axis.
     (data,) = node.input
     asked = range(flow.rank(data))[attribute(node, "start", 0) : attribute(node, "end", None)]
     for axis in set(range(flow.rank(data))) - set(asked):
@@ -588,7 +594,8 @@ def _shape(node: NodeProto, flow: Flow) -> None:
 
 
 def _slice(node: NodeProto, flow: Flow) -> None:
-    data, out = node.input[0], node.output[0]
+    data = node.input[0]
+    out = node.output[0]
     if len(node.input) < 4 or node.input[3] not in flow.arrays:
         return
     cut = {axis % flow.rank(data) for axis in flow.arrays[node.input[3]].tolist()}

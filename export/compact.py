@@ -1,19 +1,17 @@
-"""Remove from an ONNX model every neuron and channel that cannot influence its output.
+"""Removal of neurons and channels that do not influence a model's output.
 
-What a method that drops neurons leaves behind is a dense model with rows of zeros; kernels multiply those all the same.
-Here they leave the file: the answer is the network one would have built small. Which units go is decided by
-``export.channels``, over the graph as it is, whatever its layers are called. Around that decision:
+``export.channels`` decides which units to remove. The steps are repeated until nothing changes:
 
-- What only constants decide is computed (``graph.fold_constants_in_place``).
-- A value all of whose channels are constant becomes an initialiser where it is added, multiplied, subtracted or
-  divided, and the branch that made it goes: a residual block that is switched off costs nothing.
-- Constant channels add to the next layer the same everywhere: that goes into its bias. Under padding it does not, since
-  the border meets zeros; then all of them are drawn together into one, whose weights are the sum.
-- Repeated until nothing changes, since what has gone can set free what fed it.
-- A ReLU behind a max pooling goes before it, which is the same and lets ONNX Runtime make it part of the convolution: a
-  network this small spends a twentieth of its time on starting operators.
+- Fold constants (``graph.fold_constants_in_place``).
+- Replace operands whose channels are all constant by initialisers and drop the branch that computes them, such as a
+  residual block that is switched off.
+- Move constant channels into the next layer's bias. Under padding the border sees zeros instead, so they are merged
+  into one channel.
+- Cut the remaining units.
 
-Equal to the given model up to the rounding of float32, for every finite input for which no activation overflows.
+Finally ReLUs move before max pooling, so that ONNX Runtime fuses them with convolutions.
+
+The result equals the given model up to float32 rounding, for finite inputs without overflowing activations.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 
 
 def compact(model: ModelProto) -> ModelProto:
-    """Return a new model of the same function in fewer channels, with inputs and outputs as they were.
+    """Return a copy with fewer channels and the same function, inputs and outputs.
 
-    model: complete, its weights inside the file, of one opset. Parts that no rule knows keep their width. The same
-    model gives the same bytes. Raises ExportError when the model is not valid ONNX.
+    model: its weights must be in the file. Deterministic. Raises ExportError if the model is not valid ONNX.
     """
     plumbing.check_valid(model, "the model is not valid ONNX", "fill the federation's skeleton again")
     result = deepcopy(model)
@@ -45,21 +42,22 @@ def compact(model: ModelProto) -> ModelProto:
     while True:
         plumbing.fold_constants_in_place(result)
         flow = Flow(result)
-        if _replace_constant_values_in_place(result, flow) or _draw_together_in_place(result, flow):
+        if _replace_constant_values_in_place(result, flow) or _merge_constants_in_place(result, flow):
             continue
         if not _cut_in_place(result, flow):
             break
     plumbing.activate_before_pooling_in_place(result.graph)
-    plumbing.check_valid(result, "compacting made an invalid model", "export it dense and report this")
+    plumbing.check_valid(result, "compacting made an invalid model", "export with --mode dense and report this")
     return result
 
 
-# --- values that are constant as a whole
+# --- values whose channels are all constant
 
 
 def _replace_constant_values_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Read constants where a branch computes them, and skip what then adds zeros; whether anything changed."""
-    graph, changed = model.graph, False
+    """Replace constant operands by initialisers and skip additions of zero. Return whether anything changed."""
+    graph = model.graph
+    changed = False
     made = {name for node in graph.node for name in node.output}
     for node in graph.node:
         if node.op_type not in _BROADCASTING or not plumbing.is_standard(node):
@@ -82,7 +80,7 @@ def _same_shape(one: str, other: str, flow: Flow) -> bool:
 
 
 def _as_constant(name: str, flow: Flow) -> Array | None:
-    """Return the value as an array that broadcasts to it, or None where it is not known to be constant."""
+    """Return a constant value as an array that broadcasts to it, None for others."""
     if name not in flow.shapes or flow.shapes[name].type != TensorProto.FLOAT:
         return None
     for axis in range(flow.rank(name)):
@@ -93,9 +91,10 @@ def _as_constant(name: str, flow: Flow) -> Array | None:
 
 
 def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
-    """Take out additions of zero, but for one that makes an output of the graph; whether there were any."""
+    """Skip additions of zero, except graph outputs. Return whether anything changed."""
     outputs = {value.name for value in graph.output}
-    known, changed = plumbing.constants(graph), False
+    known = plumbing.constants(graph)
+    changed = False
     for node in graph.node:
         if node.op_type != "Add" or not plumbing.is_standard(node) or node.output[0] in outputs:
             continue
@@ -110,7 +109,7 @@ def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
 
 
 def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
-    """Rename a value where it is read, and return True if anything read it; graphs within nodes go on doing so."""
+    """Rename a value in all readers except subgraphs. Return whether there were any."""
     found = [(node, place) for node in graph.node for place, read in enumerate(node.input) if read == name]
     for node, place in found:
         node.input[place] = to
@@ -120,19 +119,20 @@ def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
 # --- constants that padding keeps out of the bias
 
 
-def _draw_together_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Let one constant channel stand for all, with the weights that make up for it; return True if anything changed."""
+def _merge_constants_in_place(model: ModelProto, flow: Flow) -> bool:
+    """Move the weights of constant channels to one of them, scaled. Return whether anything changed."""
     graph = model.graph
-    reads, changed = plumbing.read_counts(graph), False
+    reads = plumbing.read_counts(graph)
+    changed = False
     for contraction in flow.contractions:
         constant = flow.constant(contraction.data, contraction.axis)
-        drawn = ~np.isnan(constant) & (constant != 0) & contraction.used.any(axis=0) & ~contraction.absorbs(constant)
-        if drawn.sum() < 2 or reads[contraction.weight] != 1 or not contraction.padded:
+        merged = ~np.isnan(constant) & (constant != 0) & contraction.used.any(axis=0) & ~contraction.absorbs(constant)
+        if merged.sum() < 2 or reads[contraction.weight] != 1 or not contraction.padded:
             continue
-        first = int(np.argmax(np.where(drawn, np.abs(constant), 0.0)))
+        first = int(np.argmax(np.where(merged, np.abs(constant), 0.0)))
         weights = np.moveaxis(contraction.weights, 1, 0).astype(np.float64)
-        total = np.tensordot(constant[drawn] / constant[first], weights[drawn], axes=1)
-        weights[drawn] = 0.0
+        total = np.tensordot(constant[merged] / constant[first], weights[merged], axes=1)
+        weights[merged] = 0.0
         weights[first] = total
         array = np.moveaxis(weights, 0, contraction.inputs_axis).astype(contraction.weights.dtype)
         plumbing.set_constant_in_place(graph, contraction.weight, array)
@@ -144,7 +144,6 @@ def _draw_together_in_place(model: ModelProto, flow: Flow) -> bool:
 
 
 def _cut_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Remove the units that nothing needs; whether there were any."""
     kept = flow.kept()
     if all(units.all() for units in kept.values()):
         return False
@@ -172,7 +171,7 @@ def _cut_in_place(model: ModelProto, flow: Flow) -> bool:
 
 
 def _added(contraction: Contraction, kept: dict[tuple[str, int], Bools], flow: Flow) -> Floats:
-    """Return [outputs kept]: what the constants among the inputs that go added to the outputs that stay."""
+    """Return [outputs kept]: the contribution of removed constant inputs to the kept outputs."""
     constant = flow.constant(contraction.data, contraction.axis)
     gone = ~kept[contraction.data, contraction.axis] & ~np.isnan(constant) & (constant != 0)
     rows = kept[contraction.node.output[0], contraction.out_axis]
@@ -181,7 +180,7 @@ def _added(contraction: Contraction, kept: dict[tuple[str, int], Bools], flow: F
 
 
 def _fit_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: dict[tuple[str, int], Bools]) -> None:
-    """Correct the sizes that stand in a node and not in its weights."""
+    # Sizes that are in attributes or constants, not in weights.
     if not plumbing.is_standard(node) or not node.output or node.output[0] not in flow.shapes:
         return
     out = node.output[0]
@@ -193,7 +192,7 @@ def _fit_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: dict[tup
         )
         target = plumbing.reshape_target(before, after)
         if target is None:
-            raise AssertionError("the channels of a reshape go only where its target can be said")
+            raise AssertionError("a reshape is cut only if its target is known")
         plumbing.set_target_in_place(graph, node, target)
     if (out, 1) not in kept or kept[out, 1].all():
         return
@@ -218,7 +217,7 @@ def _fit_pad_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: Bool
     rank = flow.rank(node.output[0])
     pads = padding(node, flow.arrays, rank)
     if pads is None:
-        raise AssertionError("the channels of a padding go only where its pads are constants")
+        raise AssertionError("a pad is cut only if its widths are constant")
     before, behind = pads
     if before[1] or behind[1]:
         end = len(kept) - behind[1]
@@ -231,8 +230,9 @@ def _fit_pad_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: Bool
 
 
 def _add_in_place(graph: GraphProto, contraction: Contraction, place: int, bias: Floats) -> None:
-    """Add ``bias`` [outputs kept] to the node's own, its input ``place``."""
-    node, known = contraction.node, plumbing.constants(graph)
+    """Add ``bias`` [outputs kept] to the node's bias, its input ``place``."""
+    node = contraction.node
+    known = plumbing.constants(graph)
     while len(node.input) <= place:
         node.input.append("")
     name = node.input[place]
@@ -244,12 +244,13 @@ def _add_in_place(graph: GraphProto, contraction: Contraction, place: int, bias:
 
 
 def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dict[str, NodeProto]:
-    """Use the bias of the addition behind a matrix product, which has none itself, or return one to insert behind its
-    output.
+    """Add the bias to the Add after a matrix product, or return a new Add to insert there.
 
-    The new node is not inserted here: nodes that are still to be changed would move.
+    The node is not inserted here, since the nodes still to be changed would move.
     """
-    known, reads, out = plumbing.constants(graph), plumbing.read_counts(graph), node.output[0]
+    known = plumbing.constants(graph)
+    reads = plumbing.read_counts(graph)
+    out = node.output[0]
     for other in graph.node:
         if other.op_type == "Add" and plumbing.is_standard(other) and out in other.input and reads[out] == 1:
             place = 1 - list(other.input).index(out)
@@ -260,14 +261,15 @@ def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dic
                 total = np.add(array, bias, dtype=np.float64).astype(bias.dtype)
                 plumbing.set_constant_in_place(graph, other.input[place], total)
                 return {}
-    name, before = plumbing.fresh_name(graph, f"{out}.bias"), plumbing.fresh_name(graph, f"{out}.product")
+    name = plumbing.fresh_name(graph, f"{out}.bias")
+    before = plumbing.fresh_name(graph, f"{out}.product")
     plumbing.set_constant_in_place(graph, name, bias)
     node.output[0] = before
     return {before: onnx.helper.make_node("Add", [before, name], [out])}
 
 
 def _insert_in_place(graph: GraphProto, behind: dict[str, NodeProto]) -> None:
-    """Insert each node behind the one that makes the value that is its key."""
+    """Insert each node after the one whose output is its key."""
     if not behind:
         return
     nodes = []

@@ -1,9 +1,9 @@
-"""Errors of exports, by what a user can do about them.
+"""Errors of exports.
 
-ExportError              the text says what was met, what was wanted, what to do
-├── NotThere             a file that is needed does not exist
-├── NotTheSame           the file predicts something else than the model it was made from
-└── SkeletonError        the forward pass published with the federation cannot be used
+ExportError              base class; the message includes advice
+├── NotThere             a required file is missing
+├── NotTheSame           the export's predictions differ from the model's
+└── SkeletonError        the federation's published graph is unusable
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["ExportError", "NotTheSame", "NotThere", "SkeletonError"]
 
 
 class NotThere(ExportError):
-    """A file of the model does not exist."""
+    """A file of the model is missing."""
 
     exit_code: ClassVar[Exit] = Exit.NOT_FOUND
 
 
 class NotTheSame(ExportError):
-    """The export predicts something else than the model it was made from; it was not written."""
+    """The export's predictions differ from the model's; the file was not written."""

@@ -1,11 +1,9 @@
-"""The one path from a personal model to a checked ONNX file, for ``sparrow export`` and for ``join --export``.
+"""Export of a personal model to a checked ONNX file, for ``sparrow export`` and ``sparrow join --export``.
 
     source -> dense model -> passes (``build``) -> preparation in front -> parity with the reference -> file in place
 
-Passes, calibration and the choice between forms see prepared inputs. The file takes raw samples, and parity is judged
-on them, one at a time and in batches. The smallest file that predicts the same is written: with neurons removed and
-zeros packed, or the dense one if that predicts something else or cannot be made. The reference is the dense model, or
-on a device its engine.
+Passes and calibration use prepared inputs. The file takes raw samples, and parity is checked on them, one at a time and
+in batches. The reference is the dense model, or the engine of a device.
 """
 
 from __future__ import annotations
@@ -36,20 +34,19 @@ from .source import Source
 __all__ = ["Options", "Reference", "export_model"]
 
 LARGEST_DIFFERENCE = 1e-4
-"""Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""
-
+"""Largest difference of outputs attributed to float rounding, per unit of the largest output."""
 
 ALONE = 7
-"""Samples of the reference that are also run one at a time."""
+"""Number of samples that are also run one at a time."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Wishes for an export.
+    """Options of an export.
 
-    mode: None takes the smallest that predicts the same. budget: of a dynamic model. accuracy_limit: largest fall of
-    accuracy of a rounded export. ort_format: an .ort file, too. measured: load time, memory and latency, too.
-    with_preparation: put the federation's preparation in front, so that the file takes raw samples.
+    mode: None for the smallest file with the same predictions. budget: of a dynamic model. accuracy_limit: largest
+    accepted fall of accuracy of a rounded export. ort_format: also write an .ort file. measured: measure load time,
+    memory and latency. with_preparation: include the preparation, so that the file takes raw samples.
     """
 
     mode: Mode | None = None
@@ -63,8 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Reference:
-    """Outputs that an export must give: of ``name`` for ``inputs`` [N, ...], raw samples if the model has a
-    preparation."""
+    """Expected outputs of an export, from the model ``name``. inputs: raw samples if there is a preparation."""
 
     name: str
     inputs: Raws
@@ -79,24 +75,24 @@ def export_model(
     *,
     samples: Samples | None = None,
     reference: Reference | None = None,
-    doing: Callable[[str], object] = lambda what: None,
+    doing: Callable[[str], object] = lambda step: None,
 ) -> Report:
-    """Write the export of ``source`` to ``output``, once it is found to predict the same as the reference.
+    """Write the export of ``source`` to ``output`` if its predictions equal the reference's.
 
-    plain: the ``dense`` model of ``source``. samples: the device's own, for rounding and accuracy; they, and the inputs
-    of the reference, are raw if the source has a preparation. reference: the dense model by default, on samples and
-    drawn inputs. doing: called with each step. What was at ``output`` stays if this fails. Raises ExportError,
-    NotTheSame among them.
+    plain: the ``dense`` model of ``source``. samples: for calibration and accuracy; raw if there is a preparation.
+    reference: by default the dense model, on samples and random inputs. doing: called with the name of each step. A
+    failed export leaves ``output`` unchanged. Raises ExportError; NotTheSame if predictions differ.
     """
     front = _Front.of(source, options)
     if output.is_dir():
-        raise ExportError(f"{output} is a folder; give the name of a file in it")
+        raise ExportError(f"{output} is a folder; give the name of a file")
     if samples is not None and source.manifest.targets is not None:
         samples = samples.labelled(source.manifest.targets.ignored)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # beside the output, so that it can be moved into place in one step
+    # on the output's file system, so that the file can be moved into place atomically
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
-        export, dense = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
+        export = Path(folder) / "export.onnx"
+        dense = Path(folder) / "dense.onnx"
         dense.write_bytes(front.before(plain).SerializeToString(deterministic=True))
         at_once = front.at_once(samples_at_once(plain, CHUNK))
         if reference is None:
@@ -132,7 +128,7 @@ def export_model(
 
 @dataclass(frozen=True)
 class _Front:
-    """The preparation in front of a model. preparer: None without one. composes: whether it comes into the file."""
+    """The preparation in front of a model. preparer: None without one. composes: whether the file includes it."""
 
     source: Source
     preparer: Preparer | None
@@ -140,12 +136,11 @@ class _Front:
 
     @classmethod
     def of(cls, source: Source, options: Options) -> _Front:
-        """Return the front of a source's exports."""
         preparer = None if source.preparation is None else Preparer(source.preparation)
         return cls(source, preparer, preparer is not None and options.with_preparation)
 
     def before(self, model: ModelProto) -> ModelProto:
-        """Return the model as it is written; one without its preparation says nothing of raw samples."""
+        """Return the model for the file; without the preparation, its metadata must not describe raw samples."""
         if self.preparer is None:
             return model
         if self.composes:
@@ -157,20 +152,17 @@ class _Front:
         return bare
 
     def prepared(self, raw: Raws) -> Array:
-        """Return the inputs of raw samples."""
         return np.asarray(raw) if self.preparer is None else self.preparer(raw)
 
     def at_once(self, most: int) -> int:
-        """Return how many samples of the written file are run at a time, of ``most`` of the model's."""
+        """Return the batch size for the file. most: that of the model."""
         return min(most, self.preparer.at_once) if self.composes and self.preparer is not None else most
 
     def prepared_samples(self, samples: Samples) -> Samples:
-        """Return the samples as the passes take them."""
         calibration = self.prepared(samples.calibration)
         return Samples(self.prepared(samples.inputs), samples.labels, calibration)
 
     def parity_inputs(self, plain: ModelProto, samples: Samples | None) -> Raws:
-        """Return inputs of the written file to compare by: the samples, and drawn ones."""
         description = self.source.manifest.preparation
         if not self.composes or description is None:
             plain_samples = None if samples is None else self.prepared_samples(samples)
@@ -189,7 +181,7 @@ def _smallest(
     doing: Callable[[str], object],
     front: _Front,
 ) -> tuple[Built, Parity, tuple[str, ...]]:
-    """Write the mode asked for to ``path``, or else the first one that predicts the same, and return why not others."""
+    """Write the requested mode, or the first one with the same predictions. Return notes on modes that failed."""
     modes: tuple[Mode, ...] = (options.mode or "packed",)
     if options.mode is None and options.precision == "fp32":
         modes = ("packed", "dense")
@@ -208,7 +200,8 @@ def _smallest(
                 doing=doing,
             )
             if not built.steps and mode != modes[-1]:
-                continue  # nothing was gained: the dense model is as small
+                # the dense model is as small
+                continue
             path.write_bytes(front.before(built.model).SerializeToString(deterministic=True))
             doing("comparing")
             return built, _check_parity(path, built, reference, at_once), tuple(notes)
@@ -220,10 +213,7 @@ def _smallest(
 
 
 def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) -> Parity:
-    """Return how the file differs from the reference. Raises NotTheSame where it should not, but does.
-
-    Rounded weights differ, and so do dynamic models, which are other predictors.
-    """
+    # Only exact exports are checked: rounded and dynamic models may differ.
     alone = predict(path, first_of(reference.inputs, ALONE), 1)
     parity = compare(predict(path, reference.inputs, at_once), reference.outputs)
     single = compare(alone, reference.outputs[:ALONE])
@@ -232,9 +222,9 @@ def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) 
     if not exact or parity.max_difference <= LARGEST_DIFFERENCE * max(1.0, parity.largest_output):
         return parity
     advice = (
-        "The skeleton was made from another model: publish the federation again"
+        "The skeleton is of another model: publish the federation again"
         if built.mode == "dense"
-        else "Report this, and export with --mode dense meanwhile"
+        else "Export with --mode dense, and report this"
     )
     raise NotTheSame(
         f"the ONNX file differs from {reference.name} by {parity.max_difference:g} on outputs up to "
@@ -243,10 +233,10 @@ def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) 
 
 
 def _figures(path: Path, samples: Samples | None, at_once: int) -> Figures:
-    right = None
+    measured = None
     if samples is not None and samples.labels is not None:
-        right = accuracy(predict(path, samples.inputs, at_once), samples.labels)
-    return Figures(path.stat().st_size, right)
+        measured = accuracy(predict(path, samples.inputs, at_once), samples.labels)
+    return Figures(path.stat().st_size, measured)
 
 
 def _check_accuracy(built: Built, mine: Figures, theirs: Figures, limit: float) -> None:
@@ -255,5 +245,5 @@ def _check_accuracy(built: Built, mine: Figures, theirs: Figures, limit: float) 
     if theirs.accuracy - mine.accuracy > limit:
         raise ExportError(
             f"--precision {built.precision} lowers the accuracy on --data from {theirs.accuracy:.2%} to "
-            f"{mine.accuracy:.2%}, more than --accuracy-limit {limit:g}; nothing was written: leave it at fp32"
+            f"{mine.accuracy:.2%}, more than --accuracy-limit {limit:g}; it was not written: use fp32"
         )

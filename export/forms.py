@@ -1,8 +1,7 @@
-"""Dynamic exports: files in which each sample is answered by a model of its own choice.
+"""Dynamic exports: files that choose the model for each sample.
 
-A method whose devices choose sample by sample registers, under its own name in the entry points
-``sparrow.dynamic_exports``, a function that makes such a model from a device's state, without torch. Other methods need
-none: every device's personal model is exported without it.
+A method with a choice per sample registers its ``DynamicForm`` under its own name in the entry points
+``sparrow.dynamic_exports``. The function must not import torch.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from .source import Source
 GROUP = "sparrow.dynamic_exports"
 
 DynamicForm = Callable[[Source, "float | None"], ModelProto]
-"""Returns the dynamic model of a state at a budget, the device's own by default. Raises ExportError."""
+"""Function from a state and a budget (None: the device's) to the dynamic model. Raises ExportError."""
 
 
 def load_form(source: Source) -> DynamicForm:
-    """Return the dynamic form of the method that trained ``source``. Raises ExportError where there is none."""
+    """Return the dynamic form of the method that trained ``source``. Raises ExportError if it has none."""
     if source.membership is None:
         raise ExportError(
-            "--mode dynamic needs a device's whole state folder, with the federation.json that joining writes; "
-            "join once more, or leave --mode out"
+            "--mode dynamic needs the device's state folder with its federation.json; run sparrow join again, or leave "
+            "--mode out"
         )
     found = installed(GROUP)
     if source.method not in found:
         raise ExportError(
-            f"--mode dynamic is for {' and '.join(found)}, whose devices choose sample by sample; "
-            f"{source.method} has one model, leave --mode out"
+            f"--mode dynamic is for {' and '.join(found)}, which choose a model for each sample; "
+            f"{source.method} does not: leave --mode out"
         )
     return cast(DynamicForm, load(found[source.method], ExportError, what="dynamic export"))

@@ -1,7 +1,6 @@
-"""The same function in fewer steps, where what is rounded to integers would otherwise be rounded once more.
+"""Fusing of convolutions with batch norms and ReLUs before quantisation.
 
-ONNX Runtime joins a convolution with the batch norm and the ReLU behind it itself, but not across the rounding that
-quantisation puts between them: so they are brought together before.
+ONNX Runtime fuses them itself, but not across the rounding that quantisation inserts between them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from sparrow.protocol.manifest import Array
 
 
 def fuse(model: ModelProto) -> ModelProto:
-    """Return a model whose batch norms are part of the convolutions before them, and whose ReLUs precede max-pooling.
+    """Return a copy with batch norms folded into the convolutions before them and ReLUs moved before max pooling.
 
-    Equal to float rounding. What others read as well, or a caller may replace, stays. The model given is not changed.
+    Equal up to float rounding. Values with other readers, and weights that are also inputs, stay.
     """
     result = deepcopy(model)
-    del result.graph.value_info[:]  # may say what is no longer so
+    # its shapes may no longer hold
+    del result.graph.value_info[:]
     fold_constants_in_place(result)
     _fold_norms_in_place(result.graph)
     activate_before_pooling_in_place(result.graph)
@@ -42,8 +42,7 @@ def fuse(model: ModelProto) -> ModelProto:
 
 
 def _fold_norms_in_place(graph: GraphProto) -> None:
-    """Make one convolution of conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other
-    weights and bias."""
+    # conv, then (y - mean) / sqrt(var + eps) * gain + shift, is a convolution with other weights and bias
     known: dict[str, NDArray[Any]] = {
         name: array for name, array in constants(graph).items() if array.dtype == np.float32
     }
@@ -59,7 +58,8 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
             fresh_name(graph, f"{norm.output[0]}.bias"): ((bias[0] if bias else 0) - mean) * scale + shift,
         }
         graph.initializer.extend(_float(name, array) for name, array in new.items())
-        data, out = conv.input[0], norm.output[0]
+        data = conv.input[0]
+        out = norm.output[0]
         del conv.input[:], conv.output[:]
         conv.input.extend([data, *new])
         conv.output.append(out)
@@ -68,8 +68,7 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
 
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield nodes of the operator ``first`` whose output is read by nothing but one of ``second``, as its first
-    input."""
+    """Yield nodes of the operator ``first`` whose output has one reader: the first input of a ``second``."""
     readers = read_counts(graph)
     made_by = {node.output[0]: node for node in graph.node if node.op_type == first}
     for node in graph.node:

@@ -1,18 +1,14 @@
-"""A device's gated model with its gate in one ONNX graph: pFedGate, for every sample its own choice of blocks.
+"""pFedGate's gated model and its gate in one ONNX graph (arXiv:2305.02776, section 5.2).
 
     gates = gating layer(x)          SN with running statistics, pooling, linear map, batch norm, sigmoid
     I     = knapsack(G)              within the device's budget, ``selection``
     y     = f(θ ⊛ M·I; x)
 
-(arXiv:2305.02776, section 5.2.) θ is that of the device's last round. Where the blocks of all
-tensors are whole rows, gates scale what each layer gives of each sample, so that a batch is computed at once;
-elsewhere a ``Scan`` goes through the batch and scales the weights for every sample. The knapsack is solved exactly, or,
-for costs of which there would be too many sums, by the guard rule; the property ``selection`` of the file says which:
-``exact``, ``greedy``, or ``fixed`` where blocks do not depend on the input: the budget is everything, or the gate does
-not see the input, in which case the file is a plain model.
+θ is from the device's last round. If all blocks are whole rows, gates scale each layer's outputs, batch by batch;
+otherwise a ``Scan`` scales the weights for every sample. The metadata entry ``selection`` names the solution of the
+knapsack: ``exact``, ``greedy`` (the exact one is too large) or ``fixed`` (blocks do not depend on the input).
 
-Gates differ from PyTorch's by rounding, about 1e-7, and samples whose two best choices are as near to each other may
-get the other one.
+Gates differ from PyTorch's by rounding, about 1e-7, which can change the choice between nearly equal selections.
 """
 
 from __future__ import annotations
@@ -42,10 +38,10 @@ from .selection import LARGEST_TABLE, decisions, exact, greedy
 from .source import Source
 
 GATES = "gate/scales"
-"""What the scales times the choice, M' [N, L], are called in the graph."""
+"""Name of the gates in the graph, M' = M·I, [N, L]."""
 
 MARGIN = 1e-5
-"""Of two choices whose importances add up to sums less than this apart, rounding may decide."""
+"""Closest sums of importances that rounding cannot reorder."""
 
 
 def gated_model(
@@ -58,32 +54,32 @@ def gated_model(
     personal: Tensors | None = None,
     largest_table: int = LARGEST_TABLE,
 ) -> ModelProto:
-    """Return the gated model of a device of pFedGate, for any number of samples.
+    """Return the gated model of a pFedGate device, for batches of any size.
 
-    manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: the
-    method's, complete. budget: the device's, in (0, 1]. personal: the state's model, which is needed where the manifest
-    has tensors that are never sent. largest_table: beyond, the choice is the guard rule's, see ``selection``. Raises
-    SkeletonError, and ExportError where state, settings and manifest do not belong together or nothing fits the budget.
+    manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: of the
+    method, complete. budget: in (0, 1]. personal: the state's model, needed for tensors that are never sent.
+    largest_table: limit of the exact solution, see ``selection``. Raises SkeletonError, and ExportError if state,
+    settings and manifest do not belong together or no block fits the budget.
     """
     table = _table(manifest)
     missing = [name for name in ("model", "static") if name not in own]
     if missing:
         raise ExportError(
-            f"the state has no {missing[0]!r}: it is no state of pFedGate, or its device has not trained yet; "
-            f"export its personal model instead, or after its first round"
+            f"the state has no {missing[0]!r}: the device has not trained yet, or not with pFedGate; export after its "
+            f"first round, or export the personal model"
         )
     tensors = _weights(manifest, own["model"], personal)
     gate = Gate.of(manifest, own, settings)
     costs = _costs(manifest, own, settings)
     try:
-        importance, per, least = settings["importance"], settings["budget_per"], settings["smallest_budget"]
-        groups = budget_groups(manifest, per, least, settings["cost"])
+        importance = settings["importance"]
+        groups = budget_groups(manifest, settings["budget_per"], settings["smallest_budget"], settings["cost"])
         capacities = {name: table.capacity(budget, costs, blocks, name) for name, blocks in groups.items()}
         everything = all(
             capacities[name] >= costs[blocks][~table.forced[blocks]].sum() for name, blocks in groups.items()
         )
     except ValueError as error:
-        raise ExportError(f"{error}; or export with the budget that the device trained with") from None
+        raise ExportError(f"{error}; or export with the budget of the device's training") from None
     if gate.constant is not None:
         scales, importances = gate.constant
         chosen = table.select(importances.astype(np.float64), budget, costs, importance=importance, groups=groups)
@@ -108,10 +104,10 @@ def gated_model(
 
 
 def dynamic_model(source: Source, budget: float | None) -> ModelProto:
-    """Return the gated model of a device's state; the form of pFedGate for ``--mode dynamic``. Raises as above."""
-    assert source.membership is not None, "checked where the form is chosen"
+    """Return the dynamic form of pFedGate. Raises as ``gated_model``."""
+    assert source.membership is not None, "checked by load_form"
     settings = source.membership.federation.settings.method_settings
-    # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
+    # A device whose budget is too small for rounds adapts with the smallest budget.
     share = budget or max(source.membership.budget, float(settings["smallest_budget"]))
     return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
 
@@ -121,23 +117,23 @@ def _table(manifest: Manifest) -> BlockTable:
     uncut = [spec.name for spec in manifest.shared if spec.trainable and spec.name not in table.tensors]
     if uncut:
         raise ExportError(
-            f"{uncut[0]}: the manifest does not say how it is cut into blocks; give the federation's manifest, which "
-            f"lies in the device's state, and not the published one"
+            f"{uncut[0]}: the manifest has no blocks for it; give the federation's manifest from the device's state, "
+            f"not the published one"
         )
     return table
 
 
 def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None) -> Tensors:
-    """Return θ as the device's last round left it, and from ``personal`` what is never sent."""
+    """Return θ after the device's last round, with the tensors that are never sent from ``personal``."""
     try:
         parts = unpack_whole(manifest, np.asarray(packed, dtype=np.float32))
         tensors = {name: np.array(part) for name, part in parts.items()}
     except (ProtocolError, ValueError) as error:
-        raise ExportError(f"the state is one of another model: {error}; use the manifest it was trained with") from None
+        raise ExportError(f"the state is of another model: {error}; use the manifest it was trained with") from None
     for spec in manifest.whole:
         if spec.name not in tensors:
             if personal is None or spec.name not in personal:
-                raise ExportError(f"{spec.name}: it is never sent; give the personal model of the state, which has it")
+                raise ExportError(f"{spec.name} is never sent; give the personal model of the state")
             tensors[spec.name] = np.asarray(personal[spec.name])
     return tensors
 
@@ -151,8 +147,8 @@ def _costs(manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Cos
         case "seconds" if "nanoseconds" in own and len(own["nanoseconds"]) == len(manifest.block_table.sizes):
             return own["nanoseconds"].astype(np.int64)
     raise ExportError(
-        f"budgets are a share of {settings.get('cost')!r}, and the state does not say what blocks cost; export from "
-        f"the state of the device that trained"
+        f"the budget is a share of {settings.get('cost')!r}, and the state has no costs of blocks; export from the "
+        f"state of the device that trained"
     )
 
 
@@ -175,14 +171,16 @@ def _choose(
     importance: Importance,
     largest: int,
 ) -> tuple[str, str]:
-    """Return float32 [N, L], 1 where a block is on, and the rule: greedy where it is for any group of blocks.
+    """Return the selection, float32 [N, L] of 0 and 1, and its rule: greedy if any group's is.
 
-    limits: the blocks of each group, and what those that are not forced may cost.
+    limits: the blocks of each group, and the capacity for those that are not forced.
     """
     worth = to.add("Sub", to.add("Cast", importances, to=TensorProto.DOUBLE), to.constant(TIE * np.arange(len(costs))))
     if importance == "per_weight":
         worth = to.add("Mul", worth, to.constant(np.maximum(costs, 1).astype(np.float64)))
-    parts, order, rules = [], [], {"exact"}
+    parts: list[str] = []
+    order: list[int] = []
+    rules = {"exact"}
     for blocks, capacity in limits:
         candidates = blocks[~table.forced[blocks]]
         if not len(candidates):

@@ -1,6 +1,6 @@
-"""pFedGate's gating layer in evaluation mode as nodes of an ONNX graph, without torch.
+"""pFedGate's gating layer in evaluation mode as ONNX nodes.
 
-Batch norm of the logits is part of the linear map here, so gates differ from PyTorch's by rounding, about 1e-7.
+The batch norm is folded into the linear map, so gates differ from PyTorch's by rounding, about 1e-7.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .errors import ExportError
 
 _EPSILON = 1e-5
 _POOLED = (2, 3, 4)
-"""Dimensions of inputs, channels first, that a gate may pool."""
+"""Numbers of input dimensions (channels first) that a gate can pool."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The gating layer as its tensors, for inputs of ``shape``: see ``edge_sdk.training.gates.gating``."""
+    """The tensors and settings of ``edge_sdk.training.gates.gating``, for inputs of ``shape``."""
 
     tensors: Tensors
     shape: tuple[int, ...]
@@ -38,15 +38,16 @@ class Gate:
 
     @classmethod
     def of(cls, manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Gate:
-        """Return the gate of a device's state. The parts that it has follow from the tensors."""
+        """Return the gate of a device's state. Raises ExportError if it does not fit the manifest."""
         tensors = {name.removeprefix("gate:"): value for name, value in own.items() if name.startswith("gate:")}
-        shape, length = manifest.input_shape, len(manifest.block_table.sizes)
+        shape = manifest.input_shape
+        length = len(manifest.block_table.sizes)
         map_ = tensors.get("linear.weight")
         outputs = len(tensors.get("logits", np.zeros(0)) if map_ is None else map_)
         if outputs not in (length, 2 * length):
             raise ExportError(
-                f"the state's gate has {outputs} outputs, the model {length} blocks; use state and manifest of one "
-                f"federation"
+                f"the state's gate has {outputs} outputs, the model {length} blocks; use the state and the manifest of "
+                f"one federation"
             )
         pool = int(settings.get("gate_pool", 0))
         if map_ is not None:
@@ -54,18 +55,20 @@ class Gate:
             fitting = [each for each in pools if _width(shape, each) == map_.shape[1]]
             if not fitting:
                 raise ExportError(
-                    f"the state's gate sees {map_.shape[1]} numbers, which no pooling makes of inputs of {shape}; "
+                    f"the state's gate takes {map_.shape[1]} values, no pooling makes as many of inputs of {shape}; "
                     f"give the federation's settings"
                 )
-            pool = fitting[0]  # the smallest: that is how a pool is chosen where the settings leave it open
+            # as the gate does if the settings leave the pool open
+            pool = fitting[0]
         return cls(
             tensors, shape, length, pool, bool(settings.get("gate_sigmoid", True)), int(settings.get("gate_window", 1))
         )
 
     @property
     def constant(self) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-        """Return scales and importances, [L] both, where the gate does not see the input."""
-        settled = self.tensors.get("logits", self.tensors.get("settled"))  # the latter's are of the device's mean
+        """Return scales [L] and importances [L] of a gate that does not depend on the input, None for others."""
+        # "settled": logits of the device's mean input
+        settled = self.tensors.get("logits", self.tensors.get("settled"))
         if settled is None:
             return None
         logits = np.asarray(settled, dtype=np.float64)
@@ -73,13 +76,14 @@ class Gate:
         return gates[: self.length], gates[-self.length :]
 
     def build(self, to: Building, input_type: int) -> tuple[str, str]:
-        """Return the names of importances and scales, [N, L] both."""
+        """Add the gate. Return the names of importances [N, L] and scales [N, L]."""
         seen = INPUT if input_type == TensorProto.FLOAT else to.add("Cast", INPUT, to=TensorProto.FLOAT)
         weight, bias = self._map()
         gates = to.add("Gemm", self._normalised(to, seen), to.constant(weight), to.constant(bias), transB=1)
         if self.squashes:
             gates = to.add("Sigmoid", gates)
-        if self.window > 1:  # a pool along the batch, [1, outputs, N], that looks back only
+        # a moving average over previous samples: pooling along the batch, [1, outputs, N]
+        if self.window > 1:
             along = to.add("Unsqueeze", to.add("Transpose", gates, perm=[1, 0]), to.whole(0))
             mean = to.add("AveragePool", along, kernel_shape=[self.window], pads=[self.window - 1, 0])
             gates = to.add("Transpose", to.add("Squeeze", mean, to.whole(0)), perm=[1, 0])
@@ -89,7 +93,6 @@ class Gate:
         return to.slice(gates, 1, self.length, outputs), to.slice(gates, 1, 0, self.length)
 
     def _map(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the linear map and the batch norm behind it as one."""
         weight, bias = (self.tensors[f"linear.{part}"].astype(np.float64) for part in ("weight", "bias"))
         if "batch_norm.weight" in self.tensors:
             mean, variance, scale, shift = (
@@ -97,11 +100,12 @@ class Gate:
                 for part in ("running_mean", "running_var", "weight", "bias")
             )
             scale = scale / np.sqrt(variance + _EPSILON)
-            weight, bias = weight * scale[:, None], (bias - mean) * scale + shift
+            weight = weight * scale[:, None]
+            bias = (bias - mean) * scale + shift
         return weight.astype(np.float32), bias.astype(np.float32)
 
     def _normalised(self, to: Building, seen: str) -> str:
-        """Return SN(x), pooled and flat, [N, d_X]."""
+        """Return SN(x), pooled and flattened, [N, d_X]."""
         flat = len(self.shape) == 1 or math.prod(self.shape[1:]) < 2
         count = math.prod(self.shape) if flat else math.prod(self.shape[1:])
         channels = to.reshape(seen, (0, -1) if flat else (0, self.shape[0], -1))
@@ -116,7 +120,7 @@ class Gate:
         return pooled if flat else to.reshape(pooled, (0, -1))
 
     def _switch_norm(self, to: Building, channels: str, count: int, flat: bool) -> tuple[str, str]:
-        """Return the factor and the summand that normalise: see ``gating.SwitchNorm``."""
+        """Return the factor and the summand of ``gating.SwitchNorm``."""
         weight, bias, running_mean, running_var = (
             self.tensors[f"norm.{part}"].astype(np.float32).reshape((1, -1) if flat else (1, -1, 1))
             for part in ("weight", "bias", "running_mean", "running_var")
@@ -130,7 +134,8 @@ class Gate:
         mean = times(to.sum(channels, axis), 1 / count)
         centred = to.add("Sub", channels, mean)
         spread = times(to.sum(to.add("Mul", centred, centred), axis), 1 / (count - 1))
-        means, variances = [mean], [spread]
+        means = [mean]
+        variances = [spread]
         if not flat:
             share = 1 / self.shape[0]
             layer = times(to.sum(mean, 1), share)
@@ -153,7 +158,7 @@ def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _width(shape: tuple[int, ...], pool: int) -> int:
-    """Return the number of values that a gate sees of an input of ``shape``."""
+    """Return the number of a gate's inputs for samples of ``shape``."""
     if len(shape) not in _POOLED:
         return math.prod(shape)
     return math.prod([shape[0], *(math.ceil(side / pool) for side in shape[1:])])

@@ -1,7 +1,6 @@
-"""Costs of running ONNX files: seconds and memory to load each, seconds for one sample; in processes of their own.
+"""Measurement of load time, memory and latency of ONNX files.
 
-A process that has loaded other things has memory to reuse and threads that spin, so ``load_costs`` and ``latencies``
-start ``python -m sparrow.export.measure``, which imports little beside ONNX Runtime and numpy.
+Each measurement starts ``python -m sparrow.export.measure``: a used process has memory to reuse and spinning threads.
 """
 
 from __future__ import annotations
@@ -28,16 +27,21 @@ from .running import load, runtime
 Array = NDArray[Any]
 
 LOADS = 5
-"""Processes that load each file: the median of their seconds counts, and of their bytes."""
+"""Number of processes that load each file; medians count."""
 
-TURNS, RUNS, IDLE = 20, 20, 3
-"""Turns of each file, runs of a turn that are timed, runs before them that are not: threads wake, caches fill."""
+TURNS = 20
+"""Number of times that each file is run in turn."""
+
+RUNS = 20
+"""Timed runs per turn."""
+
+IDLE = 3
+"""Untimed runs at the start of a turn, which wake threads and fill caches."""
 
 
 @dataclass(frozen=True)
 class LoadCost:
-    """Costs of a file until its first prediction: seconds to load it, seconds of that prediction; ``peak`` bytes of
-    memory at most above what the process held with the libraries alone."""
+    """Seconds to load a file, seconds of the first prediction, and peak memory in bytes above the libraries'."""
 
     load_seconds: float
     first_seconds: float
@@ -46,7 +50,7 @@ class LoadCost:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one sample alone, median and 95th percentile."""
+    """Seconds per single sample: median and 95th percentile."""
 
     p50: float
     p95: float
@@ -55,10 +59,9 @@ class Latency:
 def load_costs(
     paths: Sequence[Path], sample: Array, *, repeats: int = LOADS, done: Callable[[], object] = lambda: None
 ) -> list[LoadCost]:
-    """Return of each file the median over ``repeats`` processes of one thread, which take turns; ``done`` is called
-    after each.
+    """Return each file's median costs over ``repeats`` alternating processes of one thread.
 
-    sample: [1, *input_shape]. Raises ExportError for a file that cannot be run.
+    sample: [1, *input_shape]. done: called after each process. Raises ExportError for a file that cannot be run.
     """
     found: list[list[dict[str, Any]]] = [[] for _ in paths]
     for turn in range(repeats):
@@ -76,27 +79,29 @@ def load_costs(
 
 
 def latencies(paths: Sequence[Path], sample: Array, *, threads: int | None) -> list[Latency]:
-    """Return the latency of each file, in one process in which they take turns: other work then slows all alike.
+    """Return the latency of each file.
 
-    threads: None for as many as ONNX Runtime thinks fit. Raises ExportError for a file that cannot be run.
+    threads: None for ONNX Runtime's choice. Raises ExportError for a file that cannot be run.
     """
+    # in one process, alternately, so that other load slows all files alike
     return [Latency(**latency) for latency in _in_a_process("latency", sample, threads, paths)]
 
 
-def _in_a_process(what: str, sample: Array, threads: int | None, paths: Sequence[Path]) -> list[dict[str, Any]]:
+def _in_a_process(measure: str, sample: Array, threads: int | None, paths: Sequence[Path]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sample.npy"
         np.save(file, sample)
-        command = [sys.executable, "-m", "sparrow.export.measure", what, str(file), str(threads or 0), *map(str, paths)]
+        arguments = [measure, str(file), str(threads or 0), *map(str, paths)]
+        command = [sys.executable, "-m", "sparrow.export.measure", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it was killed; is there enough memory?"])[-1]
-        raise ExportError(f"the exported file could not be measured: {last}")
+        last = (done.stderr.strip().splitlines() or ["the process was killed, probably for lack of memory"])[-1]
+        raise ExportError(f"the exported file could not be measured: {last}; leave it out with --quick")
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
-# --- within that process
+# --- in the measuring process
 
 
 def _run(session: Any, sample: Array) -> float:
@@ -107,9 +112,9 @@ def _run(session: Any, sample: Array) -> float:
 
 
 def _load(path: str, threads: int, sample: Array) -> LoadCost:
-    runtime()  # before memory is counted
-
-    memory.forget_peak()  # else it is that of importing the libraries
+    # Import ONNX Runtime first, so that its own memory does not count.
+    runtime()
+    memory.forget_peak()
     before = memory.resident()
     start = time.perf_counter()
     session = load(Path(path), threads)
@@ -128,9 +133,9 @@ def _latencies(paths: Sequence[str], threads: int, sample: Array) -> list[Latenc
     return [Latency(*(float(value) for value in np.percentile(spent, [50, 95]))) for spent in seconds]
 
 
-def _main(what: str, sample: str, threads: str, *paths: str) -> None:
+def _main(measure: str, sample: str, threads: str, *paths: str) -> None:
     array = np.load(sample)
-    if what == "load":
+    if measure == "load":
         found: Sequence[LoadCost | Latency] = [_load(path, int(threads), array) for path in paths]
     else:
         found = _latencies(paths, int(threads), array)

@@ -1,7 +1,6 @@
-"""Adapters merged into the layers beside which they lie: sums of matrix products of the same value become one product.
+"""Merging of low-rank adapters into their layers (LoRA, Hu et al., arXiv:2106.09685, equation 3).
 
-A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685, equation 3: h = W x + s B A x) costs two products and a sum in
-every layer, and several adapters, such as a shared and a private one, as many times that. W + s B A has the shape of W.
+h = W x + s B A x becomes one product with W + s B A, for any number of adapters.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Linear:
-    """A value as ``matrix`` [in, out] and ``bias`` [out] make it of the last axis of the value ``source``; values:
-    those of all matrices that it was made of."""
+    """A linear map of the last axis of ``source``: matrix [in, out], bias [out], and the number of original weights."""
 
     source: str
     matrix: Matrix
@@ -42,28 +40,28 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Graph:
-    """The facts that linear maps are found by: which node makes a value, constants, and shapes."""
-
     makers: Mapping[str, NodeProto]
     known: Mapping[str, NDArray[np.generic]]
     shapes: Mapping[str, Shape]
 
     def sizes(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a value for one batch; None where it is not known."""
+        """Return the shape of a value for one batch, None if unknown."""
         found = self.shapes.get(name)
         return None if found is None else found.sizes
 
 
 def merge(model: ModelProto) -> ModelProto:
-    """Return a model in which sums of linear maps of one value are one linear map, where that takes no more weights.
+    """Merge sums of linear maps of one value if that takes no more weights. Return ``model`` itself if there are none.
 
-    Equal to float rounding. The model given is not changed.
+    Equal up to float rounding.
     """
     result = deepcopy(model)
     graph = result.graph
-    del graph.value_info[:]  # may say what is no longer so
+    # its shapes may no longer hold
+    del graph.value_info[:]
     fold_constants_in_place(result)
-    known, sizes = constants(graph), shapes(result)
+    known = constants(graph)
+    sizes = shapes(result)
     merged = False
     for node in [node for node in graph.node if node.op_type == "Add"]:
         makers = {name: each for each in graph.node for name in each.output}
@@ -71,8 +69,10 @@ def merge(model: ModelProto) -> ModelProto:
         if found is None:
             continue
         merged = True
-        name, place = node.output[0], list(graph.node).index(node)
-        weight, bias = fresh_name(graph, f"{name}.weight"), fresh_name(graph, f"{name}.bias")
+        name = node.output[0]
+        place = list(graph.node).index(node)
+        weight = fresh_name(graph, f"{name}.weight")
+        bias = fresh_name(graph, f"{name}.bias")
         new = {weight: found.matrix.astype(np.float32)}
         product = name
         if found.bias.any():
@@ -92,14 +92,16 @@ def merge(model: ModelProto) -> ModelProto:
 
 
 def _sum(node: NodeProto, graph: _Graph) -> _Linear | None:
-    """Return the linear map that a sum is; None where it is none of one value, or where it would take more weights."""
-    if any(name in graph.known for name in node.input):  # a bias
+    """Return a sum as one linear map, None if it reads several values or needs more weights."""
+    # a bias
+    if any(name in graph.known for name in node.input):
         return None
     one, other = (_chain(name, graph) for name in node.input)
     for left in one:
         for right in other:
             if left.source == right.source and left.matrix.shape == right.matrix.shape:
-                given, made = graph.sizes(left.source), graph.sizes(node.output[0])
+                given = graph.sizes(left.source)
+                made = graph.sizes(node.output[0])
                 if given is None or made is None or given[:-1] != made[:-1]:
                     continue
                 total = left.matrix + right.matrix
@@ -109,7 +111,7 @@ def _sum(node: NodeProto, graph: _Graph) -> _Linear | None:
 
 
 def _chain(name: str, graph: _Graph) -> list[_Linear]:
-    """Return what a value is as a linear map of values before it: of the nearest first."""
+    """Return a value as linear maps of earlier values, nearest first."""
     node = graph.makers.get(name)
     if node is None or not node.input:
         return []
@@ -125,15 +127,15 @@ def _chain(name: str, graph: _Graph) -> list[_Linear]:
 
 
 def _keeps_last_axis(node: NodeProto, graph: _Graph) -> bool:
-    """Return whether a node leaves rows as they are: it does nothing, or changes the axes before the last."""
     if node.op_type == "Reshape":
-        given, made = graph.sizes(node.input[0]), graph.sizes(node.output[0])
+        given = graph.sizes(node.input[0])
+        made = graph.sizes(node.output[0])
         return bool(given and made and given[-1] == made[-1])
     return node.op_type == "Identity"
 
 
 def _source(name: str, graph: _Graph) -> str:
-    """Return the value before what leaves its rows as they are."""
+    """Return the value before nodes that keep its last axis."""
     node = graph.makers.get(name)
     while node is not None and node.input and _keeps_last_axis(node, graph):
         name = node.input[0]
@@ -142,7 +144,7 @@ def _source(name: str, graph: _Graph) -> str:
 
 
 def _through(node: NodeProto, inputs: Sequence[NDArray[np.generic] | None], graph: _Graph) -> list[_Linear]:
-    """Return the chain of a product with a constant matrix. inputs: the constants that the node reads."""
+    """Return the chain of a product with a constant matrix. inputs: the node's constants, None for others."""
     given = attributes(node)
     scaled = given.get("alpha", 1.0) != 1 or given.get("beta", 1.0) != 1
     if given.get("transA") or scaled or any(each is None for each in inputs[2:]):
@@ -161,7 +163,7 @@ def _through(node: NodeProto, inputs: Sequence[NDArray[np.generic] | None], grap
 
 
 def _moved(found: _Linear, operator: str, by: Matrix) -> _Linear | None:
-    """Return a linear map plus, or times, one number or one for each output; None for any other constant."""
+    """Return a linear map plus or times a constant, which must be scalar or have one value per output, else None."""
     if by.size not in (1, found.matrix.shape[1]) or (by.size > 1 and by.shape[-1] != by.size):
         return None
     by = np.broadcast_to(by.reshape(-1), (found.matrix.shape[1],))

@@ -1,4 +1,4 @@
-"""The metadata of an exported file, as properties of the ONNX model."""
+"""Metadata of an exported file, stored as ONNX model properties."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ SAID = {
     "steps",
     "missing",
 }
-"""Fields of a preparation that an exported file has."""
+"""Fields of a preparation that the metadata include."""
 
 
 def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:
-    """Return name -> text of what is ``known`` (method, round, ...; None is left out) and what follows from the model.
+    """Return the metadata: those that follow from the model, and ``known`` ones (method, round, ...) except None.
 
-    task: the manifest's. classes: scores per sample, where the output is a vector. density: share of the weights of
-    linear layers and convolutions that are not zero. digest: SHA-256 of the personal model as a checkpoint.
-    class_names: JSON list of the outputs' names, "" for an unused spare one. preparation, targets: JSON objects that
-    describe a raw sample (``dtype``, ``shape``, ``axes``, ``columns``) and the meaning of the outputs.
+    classes: number of class scores. density: share of nonzero maskable weights. digest: SHA-256 of the personal model's
+    checkpoint. class_names: JSON list, "" for an unused spare output. preparation, targets: JSON objects that describe
+    raw samples and outputs.
     """
     kept = {spec.name: tensors[spec.name] for spec in manifest.whole if spec.name in tensors}
     found = {
@@ -60,7 +59,7 @@ def _json(value: object) -> str:
 
 
 def density(manifest: Manifest, tensors: Tensors) -> float:
-    """Return the share, in [0, 1], of the maskable weights that are not zero; 1 where the model has none."""
+    """Return the share, in [0, 1], of nonzero maskable weights; 1 if the model has none."""
     weights = [tensors[spec.name] for spec in manifest.maskable if spec.name in tensors]
     size = sum(weight.size for weight in weights)
     return sum(int(np.count_nonzero(weight)) for weight in weights) / size if size else 1.0

@@ -1,8 +1,6 @@
-"""ONNX Runtime's own file format, for builds of it that hold only the operators a model needs.
+"""ONNX Runtime's ``.ort`` format, for minimal builds (https://onnxruntime.ai/docs/build/custom.html).
 
-A device that has no room for all of ONNX Runtime runs a minimal build
-(https://onnxruntime.ai/docs/build/custom.html): it reads ``.ort`` files alone, optimised beforehand, and is compiled
-with ``--include_ops_by_config`` and the list of operators that is written beside the file.
+A minimal build reads only ``.ort`` files and contains only the operators given by ``--include_ops_by_config``.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from .running import runtime
 
 @dataclass(frozen=True)
 class OrtFile:
-    """An .ort file as written: the file, the list for the build, and the operators in it: domain -> names, sorted."""
+    """A written .ort file, the build's operator list, and the operators: domain -> sorted names."""
 
     path: Path
     config: Path
@@ -28,9 +26,9 @@ class OrtFile:
 
 
 def write_ort(model: Path, path: Path) -> OrtFile:
-    """Convert the ONNX file ``model`` to ``path`` (``.ort``), and list its operators in ``.required_operators.config``.
+    """Convert an ONNX file to ``path`` (``.ort``) and write its operators beside it. Raises ExportError.
 
-    Optimised for any processor: without the layout that only x86 has use for. Raises ExportError.
+    The list's suffix is ``.required_operators.config``.
     """
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
@@ -42,20 +40,23 @@ def write_ort(model: Path, path: Path) -> OrtFile:
     try:
         from onnxruntime.tools.ort_format_model import create_config_from_models
 
+        # NchwcTransformer: a layout for x86 only
         onnxruntime.InferenceSession(
             str(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=["NchwcTransformer"]
         )
         logging.getLogger("ort_format_model.utils").setLevel(logging.WARNING)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # it leaves the file to the garbage collector
+            # the tool does not close the file
+            warnings.simplefilter("ignore", ResourceWarning)
             create_config_from_models([path], config, False)
-    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+    # ONNX Runtime's exceptions share no public base class
+    except Exception as error:
         raise ExportError(f"ONNX Runtime cannot write {path}: {error}; leave --ort-format out") from None
     return OrtFile(path, config, path.stat().st_size, _operators(config.read_text(encoding="utf-8")))
 
 
 def _operators(config: str) -> dict[str, tuple[str, ...]]:
-    """Return the operators of lines ``domain;version;name,name``; one domain may have several versions."""
+    """Parse lines ``domain;version;name,name``; a domain may have several versions."""
     found: dict[str, set[str]] = {}
     for line in config.splitlines():
         if line.startswith("#") or line.count(";") != 2:

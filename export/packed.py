@@ -1,20 +1,16 @@
-"""Weights with many zeros, stored as their other values and a bit for each place.
+"""Packing of sparse weights: the nonzero values and one mask bit per element.
 
-A mask of single elements makes no operator cheaper, but the file can hold what exists alone: of a weight of n values,
-of which a share q exists, (q + 1/32) of float32's bytes (q + 1/16 of float16's, q + 1/8 of int8's). Standard operators
-put the weight together again. They read constants only and their shapes are static, so ONNX Runtime folds them when it
-loads the file: what it runs is the plain model, at the plain model's speed.
+A float32 weight of density q takes q + 1/32 of its size (float16: q + 1/16, int8: q + 1/8). Standard operators unpack
+it. They read only constants, so ONNX Runtime folds them on load and inference runs at the plain model's speed.
 
-A byte of the mask says it of eight places, the most significant bit first; a table of the 256 bytes' bits is computed
-once for all weights::
+The mask has eight elements per byte, most significant bit first. A shared table holds the bits of all 256 bytes::
 
-    bits   = Reshape(Gather(table, mask), n)     1 where there is a value
-    index  = CumSum(bits) x bits                 which value, from 1; 0 where there is none
+    bits   = Reshape(Gather(table, mask), n)     1 for a nonzero element
+    index  = CumSum(bits) x bits                 position in values, from 1; 0 for a zero
     weight = Reshape(GatherElements(values, index), shape)    values begins with a zero
 
-Of the ways to write this it is the one that loads fastest: ONNX Runtime's Gather and broadcasts take 30 to 60
-nanoseconds for each row, GatherElements a tenth. Until all are folded, weights take about seven times their float32
-size, four times what the plain file takes to load.
+This is the fastest formulation to load: ONNX Runtime's Gather and broadcasts take 30 to 60 ns per row, GatherElements a
+tenth. Loading takes about seven times the weights' float32 size, four times the plain file's.
 """
 
 from __future__ import annotations
@@ -33,25 +29,22 @@ from sparrow.protocol.manifest import Array
 from .errors import ExportError
 
 MIN_VALUES = 256
-"""Smaller weights stay plain: the nodes that unpack one take 380 to 450 bytes."""
+"""Smaller weights stay plain: the unpacking nodes take 380 to 450 bytes."""
 
 MAX_VALUES = 2**28
-"""Larger ones too: their index would exceed the GiB up to which ONNX Runtime folds a node's output, and then each
-prediction would unpack them anew."""
+"""Larger weights stay plain: ONNX Runtime folds outputs up to 1 GiB, and every prediction would unpack them."""
 
 OLDEST_OPSET = 13
-"""The first in which all operators used take their axes and types as they are given here."""
+"""First opset with the axes and types that the operators use here."""
 
 _BITS: dict[int, str] = {TensorProto.FLOAT: "u4", TensorProto.FLOAT16: "u2", TensorProto.INT8: "u1"}
 
 
 def pack(model: ModelProto) -> ModelProto:
-    """Return a model that predicts the same bit for bit, from a file that stores no zeros of its weights.
+    """Return a copy with packed weights and bitwise equal predictions.
 
-    A weight is an initialiser of float32, float16 or int8, of whatever operator. What would not get smaller, and what a
-    caller may replace since it is an input as well, stays as it is; so a packed model stays as it is altogether. The
-    zeros need no mask from outside: a value counts as zero where all its bits are (-0.0 is a value). The model given is
-    not changed. Raises ExportError for operators older than ``OLDEST_OPSET``, and for data outside the model.
+    Initialisers of float32, float16 and int8 are packed unless they are also inputs or would not get smaller. -0.0
+    counts as nonzero. Raises ExportError for opsets before ``OLDEST_OPSET`` and for external data.
     """
     versions = [opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")]
     if any(version < OLDEST_OPSET for version in versions):
@@ -76,7 +69,7 @@ def pack(model: ModelProto) -> ModelProto:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Nodes and the constants they read; what they give has the name that the weight had."""
+    """Constants and nodes that compute a weight under its original name."""
 
     tensors: list[TensorProto]
     nodes: list[NodeProto]
@@ -89,14 +82,15 @@ class _Packed:
 
 def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
     if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
-        raise ExportError(f"{tensor.name!r} lies in a file of its own; load the model with its external data")
+        raise ExportError(f"{tensor.name!r} is stored in a separate file; load the model with its external data")
     weight = to_array(tensor)
     if not MIN_VALUES <= weight.size <= MAX_VALUES:
         return None
     flat = np.ascontiguousarray(weight).reshape(-1)
     exists = flat.view(_BITS[tensor.data_type]) != 0
+    # return early, before copying, for weights with few zeros
     if weight.nbytes <= np.count_nonzero(exists) * weight.itemsize + weight.size // 8:
-        return None  # the rule for all that has no zeros, before anything is copied
+        return None
     values = np.concatenate([np.zeros(1, flat.dtype), np.compress(exists, flat)])
     mask = np.packbits(exists)
     constants: dict[str, Array] = {"v": values, "m": mask, "s": np.array(weight.shape, dtype=np.int64)}
@@ -107,7 +101,7 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
     ]
     flat_bits = f"{name}f"
     if weight.size % 8:
-        # the last byte has places beyond the weight
+        # the last byte has padding bits
         constants |= {"z": np.array([0], dtype=np.int64), "e": np.array([weight.size], dtype=np.int64)}
         nodes.append(make_node("Slice", [flat_bits, f"{name}z", f"{name}e"], [f"{name}g"]))
         flat_bits = f"{name}g"
@@ -122,10 +116,9 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
 
 
 def _table(prefix: str) -> _Packed:
-    """Return ``table`` [256, 8], uint8: the bits of each byte; and what all weights read besides.
+    """Return ``table`` [256, 8], uint8: the bits of each byte; with the constants that all weights share.
 
-    Computed when the file is loaded, since it would take 2 KiB in the file. Types are those that every ONNX Runtime
-    computes with: not all divide bytes.
+    It is computed on load, since it would take 2 KiB in the file; in int32, since some ONNX Runtimes divide no bytes.
     """
     constants: dict[str, Array] = {
         "codes": np.arange(256, dtype=np.uint8).reshape(256, 1),
@@ -144,8 +137,7 @@ def _table(prefix: str) -> _Packed:
 
 
 def _free_prefix(graph: GraphProto) -> str:
-    """Return a prefix, short since it stands in the file twenty times for each weight; no name of the model's begins
-    with it."""
+    """Return a prefix that no name in the graph has; short, since a file has it twenty times per weight."""
     names = set(_names(graph))
     number = 0
     while any(name.startswith(f"~{number}.") for name in names):
@@ -154,7 +146,7 @@ def _free_prefix(graph: GraphProto) -> str:
 
 
 def _names(graph: GraphProto) -> Iterator[str]:
-    """Return all names of values in the graph and the graphs within it."""
+    """Yield the names of all values, including those of subgraphs."""
     for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         yield value.name
     for node in graph.node:
@@ -166,7 +158,6 @@ def _names(graph: GraphProto) -> Iterator[str]:
 
 
 def _with(model: ModelProto, parts: list[_Packed], gone: set[str]) -> ModelProto:
-    """Return the model without the initialisers ``gone``, and with these parts before all else."""
     result = deepcopy(model)
     graph = result.graph
     plain = [tensor for tensor in graph.initializer if tensor.name not in gone]

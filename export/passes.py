@@ -1,4 +1,4 @@
-"""Export passes of other packages, which register a function under the entry point ``sparrow.export_passes``."""
+"""Export passes of other packages, registered in the entry points ``sparrow.export_passes``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from .errors import ExportError
 
 
 def installed_passes(model: ModelProto) -> ModelProto:
-    """Return the model after every installed pass, in the order of their names.
-
-    Raises ExportError, naming the pass, for one that leaves no valid ONNX model.
-    """
+    """Apply every installed pass, in order of name. Raises ExportError if one returns an invalid model."""
     for entry in installed("sparrow.export_passes").values():
         model = load(entry, ExportError, what="export pass")(model)
-        what = f"the export pass {entry.name} ({entry.value}) leaves no valid ONNX model"
-        check_valid(model, what, "correct it, or uninstall its package")
+        fault = f"the export pass {entry.name} ({entry.value}) returned an invalid ONNX model"
+        check_valid(model, fault, "correct it, or uninstall its package")
     return model

@@ -1,8 +1,7 @@
-"""Fewer bits for weights (float16) or for weights and activations (int8), and the choice between them by measurement.
+"""Reduced precision: float16 weights, or int8 weights and activations.
 
-float16 halves the file; computing is float32 as before, since the cast folds when the file is loaded. int8 quarters the
-file and may be faster or slower than float32: that depends on the network and on the processor, so ``choose`` measures
-both where it runs, and keeps float32 where int8 is not faster or loses accuracy.
+float16 halves the file; ONNX Runtime folds the cast on load and computes in float32. int8 quarters the file, but its
+speed depends on the network and the processor, so ``choose`` measures both.
 """
 
 from __future__ import annotations
@@ -29,34 +28,33 @@ from sparrow.protocol.manifest import Array
 
 from .errors import ExportError
 from .fusing import fuse
-from .running import accuracy, batches_of, compare, load, run, runtime
+from .running import accuracy, are_scores, batches_of, compare, load, run, runtime
 
 MIN_VALUES = 256
-"""Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""
+"""Smaller tensors (biases, norms) stay float32: they need the precision and take little space."""
 
 MOST_CALIBRATION = 512
-"""Samples from which ranges are measured, at most, evenly over those given: more hardly move the extremes."""
+"""Largest number of calibration samples, spread evenly: more hardly move the extremes."""
 
 MAX_FALL = 0.01
-"""By how much accuracy may fall with int8, as a share of all samples."""
+"""Largest accepted loss of accuracy in int8, as a share of all samples."""
 
 MIN_SPEEDUP = 1.05
-"""What int8 must gain to be chosen: less is within what a measurement may be off."""
+"""Smallest speedup for which int8 is chosen: less is within measurement error."""
 
 LINEAR = ("Gemm", "MatMul")
-"""What reads each weight once a sample and so waits for memory: here int8 pays first."""
+"""Operators that read each weight once per sample and are limited by memory: int8 helps these first."""
 
 OPERATORS = ("Add", "AveragePool", "Clip", "Concat", "Conv", "Flatten", *LINEAR, "MaxPool", "Pad", "Relu", "Reshape")
-"""All that is quantised: what has weights, and what may stand between in int8. Normalisation stays float32."""
+"""Quantised operators: those with weights, and those that pass int8 through. Normalisation stays float32."""
 
 BATCH = 64
 
 
 def to_half(model: ModelProto) -> ModelProto:
-    """Return the model with its float32 weights stored as float16; inputs, outputs and computing stay float32.
+    """Return a copy that stores its float32 weights as float16; inputs, outputs and arithmetic stay float32.
 
-    Stay as they are: tensors of fewer than ``MIN_VALUES``, with values beyond float16 (65,504), and those that a caller
-    may replace since they are inputs as well. The model given is not changed.
+    Unchanged: tensors of fewer than ``MIN_VALUES`` values, with values beyond float16's range, or that are also inputs.
     """
     result = deepcopy(model)
     graph = result.graph
@@ -76,14 +74,10 @@ def to_half(model: ModelProto) -> ModelProto:
 
 
 def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPERATORS) -> ModelProto:
-    """Return the model in int8: QuantizeLinear and DequantizeLinear around ``operators``, weights per channel, static
-    ranges.
+    """Return a copy in int8: QDQ format around ``operators``, per-channel weights, static activation ranges.
 
-    inputs: [N, *input_shape], as the device sees them; the least and largest value that an activation takes become its
-    range. Inputs and outputs keep their types. Weights take 7 of the 8 bits:
-    processors without dot products of bytes (x86 before VNNI) would overflow with 8. The same input gives the same
-    bytes. The model given is not changed. Raises ExportError if nothing can be quantised, MissingPart without ONNX
-    Runtime.
+    inputs: [N, *input_shape], calibration samples as the device sees them. Inputs and outputs keep their types.
+    Deterministic. Raises ExportError if nothing can be quantised, MissingPart without ONNX Runtime.
     """
     runtime()
     from onnxruntime import quantization
@@ -92,8 +86,9 @@ def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPE
         raise ExportError("the model is quantised already; give the float32 one")
     chosen = np.unique(np.linspace(0, len(inputs) - 1, MOST_CALIBRATION).astype(int))
     with tempfile.TemporaryDirectory(prefix="sparrow-") as folder, _quiet():
-        path, out = Path(folder, "fp32.onnx"), Path(folder, "int8.onnx")
-        # By path: given a model, the tool would move its weights to a file that it deletes.
+        path = Path(folder, "fp32.onnx")
+        out = Path(folder, "int8.onnx")
+        # Pass a path: given a model, the tool would move its weights to a file that it deletes.
         onnx.save(_typed(fuse(model)), path)
         try:
             quantization.quantize_static(
@@ -103,13 +98,15 @@ def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPE
                 quant_format=quantization.QuantFormat.QDQ,
                 op_types_to_quantize=sorted(operators),
                 per_channel=True,
+                # Weights take 7 bits: 8 would overflow on x86 before VNNI.
                 reduce_range=True,
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
-                # These sum up in more bits anyway: rounding what they give costs time and accuracy.
+                # These accumulate in more bits: rounding their outputs costs time and accuracy.
                 extra_options={"OpTypesToExcludeOutputQuantization": list(LINEAR)},
             )
-        except Exception as error:  # the tool raises whatever it meets
+        # the tool's exceptions share no base class
+        except Exception as error:
             raise ExportError(f"ONNX Runtime cannot quantise this model: {error}; leave it in fp32 or fp16") from error
         result = onnx.load(out)
     if not any(tensor.data_type == TensorProto.INT8 and len(tensor.dims) > 1 for tensor in result.graph.initializer):
@@ -119,11 +116,11 @@ def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPE
 
 @dataclass(frozen=True)
 class Trial:
-    """One precision as measured: milliseconds of one sample (p50, one thread), bytes of the model, and what it loses.
+    """One measured precision.
 
-    accuracy: share of right answers, where labels were given. agreement: share of samples whose best class is fp32's,
-    where outputs are class scores. difference: largest absolute difference from fp32. refused: why it was not taken,
-    empty where it could be.
+    milliseconds: of one sample on one thread, median. bytes: of the model. accuracy: if there are labels. agreement:
+    share of samples with the same class as fp32, if outputs are class scores. difference: largest absolute difference
+    from fp32. refused: the reason, "" if acceptable.
     """
 
     name: str
@@ -143,7 +140,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """The model to use, the trial that it is, and all trials, fp32 first, on so many samples."""
+    """The chosen model, its trial, all trials (fp32 first) and the number of samples."""
 
     model: ModelProto = field(repr=False, compare=False)
     chosen: Trial
@@ -170,15 +167,16 @@ def choose(
     runs: int = 200,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Choice:
-    """Return the model in fp32 or int8, whichever is faster on this machine without losing more than ``max_fall``.
+    """Return the model in fp32 or int8, whichever is faster on this machine.
 
-    calibration, inputs: [N, *input_shape], as ``quantise`` takes them; labels: [N] classes of ``inputs``. Two ways to
-    int8 are tried: everything, and fully connected layers alone. Each runs on one thread, one sample at a time, in
-    turns, ``runs`` times, and the medians count. What int8 loses is accuracy where there are labels, else agreement
-    with fp32's classes; where outputs are no class scores, its largest difference as a share of fp32's largest output.
-    It is refused where that is more than ``max_fall``, or where it is not ``MIN_SPEEDUP`` times faster; what ONNX
-    Runtime cannot quantise stays fp32, too.
+    calibration, inputs: [N, *input_shape]; labels: [N] classes of ``inputs``. Two variants of int8 are tried: all
+    layers, and only fully connected ones. Variants run alternately, one sample at a time on one thread, ``runs`` times;
+    medians count. int8 is refused if it is not ``MIN_SPEEDUP`` times faster, or loses more than ``max_fall``: of
+    accuracy with labels, else of agreement with fp32's classes, or, if outputs are not class scores, of the largest
+    output. Raises ExportError for labels of such outputs.
     """
+    if labels is not None:
+        _check_scores(model, inputs[:1])
     models = {"fp32": model}
     failed: dict[str, str] = {}
     for name, operators in (("int8", OPERATORS), ("int8 in fully connected layers", LINEAR)):
@@ -187,7 +185,7 @@ def choose(
         except ExportError as error:
             failed[name] = str(error)
     sessions = [load(each.SerializeToString(), threads=1) for each in models.values()]
-    seconds = _medians(sessions, inputs[:1], runs, clock)
+    seconds = _medians_of_turns(sessions, inputs[:1], runs, clock)
     outputs = [run(session, inputs, BATCH) for session in sessions]
     trials: list[Trial] = []
     for name, taken, output in zip(models, seconds, outputs, strict=True):
@@ -201,32 +199,39 @@ def choose(
     return Choice(models[chosen.name], chosen, (*trials, *unmade), len(inputs))
 
 
+def _check_scores(model: ModelProto, sample: Array) -> None:
+    output = run(load(model.SerializeToString(), threads=1), sample, 1)
+    if not are_scores(output):
+        raise ExportError(
+            f"labels need class scores, the model's outputs have the shape {output.shape[1:]}; leave the labels out of "
+            f"--data"
+        )
+
+
 def _trial(name: str, seconds: float, size: int, output: Array, plain: Array, labels: Array | None) -> Trial:
     parity = compare(output, plain)
     return Trial(name, seconds * 1e3, size, accuracy(output, labels), parity.same_class, parity.max_difference)
 
 
 def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
-    """Return why int8 is not taken; empty where it can be."""
     if trial.accuracy is not None and plain.accuracy is not None:
-        lost, what = (
-            plain.accuracy - trial.accuracy,
-            f"accuracy falls from {plain.accuracy:.2%} to {trial.accuracy:.2%}",
-        )
+        lost = plain.accuracy - trial.accuracy
+        loss = f"accuracy falls from {plain.accuracy:.2%} to {trial.accuracy:.2%}"
     elif trial.agreement is not None:
-        lost, what = 1 - trial.agreement, f"{1 - trial.agreement:.2%} of the samples get another class"
+        lost = 1 - trial.agreement
+        loss = f"{lost:.2%} of the samples get another class"
     else:
         lost = trial.difference / max(float(np.abs(output).max()), 1e-30)
-        what = f"outputs differ by {lost:.2%} of the largest"
+        loss = f"outputs differ by {lost:.2%} of the largest"
     if not lost <= max_fall + 1e-12:
-        return f"{what}, more than {max_fall:.2%}"
+        return f"{loss}, more than {max_fall:.2%}"
     if not plain.milliseconds >= MIN_SPEEDUP * trial.milliseconds:
         return f"not {MIN_SPEEDUP:g} times faster than fp32: {plain.milliseconds / trial.milliseconds:.2f}"
     return ""
 
 
-def _medians(sessions: Sequence[Any], row: Array, runs: int, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of each session: in turns, so that what slows the machine for a while slows all."""
+def _medians_of_turns(sessions: Sequence[Any], row: Array, runs: int, clock: Callable[[], float]) -> list[float]:
+    # Sessions take turns, so that other load on the machine slows all of them alike.
     seconds: list[list[float]] = [[] for _ in sessions]
     for session in sessions:
         for _ in range(max(1, runs // 10)):
@@ -240,7 +245,7 @@ def _medians(sessions: Sequence[Any], row: Array, runs: int, clock: Callable[[],
 
 
 class _Reader:
-    """Calibration data as onnxruntime.quantization asks for them."""
+    # The interface of onnxruntime.quantization.
 
     def __init__(self, name: str, rows: Array) -> None:
         self._feeds = iter([{name: batch} for batch in batches_of(rows, BATCH)])
@@ -250,8 +255,9 @@ class _Reader:
 
 
 def _typed(model: ModelProto) -> ModelProto:
-    """Return the same model, with the types of all values: ONNX's own inference knows none behind a group norm."""
-    asked, result = deepcopy(model), deepcopy(model)
+    """Return a copy with the types of all values, from ONNX Runtime: ONNX infers none after a group norm."""
+    asked = deepcopy(model)
+    result = deepcopy(model)
     del asked.graph.output[:]
     names = [name for node in model.graph.node for name in node.output if name]
     asked.graph.output.extend(ValueInfoProto(name=name) for name in names)
@@ -264,25 +270,27 @@ def _typed(model: ModelProto) -> ModelProto:
 
 
 def _restored(result: ModelProto, model: ModelProto) -> ModelProto:
-    """Return the model without the tool's notes, and with the model's own."""
+    # The tool writes metadata of its own.
     used = {node.domain for node in result.graph.node} | {""}
     kept = [opset for opset in result.opset_import if opset.domain in used or opset.domain == "ai.onnx"]
     del result.opset_import[:], result.metadata_props[:], result.graph.value_info[:]
     result.opset_import.extend(kept)
     result.metadata_props.extend(model.metadata_props)
     result.graph.name = model.graph.name
-    result.producer_name, result.producer_version = model.producer_name, model.producer_version
+    result.producer_name = model.producer_name
+    result.producer_version = model.producer_version
     return result
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the tool's advice to people, which it gives through the root logger, from the log."""
+    """Context manager: suppress the quantisation tool's advice, which it logs through the root logger."""
 
     def refuse(_: Any) -> bool:
         return False
 
-    handler = logging.NullHandler()  # without any, the first message would set up logging for the whole process
+    # Without a handler, the first message would configure logging for the whole process.
+    handler = logging.NullHandler()
     logging.root.addFilter(refuse)
     logging.root.addHandler(handler)
     try:

@@ -1,8 +1,7 @@
-"""A model's preparation as a graph: checked as hostile input, completed, and put in front of an exported model.
+"""Preparation graphs: checking of untrusted ones, completion, composition with a model, execution.
 
-The graph takes a batch of raw samples as ``input`` and gives the model's inputs as ``output``, sample by sample or in
-batches. Where each device standardises by its own statistics, two initialisers, ``own:mean`` and ``own:deviation``,
-have type and shape but no data, like a skeleton's; ``complete`` writes a device's own into them.
+The graph maps a batch of raw samples, ``input``, to the model's inputs, ``output``. If devices standardise by their own
+statistics, the initialisers ``own:mean`` and ``own:deviation`` have no data until ``complete``.
 """
 
 from __future__ import annotations
@@ -32,39 +31,36 @@ from .errors import ExportError, SkeletonError
 from .running import CHUNK, Raws, load, run
 
 PREFIX = "prepare/"
-"""In front of the name of everything that a preparation brings into an exported model."""
+"""Prefix of a preparation's names in an exported model."""
 
 MOST_NODES = 1_000
 LARGEST_CONSTANT = 4 * 1024 * 1024
-"""Bytes of one constant of a preparation."""
+"""Largest constant of a preparation, in bytes."""
 
 PREPARED_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
 
 Constants = Mapping[str, Array]
-"""A device's own statistics by the names of the initialisers, float32."""
+"""Initialiser name -> a device's own statistics, float32."""
 
 
 def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
-    """Return the parsed preparation, checked for digest, structure, interface and the memory that it takes.
-
-    Raises SkeletonError, which says what was met and what to do.
-    """
+    """Parse a preparation and check its digest, structure, interface and memory. Raises SkeletonError."""
     preparation = manifest.preparation
     if preparation is None:
-        raise SkeletonError("the manifest describes no preparation; publish the model again")
+        raise SkeletonError("the manifest has no preparation; publish the model again")
     if len(graph) > MAX_GRAPH:
-        raise SkeletonError(f"the preparation has {len(graph)} bytes, at most {MAX_GRAPH} are accepted")
+        raise SkeletonError(f"the preparation has {len(graph)} bytes, more than {MAX_GRAPH}; make it smaller")
     digest = hashlib.sha256(graph).hexdigest()
     if digest != manifest.preparation_sha256:
         raise SkeletonError(
-            f"the preparation has the SHA-256 {digest}, the manifest names {manifest.preparation_sha256}; fetch it "
+            f"the preparation has the SHA-256 {digest}, the manifest names {manifest.preparation_sha256}; download it "
             "again"
         )
     check_fields(graph)
     model = parse(graph)
     check_structure(model)
     if len(model.graph.node) > MOST_NODES:
-        raise SkeletonError(f"the preparation has {len(model.graph.node)} nodes, at most {MOST_NODES} are accepted")
+        raise SkeletonError(f"the preparation has {len(model.graph.node)} nodes, more than {MOST_NODES}; simplify it")
     for node in model.graph.node:
         check_node(node)
     _check_constants(model, preparation)
@@ -86,17 +82,15 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
 
 
 class _Growing(Walk):
-    """As ``Walk``, of a graph with free axes, whose sizes are inferred where these are as long as they may be.
+    """A walk over a graph with free axes at their largest lengths.
 
-    That is the most only if no size shrinks while an axis grows: sizes are not computed from shapes, and operators that
-    may make less of more are refused.
+    These give the largest sizes only if no size shrinks while an axis grows, so other operators are refused.
     """
 
     def _infer(self, node: NodeProto) -> dict[str, int]:
         if not self.values.varies.isdisjoint(node.input) and not self._grows(node):
             raise SkeletonError(
-                f"{named(node)}: may make more of a short sample than of a long one; leave it out, or give samples of "
-                "one shape"
+                f"{named(node)}: its output may be larger for shorter samples; remove it, or use samples of one shape"
             )
         return super()._infer(node)
 
@@ -105,12 +99,12 @@ class _Growing(Walk):
             super()._fold(node)
 
     def _grows(self, node: NodeProto) -> bool:
-        """Return whether none of the results is smaller where an input is larger."""
+        """Return True if no output shrinks when an input grows."""
         given = [name for name in node.input[1:] if name]
         if node.op_type in ("Split", "SplitToSequence", "SequenceAt"):
             return False
         if node.op_type in ("Squeeze", "DFT"):
-            # Which axes there are, or how long a transform is, must not follow from the sample.
+            # The axes, or the length of a transform, must not depend on the sample.
             return len(node.input) > 1 and node.input[1] in self.values.data
         if node.op_type != "Slice":
             return True
@@ -118,7 +112,7 @@ class _Growing(Walk):
             return False
         starts, ends = (self.values.data[name] for name in node.input[1:3])
         steps = self.values.data[node.input[4]] if len(node.input) > 4 and node.input[4] else np.ones_like(starts)
-        # From a place counted from the end to one counted from the beginning there is nothing in a long sample.
+        # A slice from a position counted from the end to one from the start is empty for long samples.
         return (
             starts.ndim == 1
             and starts.shape == ends.shape == steps.shape
@@ -130,7 +124,7 @@ class _Growing(Walk):
 
 
 def at_most(model: ModelProto, preparation: Preparation) -> ModelProto:
-    """Return the graph with its free axes, but for the batch's, as long as they may be."""
+    """Return the graph with all free axes except the batch at their largest lengths."""
     largest = deepcopy(model)
     for value in largest.graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim[1:]):
@@ -145,7 +139,7 @@ def _check_constants(model: ModelProto, preparation: Preparation) -> None:
     for tensor in model.graph.initializer:
         refuse_external(tensor)
         if tensor.name in seen:
-            raise SkeletonError(f"{tensor.name[:80]!r} stands twice among the preparation's inputs and constants")
+            raise SkeletonError(f"{tensor.name[:80]!r} appears twice among the preparation's inputs and constants")
         seen.add(tensor.name)
         if tensor.ByteSize() > LARGEST_CONSTANT:
             raise SkeletonError(
@@ -158,12 +152,12 @@ def _check_constants(model: ModelProto, preparation: Preparation) -> None:
                 or tensor.data_type != TensorProto.FLOAT
                 or max(shape, default=1) > max((*preparation.shape, 1))
             ):
-                raise SkeletonError(f"{tensor.name} is to be float32 without data, of a raw sample's axis")
+                raise SkeletonError(f"{tensor.name} must be float32 without data, of the length of a raw sample's axis")
         elif not has_data(tensor) and 0 not in tensor.dims:
-            raise SkeletonError(f"the preparation wants values for {tensor.name[:80]!r}, which nothing gives")
+            raise SkeletonError(f"the preparation has no values for {tensor.name[:80]!r}; publish it with its data")
     missing = sorted(open_names - seen)
     if missing:
-        raise SkeletonError(f"the preparation reads no {missing[0]}, but is said to use each device's own statistics")
+        raise SkeletonError(f"the preparation has no {missing[0]}, but the manifest says that it uses own statistics")
 
 
 def _check_interface(model: ModelProto, preparation: Preparation, manifest: Manifest) -> None:
@@ -173,7 +167,7 @@ def _check_interface(model: ModelProto, preparation: Preparation, manifest: Mani
         (model.graph.output, OUTPUT, PREPARED_TYPES, manifest.input_shape),
     ):
         if [value.name for value in values] != [name]:
-            raise SkeletonError(f"the preparation's {name}s are not exactly one, named {name!r}")
+            raise SkeletonError(f"the preparation must have exactly one {name}, named {name!r}")
         tensor = values[0].type.tensor_type
         dims = [dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim]
         free = preparation.free if name == INPUT else ()
@@ -186,7 +180,6 @@ def _check_interface(model: ModelProto, preparation: Preparation, manifest: Mani
 
 
 def _neutral(model: ModelProto) -> Constants:
-    """Return neutral statistics of the shapes that a preparation with ``own`` ones has: means 0, deviations 1."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     return {
         OWN_MEAN: np.zeros(shapes[OWN_MEAN], np.float32),
@@ -195,7 +188,7 @@ def _neutral(model: ModelProto) -> Constants:
 
 
 def complete(graph: bytes, constants: Constants) -> bytes:
-    """Return a checked preparation with a device's own statistics written into it. Raises ExportError for others."""
+    """Write a device's own statistics into a checked preparation. Raises ExportError if they do not fit."""
     model = ModelProto.FromString(graph)
     return cast(bytes, _completed(model, constants).SerializeToString(deterministic=True))
 
@@ -206,16 +199,18 @@ def _completed(model: ModelProto, constants: Constants) -> ModelProto:
         if tensor.name in (OWN_MEAN, OWN_DEVIATION):
             values = constants.get(tensor.name)
             if values is None or values.size != int(np.prod(tensor.dims)) or not np.isfinite(values).all():
-                raise ExportError(f"{tensor.name}: the device's own statistics are not those of this preparation")
+                raise ExportError(
+                    f"{tensor.name}: the device's statistics do not fit this preparation; run sparrow join again"
+                )
             shaped = np.asarray(values, np.float32).reshape(tuple(tensor.dims))
             tensor.CopyFrom(onnx.numpy_helper.from_array(shaped, tensor.name))
     return result
 
 
 def compose(model: ModelProto, graph: bytes) -> ModelProto:
-    """Return a model that takes raw samples: the complete preparation ``graph`` and, behind it, ``model``.
+    """Return a model that takes raw samples: the complete preparation ``graph``, then ``model``.
 
-    Everything that the preparation brings is called ``prepare/...``; the input keeps its name. Metadata stay.
+    The preparation's names get ``PREFIX``, except the input. The metadata are the model's.
     """
     preparation = ModelProto.FromString(graph)
     preparation.ir_version = model.ir_version
@@ -231,7 +226,7 @@ def compose(model: ModelProto, graph: bytes) -> ModelProto:
 
 
 def compose_bytes(model: bytes, graph: bytes) -> bytes:
-    """Return the same of serialised models."""
+    """Compose serialised models."""
     return cast(bytes, compose(ModelProto.FromString(model), graph).SerializeToString(deterministic=True))
 
 
@@ -244,9 +239,9 @@ def _rename_input(model: ModelProto, name: str, to: str) -> None:
 
 
 class Preparer:
-    """Runs a complete preparation: raw samples [N, *raw] -> inputs [N, *input_shape], in chunks that fit memory.
+    """A complete preparation, run in batches that fit memory: raw samples [N, *raw] -> inputs [N, *input_shape].
 
-    ``shape`` is that of a raw sample, None for an axis that is free.
+    shape: of a raw sample, None for a free axis.
     """
 
     def __init__(self, graph: bytes, threads: int = 1) -> None:
@@ -257,24 +252,24 @@ class Preparer:
         tensor = model.graph.input[0].type.tensor_type
         self.dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         self.shape = tuple(dim.dim_value or None for dim in tensor.shape.dim[1:])
-        # Samples whose lengths differ are run one by one.
+        # samples of different lengths are run one by one
         self.at_once = 1 if None in self.shape else samples_at_once(model, CHUNK)
         self._session = load(graph, threads)
 
     def __call__(self, raw: Raws) -> Array:
-        """Return the inputs of the samples ``raw``. Raises ExportError if the graph fails on them."""
+        """Return the inputs. Raises ExportError if the graph fails."""
         return run(self._session, raw, self.at_once)
 
 
 MOST_DRAWN = 32
-"""Samples of free lengths that are drawn at most, each axis of them at most ``LONGEST_DRAWN``."""
+"""Largest number of random samples with free axes."""
 LONGEST_DRAWN = {"uint8": 200, "float32": 20_000}
 
 
 def draw_raw(preparation: Preparation, count: int, seed: int = 0) -> Raws:
-    """Return random raw samples: as spread as the description says, categories by index, unknown ones among them.
+    """Draw raw samples with the described mean and deviation; categories are indices, -1 for an unknown one.
 
-    If axes are free, they are at most ``MOST_DRAWN`` samples of several lengths, one by one.
+    With free axes, draw at most ``MOST_DRAWN`` samples of different lengths, as a list.
     """
     chance = np.random.default_rng(seed)
     if preparation.free:
@@ -288,7 +283,8 @@ def draw_raw(preparation: Preparation, count: int, seed: int = 0) -> Raws:
             one = preparation.model_copy(update={"shape": tuple(lengths), "free": ()})
             drawn.append(np.asarray(draw_raw(one, 1, seed + number))[0])
         return drawn
-    kind, shape = np.dtype(preparation.dtype), (count, *preparation.shape)
+    kind = np.dtype(preparation.dtype)
+    shape = (count, *preparation.shape)
     if kind.kind == "u":
         return chance.integers(0, int(np.iinfo(kind).max), shape, dtype=kind, endpoint=True)
     values = chance.standard_normal(shape, dtype=np.float32)

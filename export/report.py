@@ -1,4 +1,4 @@
-"""The report of an export beside the dense one: as a table, as JSON, as a picture."""
+"""Comparison of an export with the dense one, as a table, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .samples import Array
 __all__ = ["Costs", "Figures", "Report"]
 
 MEASUREMENTS = 2 * LOADS + 2
-"""How often ``measure`` says that it went on."""
+"""Number of progress calls of ``measure``."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of running one file; latencies are of one sample alone, on one thread and on all."""
+    """Costs of running one file: loading, and latency of a single sample on one and on all threads."""
 
     load: LoadCost
     one_thread: Latency
@@ -32,7 +32,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Figures:
-    """One file: its bytes, its share of right answers where labels are known, its costs where they were measured."""
+    """Size, accuracy (if there are labels) and costs (if measured) of one file."""
 
     bytes: int
     accuracy: float | None
@@ -41,7 +41,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """An export and the dense one. samples: labelled ones that the accuracies are of. notes: what else was tried."""
+    """An export and the dense one. samples: number of labelled samples. notes: on other modes and precisions tried."""
 
     path: str
     mode: str
@@ -56,12 +56,12 @@ class Report:
     ort: OrtFile | None = None
 
     def json(self) -> str:
-        """Return everything as JSON, in seconds and bytes."""
+        """Return the report as JSON, in seconds and bytes."""
         return json.dumps(asdict(self), indent=1, default=str)
 
     def table(self) -> str:
-        """Return everything as a table for a person."""
-        made = ", ".join(self.steps) or "nothing to gain: as the dense one"
+        """Return the report as a table."""
+        made = ", ".join(self.steps) or "dense, no step made it smaller"
         lines = [f"{self.path}: {made}"]
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in self.properties.items() if len(value) < 40))
         parity = self.parity
@@ -88,7 +88,8 @@ class Report:
         rows: list[tuple[str, float, float, Callable[[float], str]]] = [
             ("file", self.export.bytes, self.dense.bytes, _size)
         ]
-        mine, theirs = self.export.costs, self.dense.costs
+        mine = self.export.costs
+        theirs = self.dense.costs
         if mine is None or theirs is None:
             return rows
         rows.append(("load", mine.load.load_seconds, theirs.load.load_seconds, _time))
@@ -102,7 +103,7 @@ class Report:
         return rows
 
     def draw(self, path: Path) -> None:
-        """Draw each ratio to the dense export, shorter being better. Raises MissingPart without matplotlib."""
+        """Draw the ratios to the dense export; smaller is better. Raises MissingPart without matplotlib."""
         figure_type = picture_maker()
         rows = [(name, export / dense, unit(export)) for name, export, dense, unit in self._rows() if dense]
         figure = figure_type(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
@@ -118,7 +119,7 @@ class Report:
 
 
 def picture_maker() -> Any:
-    """Return matplotlib's figure, which needs no display. Raises MissingPart where it is not installed."""
+    """Return matplotlib's Figure, which needs no display. Raises MissingPart without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -127,7 +128,7 @@ def picture_maker() -> Any:
 
 
 def measure(export: Path, dense: Path, sample: Array, done: Callable[[], object] = lambda: None) -> tuple[Costs, Costs]:
-    """Return the costs of running each; ``done`` is called ``MEASUREMENTS`` times. sample: [1, *input_shape]."""
+    """Measure the costs of both files. sample: [1, *input_shape]. done: called ``MEASUREMENTS`` times."""
     paths = (export, dense)
     loads = load_costs(paths, sample, repeats=LOADS, done=done)
     one = latencies(paths, sample, threads=1)

@@ -1,8 +1,7 @@
-"""A graph whose weights are scaled in blocks, differently for every sample: ``edge_sdk.training.per_sample`` in ONNX.
+"""Scaling of blocks of weights for every sample: ``edge_sdk.training.per_sample`` in ONNX.
 
-A block of whole output rows scales outputs: row r of W ⊛ M' gives M'_r times what row r of W gives. Where all blocks
-are such, layers run once on the whole batch, and what they give of each sample is scaled (``Rows``). Elsewhere samples
-go through the graph one by one, and the weights are scaled for each (``by_sample``).
+If all blocks are whole output rows, scaling row r of W by M'_r scales output r: layers run once on the batch and
+``Rows`` scales their outputs. Otherwise ``by_sample`` scales the weights sample by sample.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from sparrow.protocol.blocks import BlockTable
 from sparrow.protocol.manifest import Manifest
 
 _CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormalization")
-"""Operators whose inputs 1 and 2 are weight and bias of their outputs' axis 1."""
+"""Operators whose inputs 1 and 2 are the weight and the bias of the outputs' axis 1."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A node that is linear in its weight, row by row, and adds its bias. ``ranks``: dimensions of its output."""
+    """A node that is linear in the rows of its weight and adds its bias. ranks: number of dimensions of its output."""
 
     weight: str
     bias: str
@@ -40,21 +39,23 @@ class _Layer:
 
 
 class Rows:
-    """A graph in which gates scale what layers give, sample by sample."""
+    """The layers of a graph whose outputs gates can scale."""
 
     def __init__(
         self, layers: Mapping[str, _Layer], rows: Mapping[str, NDArray[np.int64]], sizes: Mapping[str, int]
     ) -> None:
-        self._layers, self._rows, self._sizes = layers, rows, sizes
+        self._layers = layers
+        self._rows = rows
+        self._sizes = sizes
 
     @classmethod
     def of(cls, model: ModelProto, table: BlockTable, manifest: Manifest) -> Rows | None:
-        """Return the rows of a graph; None where a block cuts a row, or a node uses a tensor of the table in another
-        way."""
+        """Return the rows of a graph; None if a block is not whole rows, or a node uses a tensor in another way."""
         shapes = {spec.name: spec.shape for spec in manifest.shared}
         rows: dict[str, NDArray[np.int64]] = {}
         for name, blocks in table.tensors.items():
-            sizes, row = np.array(blocks), math.prod(shapes[name][1:])
+            sizes = np.array(blocks)
+            row = math.prod(shapes[name][1:])
             if (sizes % row).any():
                 return None
             place = table.places[name]
@@ -77,7 +78,7 @@ class Rows:
         return cls(layers, rows, {spec.name: spec.size for spec in manifest.whole})
 
     def scale(self, graph: GraphProto, to: Building, gates: str) -> None:
-        """Scale the layers, with the ``gates`` [N, L] that ``to`` computes."""
+        """Scale the layers' outputs by the ``gates`` [N, L] of ``to``."""
         done = Building("gated/")
         for node in graph.node:
             layer = self._layers.get(node.output[0])
@@ -90,7 +91,8 @@ class Rows:
         graph.initializer.extend([*to.initializers, *done.initializers])
 
     def _scale(self, node: NodeProto, layer: _Layer, to: Building, gates: str) -> None:
-        result, plain = node.output[0], to.name("plain")
+        result = node.output[0]
+        plain = to.name("plain")
         if node.op_type == "Add":
             (plain,) = (name for name in node.input if name != layer.bias)
         else:
@@ -123,15 +125,16 @@ class Rows:
 def _layer(
     node: NodeProto, turned: Mapping[str, str], found: Shape | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> _Layer | None:
-    """Return how ``node`` uses its weights; None where rows of them are not rows of what it gives, one for each
-    sample."""
+    """Return the layer of a node; None if the rows of its weights are not rows of each sample's output."""
     if found is None or len(found.sizes) < 2 or found.sizes[0] != BATCHES[0]:
         return None
-    output, ranks = found.sizes, len(found.sizes)
+    output = found.sizes
+    ranks = len(output)
     _, weight, bias = (*node.input, "", "", "")[:3]
     kind = node.op_type
+    # before opset 21, group norm has one scale per group
     if kind in _CHANNELS and all(shapes[name][0] == output[1] for name in (weight, bias) if name in shapes):
-        return _Layer(weight, bias, 1, ranks)  # scales of group norm were once one for each group
+        return _Layer(weight, bias, 1, ranks)
     if kind == "LayerNormalization" and len(shapes.get(weight, ())) == 1:
         return _Layer(weight, bias, ranks - 1, ranks)
     if kind == "Gemm":
@@ -145,17 +148,17 @@ def _layer(
 
 
 def _is_plain(gemm: NodeProto) -> bool:
-    """Return whether a product's weight has a row for each output, and nothing else is scaled or transposed."""
+    """Return True if the weight has one row per output and the Gemm neither scales nor transposes the input."""
     given = attributes(gemm)
     plain = given.get("alpha", 1.0) == given.get("beta", 1.0) == 1.0
     return bool(given.get("transB")) and not given.get("transA") and plain
 
 
 def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, manifest: Manifest) -> None:
-    """Rewrite the graph to take sample after sample, with weights scaled by its row of the ``gates`` [N, L] of
-    ``to``."""
+    """Rewrite the graph to scan over samples and scale the weights by each one's row of the ``gates`` [N, L]."""
     inside = Building("sample/")
-    sample, own_gates = inside.name("input"), inside.name("gates")
+    sample = inside.name("input")
+    own_gates = inside.name("gates")
     names = {INPUT: inside.add("Unsqueeze", sample, inside.whole(0))}
     shapes = {spec.name: spec.shape for spec in manifest.shared}
     for name, sizes in table.tensors.items():
@@ -178,7 +181,8 @@ def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, ma
     body.input.append(_sample_of(graph.input[0], sample))
     body.input.append(onnx.helper.make_tensor_value_info(own_gates, TensorProto.FLOAT, [len(table.sizes)]))
     body.output.append(_sample_of(graph.output[0], result))
-    for node in body.node:  # names of inner values may not be those of outer ones
+    # inner values must not have the names of outer ones
+    for node in body.node:
         node.output[:] = [f"sample/{OUTPUT}" if name == OUTPUT else name for name in node.output]
         node.input[:] = [f"sample/{OUTPUT}" if name == OUTPUT else name for name in node.input]
     del graph.node[:]
@@ -188,7 +192,6 @@ def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, ma
 
 
 def _sample_of(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
-    """Return the type of one sample of ``value``, as a value of its own."""
     tensor = value.type.tensor_type
     shape = [dim.dim_value for dim in tensor.shape.dim][1:]
     return onnx.helper.make_tensor_value_info(name, tensor.elem_type, shape)

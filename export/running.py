@@ -1,4 +1,4 @@
-"""Run ONNX files to compare what they predict. ONNX Runtime is imported where it is used, and says so where missing."""
+"""Running ONNX models and comparing their outputs. ONNX Runtime is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from .errors import ExportError
 Array = NDArray[Any]
 
 CHUNK = 256
-"""Most samples run at a time."""
+"""Largest batch, in samples."""
 
 
 def load(model: bytes | Path, threads: int = 0) -> Any:
-    """Return a session of a model on the processor. threads: 0 for as many as ONNX Runtime thinks fit.
-
-    Raises ExportError for a model that cannot be loaded, MissingPart without ONNX Runtime.
-    """
+    """Return a CPU session of a model. threads: 0 for ONNX Runtime's choice. Raises ExportError, MissingPart."""
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -32,12 +29,13 @@ def load(model: bytes | Path, threads: int = 0) -> Any:
     given = model if isinstance(model, bytes) else str(model)
     try:
         return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+    # ONNX Runtime's exceptions share no public base class
+    except Exception as error:
         raise ExportError(f"ONNX Runtime cannot load the model: {error}") from None
 
 
 def runtime() -> Any:
-    """Return the module onnxruntime. Raises MissingPart where it is not installed."""
+    """Return the module onnxruntime. Raises MissingPart if it is not installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -46,11 +44,11 @@ def runtime() -> Any:
 
 
 Raws = Array | Sequence[Array]
-"""Samples in one array [N, ...], or one by one, because their lengths differ."""
+"""Samples in one array [N, ...], or a list of arrays if their lengths differ."""
 
 
 def batches_of(samples: Raws, at_once: int) -> Iterator[Array]:
-    """Yield batches [n, ...] of at most ``at_once`` samples; of samples one by one, each alone."""
+    """Yield batches [n, ...] of at most ``at_once`` samples; a list of samples gives batches of one."""
     if isinstance(samples, np.ndarray):
         for start in range(0, len(samples), at_once):
             yield samples[start : start + at_once]
@@ -60,35 +58,33 @@ def batches_of(samples: Raws, at_once: int) -> Iterator[Array]:
 
 
 def first_of(samples: Raws, count: int) -> Raws:
-    """Return the first samples, at most ``count``."""
+    """Return at most the first ``count`` samples."""
     if isinstance(samples, np.ndarray):
         return samples[:count]
     return [samples[place] for place in range(min(count, len(samples)))]
 
 
 def predict(path: Path, inputs: Raws, at_once: int) -> Array:
-    """Return the outputs [N, ...] of the file for its inputs, at most ``at_once`` of which are run at a time.
-
-    Raises ExportError for a file that cannot be run."""
+    """Return a file's outputs [N, ...], computed in batches of at most ``at_once``. Raises ExportError."""
     return run(load(path), inputs, at_once)
 
 
 def run(session: Any, inputs: Raws, at_once: int) -> Array:
-    """Return the outputs of a session as ``predict`` does."""
+    """Return a session's outputs as ``predict`` does."""
     name = session.get_inputs()[0].name
     try:
         parts = [session.run(None, {name: batch})[0] for batch in batches_of(inputs, at_once)]
-    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+    except Exception as error:
         raise ExportError(f"ONNX Runtime cannot run the model on these inputs: {error}") from None
     return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The difference of two exports over ``inputs`` inputs.
+    """The difference between two models' outputs on the same inputs.
 
-    max_difference: largest absolute difference of an output. largest_output: largest absolute output, for scale.
-    same_class: share of inputs for which both have the same highest score; None where outputs are no scores.
+    inputs: their number. max_difference, largest_output: absolute values. same_class: share of inputs with the same
+    predicted class; None if the outputs are not class scores.
     """
 
     inputs: int
@@ -98,23 +94,25 @@ class Parity:
 
 
 def compare(found: Array, wanted: Array) -> Parity:
-    """Return the parity of two arrays of outputs [N, ...]; a value that is not finite in one alone differs
-    infinitely."""
+    """Return the parity of two arrays of outputs [N, ...].
+
+    The difference is infinite if a value is finite in only one of them.
+    """
     with np.errstate(invalid="ignore"):
         difference = np.abs(found.astype(np.float64) - wanted)
     difference[(found == wanted) | (np.isnan(found) & np.isnan(wanted))] = 0
     largest = float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max())
-    same = float(np.mean(found.argmax(1) == wanted.argmax(1))) if _scores(wanted) else None
+    same = float(np.mean(found.argmax(1) == wanted.argmax(1))) if are_scores(wanted) else None
     return Parity(len(wanted), largest, float(np.nan_to_num(np.abs(wanted)).max()), same)
 
 
-def _scores(outputs: Array) -> bool:
+def are_scores(outputs: Array) -> bool:
+    """Return True for class scores: [N, classes], at least two classes."""
     return outputs.ndim == 2 and outputs.shape[1] > 1
 
 
 def accuracy(outputs: Array, labels: Array | None) -> float | None:
-    """Return the share of samples whose highest score is their label's; None without labels, or where outputs are no
-    scores."""
-    if labels is None or not _scores(outputs):
+    """Return the accuracy, in [0, 1]; None without labels or class scores."""
+    if labels is None or not are_scores(outputs):
         return None
     return float(np.mean(outputs.argmax(1) == labels))

@@ -1,20 +1,17 @@
-"""The choice of blocks within a budget (pFedGate's knapsack, section 5.2.3) as nodes of an ONNX graph.
+"""pFedGate's knapsack (arXiv:2305.02776, section 5.2.3) as ONNX nodes.
 
-Which items there are, what each costs, and what there is to spend is known when the file is written; only the values
-come with an input. So what could be left of the budget after each decision is known as well, and the exact solution is
-a dynamic programme whose every table has a fixed size. Of items of one cost the most valuable come first (``TopK``), so
-that a choice says how many of each cost; costs are decided upon from the largest to the smallest. A *state* is what is
-left before one of these decisions, and all states in which everything that is still to come fits are one. With c items
-of cost w taken,
+Costs and capacity are known when the file is written; only the values depend on the input. The exact solution is a
+dynamic programme with tables of fixed size. A *decision* is the number of items to take of one cost, most valuable
+first, from the largest cost to the smallest. A *state* is the remaining capacity before a decision; all states in which
+every remaining item fits are one state. With c items of cost w taken,
 
     F_g(left) = max over c of  (sum of the c most valuable)  +  F_{g+1}(left - c w),      F = 0 at the end
 
-is computed for all states of a decision at once, from the last to the first; then the counts are read off, from the
-first to the last. Blocks of a tensor share one cost and small ones nearly always all fit, so there are few states: 100
-to 10,000 pairs of a state and a count for the networks of the built-in tasks, most in the middle. Where there are more
-than LARGEST_TABLE, ``greedy`` does instead.
+is computed for all states of a decision at once, from the last decision to the first; the counts follow from the first
+to the last. Built-in tasks have 100 to 10,000 pairs of a state and a count. ``greedy`` replaces tables beyond
+LARGEST_TABLE.
 
-Values are float64, as in ``sparrow.protocol.blocks``, which both choices follow in what they do with ties.
+Values are float64, and ties are resolved as in ``sparrow.protocol.blocks``.
 """
 
 from __future__ import annotations
@@ -31,18 +28,18 @@ from sparrow.graphs.building import Building
 from sparrow.protocol.blocks import Costs
 
 LARGEST_TABLE = 100_000
-"""Pairs of a state and a count beyond which the exact solution is none for a file: 2 bytes each."""
+"""Largest exact solution in a file, in pairs of a state and a count, of 2 bytes each."""
 
 _NEVER = -1e300
-"""The value of what cannot be chosen."""
+"""The value of a forbidden choice."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A number of items of one cost to take.
+    """The choice of how many items of one cost to take.
 
-    items: which they are, [n]. follows: for each state, of which the first is "all that is still to come fits", and
-    each count 0 .. n, the place of the state after it among those of the next decision, plus 1; 0: not affordable.
+    items: their indices [n]. follows: [states, n + 1]: the next decision's state after taking a count, plus 1; 0 if
+    not affordable. State 0 is "every remaining item fits".
     """
 
     items: NDArray[np.intp]
@@ -50,14 +47,15 @@ class Decision:
 
 
 def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list[Decision] | None:
-    """Return the dynamic programme for items of ``costs`` [n], largest first; None where it has over ``largest`` pairs.
+    """Return the decisions for items of ``costs`` [n], largest first; None if they need more than ``largest`` pairs.
 
-    It ends where all states have become one; what costs less than its last is always taken.
+    They end when all states have become one; items of smaller costs are always affordable.
     """
     kinds = [(int(cost), np.flatnonzero(costs == cost)) for cost in np.unique(costs)[::-1]]
     rest = [*np.cumsum([cost * len(items) for cost, items in reversed(kinds)])[::-1].tolist(), 0]
     found: list[Decision] = []
-    states, pairs = [capacity] if capacity < rest[0] else [], 0
+    states = [capacity] if capacity < rest[0] else []
+    pairs = 0
     for (cost, items), after in zip(kinds, rest[1:], strict=True):
         if not states:
             break
@@ -76,7 +74,7 @@ def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list
 
 
 def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> str:
-    """Return float32 [N, n], 1 for each item that is taken; values: float64 [N, n]. No item of value 0 or less is."""
+    """Return the exact selection, float32 [N, n] of 0 and 1. values: float64 [N, n]; only positive ones are taken."""
     width = max(len(decision.items) for decision in plan)
     decided = np.concatenate([decision.items for decision in plan])
     padded = to.add("Pad", values, to.whole(0, 0, 0, 1), to.constant(np.array(_NEVER)))
@@ -88,7 +86,7 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
     _, ranks = to.several("TopK", order, to.whole(width), outputs=2, largest=0)
     useful = to.add("Max", best, to.constant(np.array(0.0)))
     sums = to.add("CumSum", to.add("Pad", useful, to.whole(0, 0, 1, 0, 0, 0)), to.whole(2))
-    # one column of what cannot be chosen, and one of what is to come where everything is decided: nothing
+    # a column for forbidden choices, and one for the value 0 after the last decision
     never = to.slice(padded, 1, len(costs), len(costs) + 1)
     worth = to.add("Pad", never, to.whole(0, 0, 0, 1))
     each = to.several("Split", sums, to.whole(*[1] * len(plan)), outputs=len(plan), axis=1)
@@ -101,7 +99,8 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
     flat = to.reshape(to.add("Cast", taken, to=TensorProto.FLOAT), (0, -1))
     places = np.full(len(costs), table.size)
     places[decided] = np.flatnonzero(table.reshape(-1) < len(costs))
-    if len(decided) < len(costs):  # what is always affordable is taken where it is of any use
+    # always affordable items are taken if their value is positive
+    if len(decided) < len(costs):
         useful = to.add("Cast", to.add("Greater", values, to.constant(np.array(0.0))), to=TensorProto.FLOAT)
         flat = to.add("Concat", flat, useful, axis=1)
         places = np.where(places < table.size, places, table.size + np.arange(len(costs)))
@@ -109,9 +108,9 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
 
 
 def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequence[Decision]) -> str:
-    """Return how many items of each cost are taken, int64 [N, decisions, 1].
+    """Return the number of items taken of each cost, int64 [N, decisions, 1].
 
-    sums: of the most valuable 0, 1, .. n items of each cost, [N, 1, n + 1].
+    sums: values of the most valuable 0, 1, .. n items of each cost, [N, 1, n + 1].
     """
     choices: list[str] = []
     for place in reversed(range(len(plan))):
@@ -120,7 +119,7 @@ def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequenc
         choices.insert(0, choice)
         if place:
             worth = to.add("Concat", never, to.add("Squeeze", best, to.whole(2)), axis=1)
-    # the first decision has the states "all fits", which it is not in, and the one in which all begins
+    # the first decision has two states: 0, "all fits", and 1, the initial one
     state = to.add("Unsqueeze", to.add("Cast", to.add("Equal", never, never), to=TensorProto.INT64), to.whole(2))
     counts = []
     for decision, choice in zip(plan, choices, strict=True):
@@ -133,7 +132,7 @@ def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequenc
 
 
 def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
-    """Return float32 [N, n], 1 for each item that the guard rule takes: the densest first, or the best one alone."""
+    """Return the greedy selection, float32 [N, n] of 0 and 1: densest items first, or only the best one."""
     count = len(costs)
     density = to.add("Div", values, to.constant(np.maximum(costs, 1).astype(np.float64)))
     _, order = to.several("TopK", density, to.whole(count), outputs=2)
@@ -157,9 +156,9 @@ def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
 
 
 def _step(to: Building) -> GraphProto:
-    """Decide one item of each sample: taken where it fits in what is left."""
+    """Return the step of the scan: take an item of each sample if it fits the remaining capacity."""
     left, cost, useful, fits, taken, spent, after = (
-        to.name(what) for what in ("left", "cost", "useful", "fits", "taken", "spent", "after")
+        to.name(value) for value in ("left", "cost", "useful", "fits", "taken", "spent", "after")
     )
     make = onnx.helper.make_node
     nodes = [

@@ -1,4 +1,4 @@
-"""The model to export: from a device's state folder, or a bare checkpoint with its manifest and skeleton."""
+"""Reading of the model to export, from a device's state folder or a checkpoint with manifest and skeleton."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ __all__ = ["Source", "read_source"]
 
 @dataclass(frozen=True)
 class Source:
-    """A personal model and what else an export may need.
+    """A personal model and its context.
 
-    tensors: name -> array, every kept tensor of ``manifest``. own: the method's arrays beside the model. progress: how
-    far the device came. membership: None for a bare checkpoint, whose method is unknown. preparation: the graph from
-    raw samples to inputs, complete; None if the model takes samples as they are. class_names: of all outputs on this
-    device, spare ones among them; empty if they are the manifest's.
+    tensors: all tensors of ``manifest.whole``. own: the method's other arrays. membership: None for a checkpoint.
+    preparation: the complete graph from raw samples to inputs, if there is one. class_names: of all outputs on this
+    device, including spare ones; empty if they are the manifest's.
     """
 
     manifest: Manifest
@@ -43,17 +42,17 @@ class Source:
 
     @property
     def method(self) -> str | None:
-        """Return the federated method that made the model; None where it is unknown."""
+        """Return the federated method, None if unknown."""
         return self.membership.federation.method if self.membership else None
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """Return the method's notes beside its arrays."""
+        """Return the method's state that is not arrays."""
         found = self.progress.get("memory", {})
         return found if isinstance(found, dict) else {}
 
     def properties(self) -> dict[str, str]:
-        """Return the properties of the exported file."""
+        """Return the metadata of the exported file."""
         names = json.dumps(self.class_names, ensure_ascii=False) if self.class_names else None
         if self.membership is None:
             return properties(self.manifest, self.tensors, class_names=names)
@@ -70,13 +69,14 @@ class Source:
 
 
 def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None = None) -> Source:
-    """Read ``path``: a state folder, or a safetensors file of one or of a whole model (``GET .../model``).
+    """Read a state folder, or a safetensors file from one or from ``GET .../model``.
 
-    manifest, skeleton: the files to use; by default those that lie beside it, and for a built-in task's model, which
-    its manifest names by digest, its own skeleton. Raises ExportError.
+    manifest, skeleton: by default the files in the same folder; a built-in task's skeleton is found by its digest.
+    Raises ExportError.
     """
     model = path
-    if path.is_dir():  # the best personal model, where one was kept
+    # prefer the best personal model, if it was kept
+    if path.is_dir():
         model = path / personal.BEST if (path / personal.BEST).exists() else path / personal.MODEL
     if path.is_dir() and not model.exists():
         raise NotThere(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
@@ -93,15 +93,16 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
             raise ExportError(f"{model} holds no personal model yet; export it after the device's first round")
         if saved.reference is not None:
             raise ExportError(
-                f"{model} is a simulated device's difference from a model of its fleet; export a device that joined "
-                f"with sparrow join"
+                f"{model} is a simulated device's difference from a shared model; export a device that joined with "
+                f"sparrow join"
             )
         if saved.manifest != found.values_digest:
-            raise ExportError(f"{model} was trained with another manifest; give the one of its federation")
-    beside, own = model.with_name(personal.values_file("frozen")), model.with_name(personal.OWN)
+            raise ExportError(f"{model} was trained with another manifest; give its federation's with --manifest")
+    frozen = model.with_name(personal.values_file("frozen"))
+    own = model.with_name(personal.OWN)
     try:
-        if found.frozen and beside.exists():
-            tensors = {**values.unpack(found, "frozen", _bytes(beside)), **tensors}
+        if found.frozen and frozen.exists():
+            tensors = {**values.unpack(found, "frozen", _bytes(frozen)), **tensors}
         found.check_tensors(tensors, what=f"the tensors in {model}", which="whole")
     except ProtocolError as error:
         raise ExportError(str(error)) from None
@@ -118,14 +119,13 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
 
 
 def _preparation(model: Path, manifest: Manifest) -> bytes | None:
-    """Return the complete graph of the model's preparation; None if it has none. Raises NotThere, ExportError."""
     if manifest.preparation is None:
         return None
     path = model.with_name(personal.graph_file("preparation"))
     if not path.exists():
         raise NotThere(
-            f"there is no {path}; fetch /v1/federations/NAME/preparation.onnx from the coordinator and put it there, "
-            "or export --without-preparation"
+            f"{path} is missing; download /v1/federations/NAME/preparation.onnx from the coordinator, or export "
+            "--without-preparation"
         )
     graph = _bytes(path)
     check_preparation(graph, manifest)
@@ -134,21 +134,21 @@ def _preparation(model: Path, manifest: Manifest) -> bytes | None:
     own = personal.read_own(_bytes(model.with_name(personal.OWN)), str(manifest.preparation_sha256))
     if own is None:
         raise NotThere(
-            f"{model.with_name(personal.OWN)} has no statistics of this device; join once more, or export "
+            f"{model.with_name(personal.OWN)} has no statistics of this device; run sparrow join again, or export "
             "--without-preparation"
         )
     return complete(graph, own)
 
 
 def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:
-    """Return the device's progress: the later one, where it went on and the model stayed."""
+    # The progress file can be later than the model.
     if model.name == personal.BEST:
         return saved.progress
     path = model.with_name(personal.PROGRESS)
     try:
         later = personal.read_progress(_bytes(path), saved.save) if path.exists() else None
     except ProtocolError as error:
-        raise ExportError(f"{path} is damaged ({error}); move it away") from None
+        raise ExportError(f"{path} is damaged ({error}); remove it") from None
     return saved.progress if later is None else later
 
 
@@ -158,12 +158,12 @@ def _membership(path: Path) -> personal.Membership | None:
     try:
         return personal.Membership.model_validate_json(_bytes(path))
     except ValidationError as error:
-        raise ExportError(f"{path} is damaged ({error.error_count()} faults); join once more to renew it") from None
+        raise ExportError(f"{path} is damaged ({error.error_count()} faults); run sparrow join again") from None
 
 
 def _manifest(path: Path) -> Manifest:
     if not path.exists():
-        raise NotThere(f"there is no {path}; give the manifest of the model's federation with --manifest")
+        raise NotThere(f"{path} is missing; give the manifest of the model's federation with --manifest")
     try:
         return Manifest.model_validate_json(_bytes(path))
     except ValidationError as error:
@@ -178,7 +178,8 @@ def _skeleton(given: Path | None, beside: Path, manifest: Manifest) -> bytes:
         if manifest.skeleton_sha256 is not None and builtin.manifest.skeleton_sha256 == manifest.skeleton_sha256:
             return builtin.skeleton
     raise NotThere(
-        f"there is no {beside}; fetch /v1/federations/NAME/skeleton.onnx from the coordinator, give it with --skeleton"
+        f"{beside} is missing; download /v1/federations/NAME/skeleton.onnx from the coordinator, give it with "
+        f"--skeleton"
     )
 
 
@@ -186,6 +187,6 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise NotThere(f"there is no {path}") from None
+        raise NotThere(f"{path} is missing") from None
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from None

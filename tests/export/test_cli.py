@@ -268,7 +268,7 @@ def break_state(state, tmp_path, how):
         ("other manifest", "was trained with another manifest"),
         ("no manifest", "is not a manifest"),
         ("other skeleton", "the manifest names"),
-        ("federation", "join once more to renew it"),
+        ("federation", "run sparrow join again"),
         ("progress", "is damaged"),
         ("tensor", "lack 'out.bias'"),
     ],
@@ -297,8 +297,8 @@ IMAGES = np.zeros((4, 1, 8, 8), np.float32)
         ({"inputs": IMAGES[:, :, :4]}, "the model wants (samples, 1, 8, 8)"),
         ({"inputs": IMAGES[:0]}, "the model wants (samples, 1, 8, 8)"),
         ({"inputs": IMAGES.astype(str)}, "the model wants float32"),
-        ({"inputs": IMAGES, "labels": np.zeros(3, int)}, "must be 4 whole numbers"),
-        ({"inputs": IMAGES, "labels": np.zeros(4)}, "must be 4 whole numbers"),
+        ({"inputs": IMAGES, "labels": np.zeros(3, int)}, "must be 4 integers"),
+        ({"inputs": IMAGES, "labels": np.zeros(4)}, "must be 4 integers"),
     ],
 )
 def test_data_that_does_not_fit_is_told(state, tmp_path, capsys, arrays, message):

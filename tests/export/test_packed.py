@@ -253,7 +253,7 @@ def test_old_operators_are_refused():
 def test_data_outside_the_model_is_refused():
     model = multiply(sparse((64, 64), 0.1))
     model.graph.initializer[0].data_location = TensorProto.EXTERNAL
-    with pytest.raises(ExportError, match="'weight' lies in a file of its own; load the model with"):
+    with pytest.raises(ExportError, match="'weight' is stored in a separate file; load the model with"):
         pack(model)
 
 

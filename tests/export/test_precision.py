@@ -345,6 +345,13 @@ def test_outputs_that_are_no_classes_must_be_close(max_fall, precision):
         assert "of the largest, more than 0.00%" in choice.trials[1].refused
 
 
+def test_labels_of_outputs_that_are_not_class_scores_are_refused():
+    model = linear(np.random.default_rng(0).normal(size=(30, 1)).astype(np.float32))
+    inputs = np.random.default_rng(1).normal(size=(50, 30)).astype(np.float32)
+    with pytest.raises(ExportError, match=r"outputs have the shape \(1,\); leave the labels out of --data"):
+        choose(model, inputs, inputs, np.zeros(50, int))
+
+
 def test_what_onnx_runtime_cannot_quantise_stays_fp32():
     model, inputs = builtin("digits", 0.1)
     small = quantise(model, inputs)
