@@ -2,8 +2,8 @@
 
     from sparrow import Client, DeviceProgress, Seeded, Task, SdkError, join, publish, simulate
 
-A name is imported when it is asked for: importing this package loads neither torch nor httpx. Everything that leaves
-these functions, and that a caller can do something about, is an ``SdkError`` (``edge_sdk/errors.py``).
+Names are imported on first use: importing this package loads neither torch nor httpx. These functions report expected
+errors as ``SdkError`` (``edge_sdk/errors.py``).
 """
 
 import importlib
@@ -49,7 +49,7 @@ _MODULES = {
 
 
 LIGHT = ("Client", "DeviceProgress", "SdkError")
-"""Names that a device has which cannot train."""
+"""Names that are available on a device that cannot train."""
 
 
 def __getattr__(name: str) -> Any:

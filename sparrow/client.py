@@ -1,11 +1,11 @@
-"""A running coordinator from Python: its federations, rounds, devices, reports and models.
+"""Python client of a coordinator: federations, rounds, devices, reports and models.
 
     with Client("http://127.0.0.1:8000") as client:
         for record in client.rounds("default"):
             print(record.round, record.accuracy_personal)
         client.model("default", "global.onnx")
 
-Answers are the messages of the HTTP contract (``sparrow.protocol.messages``).
+Methods return messages of the HTTP contract (``sparrow.protocol.messages``).
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ from .protocol.messages import (
 from .protocol.overview import Overview
 
 FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
-"""The endings of a model's file, and what the coordinator calls the model in this format."""
+"""File suffix -> name of the format in the coordinator's URLs."""
 
 Change = TypeVar("Change", bound=BaseModel)
 Found = TypeVar("Found")
 
 
 class Client:
-    """Calls to one coordinator. Several threads may share it; ``with``, or ``close``, ends its connections.
+    """A thread-safe client of one coordinator, usable in a ``with`` statement.
 
-    server: http://HOST:PORT or https://HOST. token: of an observer, or of an admin, which changes need; without, that
-    of SPARROW_ADMIN_TOKEN or SPARROW_OBSERVER_TOKEN. trust: certificates for https. patience_seconds: how long each
-    call waits for a coordinator that does not answer; None: for ever.
+    server: http://HOST:PORT or https://HOST. token: an observer's, or an admin's for changes; by default
+    SPARROW_ADMIN_TOKEN or SPARROW_OBSERVER_TOKEN. trust: certificates for https. patience_seconds: how long a call
+    retries if the coordinator does not answer; None for no limit.
 
-    Every method raises SdkError: NotFound for a federation or device that is not there, NotAuthenticated and NotAllowed
-    for the token, Unreachable where nobody answers (``edge_sdk/errors.py``).
+    Methods raise SdkError: NotFound, NotAuthenticated, NotAllowed, Unreachable and others (``edge_sdk/errors.py``).
     """
 
     def __init__(
@@ -76,36 +75,37 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._http.close()
 
     def _about(self, name: str, call: Callable[[str], Found]) -> Found:
-        """Return what is found of a federation. Raises NotFound, naming those that there are."""
+        """Return the result of a call on a federation. Raises NotFound, listing the federations."""
         check_federation_name(name)
         try:
             return call(name)
         except NotFound:
-            self._calls.federation(name)  # raises; or else it is there, and something in it is not
+            # raises an error that lists them, unless only a part of the federation was not found
+            self._calls.federation(name)
             raise
 
     def federations(self) -> list[FederationInfo]:
-        """Return every federation."""
+        """Return all federations."""
         return self._calls.federations()
 
     def federation(self, name: str) -> FederationInfo:
-        """Return where a federation stands, with its settings."""
+        """Return a federation's state and settings."""
         return self._about(name, self._calls.federation)
 
     def overview(self, name: str) -> Overview:
-        """Return what the coordinator's page shows of a federation: what needs attention, costs, when it ends."""
+        """Return the overview of the coordinator's page: notices, costs and the expected end."""
         return self._about(name, self._calls.overview)
 
     def rounds(self, name: str) -> list[RoundRecord]:
-        """Return a record per round, the open one last: accuracies, losses, bytes, joules, seconds."""
+        """Return a record per round, the open one last."""
         return self._about(name, self._calls.rounds)
 
     def reports(self, name: str, number: int) -> list[DeviceReport]:
-        """Return what each device reported in a round and in the evaluation after it."""
+        """Return the devices' reports of a round and of the evaluation after it."""
         return self._about(name, lambda name: self._calls.reports(name, number))
 
     def devices(self, name: str) -> list[DeviceInfo]:
@@ -113,51 +113,50 @@ class Client:
         return self._about(name, self._calls.devices)
 
     def device(self, device_id: str) -> DeviceHistory:
-        """Return a device and what it did, the newest first. device_id: as ``devices`` has it."""
+        """Return a device and its work, newest first. device_id: from ``devices``."""
         return self._calls.device(_id(device_id))
 
     def models(self, name: str) -> list[ModelInfo]:
-        """Return the global models that the coordinator keeps, the oldest first."""
+        """Return the stored global models, oldest first."""
         return self._about(name, self._calls.models)
 
     @translated()
     def model(self, name: str, path: Path | str) -> Path:
-        """Write the newest global model to ``path``, which ends in .onnx or .safetensors, and return the path.
+        """Write the newest global model to ``path``, .onnx or .safetensors, and return the path.
 
-        Raises NoGlobalModel where the method has none that can be used alone.
+        Raises NoGlobalModel if the method has no usable global model.
         """
         path = Path(path)
         if path.suffix not in FORMATS:
-            raise BadArgument(f"{path} is to end in {' or '.join(FORMATS)}")
+            raise BadArgument(f"{path}: give a name that ends in {' or '.join(FORMATS)}")
         path.write_bytes(self._about(name, lambda name: self._calls.model_file(name, FORMATS[path.suffix])))
         return path
 
-    def change(self, name: str, **what: Any) -> FederationInfo:
-        """Change or steer a federation, and return where it stands: ``rounds=80``, ``cohort=20``, ``action="pause"``.
+    def change(self, name: str, **fields: Any) -> FederationInfo:
+        """Change a federation and return its state: ``rounds=80``, ``cohort=20``, ``action="pause"``.
 
-        what: fields of ``ChangeFederation``. Raises WrongState where its status forbids that now.
+        fields: of ``ChangeFederation``. Raises WrongState if its status does not allow the change.
         """
-        change = _checked(ChangeFederation, what)
+        change = _checked(ChangeFederation, fields)
         return self._about(name, lambda name: self._calls.change_federation(name, change))
 
     def delete(self, name: str) -> None:
-        """Delete a federation for good, with its records, devices and models. Raises WrongState while it runs."""
+        """Delete a federation with its records, devices and models. Raises WrongState if it is running."""
         self._about(name, self._calls.delete_federation)
 
     def revoke(self, device_id: str) -> None:
-        """Take a device's right to take part."""
+        """Revoke a device's token."""
         self._calls.change_device(_id(device_id), ChangeDevice(revoked=True))
 
 
 def _id(device_id: str) -> str:
-    """Return the id of a device. Raises BadArgument for what cannot be one."""
+    """Check a device's id. Raises BadArgument."""
     if not isinstance(device_id, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", device_id):
         raise BadArgument(f"{device_id!r} is not a device's id; give the device_id of one of devices(federation)")
     return device_id
 
 
 def _checked(kind: type[Change], fields: dict[str, Any]) -> Change:
-    """Return the message of these fields. Raises BadArgument."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

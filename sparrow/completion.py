@@ -1,6 +1,6 @@
-"""``sparrow completion bash|zsh|fish``: a script that makes the shell complete commands, options and choices.
+"""``sparrow completion bash|zsh|fish``: print a script that completes commands, options and choices.
 
-It is made once, from the parsers of all parts that are installed here, so completing imports nothing.
+The script is static, so completion does not run Python.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def parsers(name: str) -> Sequence[Parser]:
-    """Return the whole parser of a command; none where its part is not installed: its name is completed
-    all the same."""
+    """Return the complete parser of a command; empty if its packages are not installed."""
     if name == "completion":
         return (COMMAND.parser("sparrow completion", brief=False),)
     try:
         return (COMMANDS[name].load().parser(f"sparrow {name}", brief=False),)
     except (MissingPart, CannotTrain) as reason:
-        sys.stderr.write(f"sparrow {name}: completed by its name only: {reason}\n")
+        sys.stderr.write(f"sparrow {name}: completed without its options: {reason}\n")
         return ()
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="which shell reads it")
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -42,7 +41,7 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow completion",
-    "Print a script that makes your shell complete sparrow's commands and options.",
+    "Print a script that completes sparrow's commands and options in your shell.",
     _options,
     _run,
     epilog="bash: sparrow completion bash > ~/.local/share/bash-completion/completions/sparrow; "

@@ -1,7 +1,7 @@
-"""``sparrow data``: look at a file or folder of samples as ``publish`` or ``join`` would read it, and change nothing.
+"""``sparrow data``: check a file or folder of samples without publishing or joining.
 
-sparrow data check kitchen.csv,label=activity            as it would be published
-sparrow data check bath.csv --federation falls           as it would be joined with
+sparrow data check kitchen.csv,label=activity            as sparrow publish reads it
+sparrow data check bath.csv --federation falls           as sparrow join reads it
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .protocol.preparation import Preparation
 from .protocol.settings import FederationSettings
 
 DEVICE = "check"
-"""The name under which the file is read."""
+"""The device name for reading the file."""
 
 
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    text = "read a file or folder as publish or join would, and print what was found"
+    text = "read a file or folder as publish or join does, and print a summary"
     part = parts.add_parser("check", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    part.add_argument("data", metavar="PATH", help="a file or folder, with options, as in FILE,label=activity")
+    part.add_argument("data", metavar="PATH", help="a file or folder, with options, such as FILE,label=activity")
     add_skip_unreadable(part)
     part.add_argument(
         "--federation",
@@ -78,7 +78,7 @@ def _description(task: Task, manifest: Manifest | None) -> Preparation | None:
 
 def _statistics(task: Task, description: Preparation | None) -> tuple[Statistics | None, list[tuple[str, str]]]:
     if description is None or description.reader == "images" or description.axes == "T":
-        # Means of pixels and of sound pressures say nothing of a file.
+        # Means of pixels and of sound pressures are not informative.
         return None, []
     from edge_sdk.tasks.prepared import differences, raw_statistics
 
@@ -87,7 +87,7 @@ def _statistics(task: Task, description: Preparation | None) -> tuple[Statistics
 
 
 def _table(description: Preparation, found: Statistics) -> str:
-    """Return the columns or channels of the training samples as a table."""
+    """Return a table of the training samples' columns or channels."""
     from edge_sdk.tasks.prepared import entry_name
 
     rows = []
@@ -97,7 +97,7 @@ def _table(description: Preparation, found: Statistics) -> str:
             rows.append((column.name, "one of", ", ".join(column.categories)))
             continue
         name = entry_name(description, place)
-        spread = "all alike" if found.flat[place] else f"standard deviation {deviation:.4g}"
+        spread = "constant" if found.flat[place] else f"standard deviation {deviation:.4g}"
         rows.append((name, "number", f"mean {mean:.4g}, {spread}"))
     head = "column" if description.columns else "channel" if description.axes else "feature"
     return table((head, "kind", "training samples"), rows)
@@ -106,7 +106,6 @@ def _table(description: Preparation, found: Statistics) -> str:
 def _as_json(
     task: Task, description: Preparation | None, found: Statistics | None, differences: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return what was found, for a program."""
     held = task.validation if task.test is None else task.test
     counts = {"train": count_examples(task.train), "check": count_examples(task.validation)}
     counts["test"] = count_examples(held)
@@ -127,4 +126,4 @@ def _as_json(
     }
 
 
-COMMAND = Command("sparrow data", "Look at a file or folder of samples before it is used.", _options, _run)
+COMMAND = Command("sparrow data", "Check a file or folder of samples.", _options, _run)

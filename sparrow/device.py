@@ -1,7 +1,7 @@
-"""``sparrow device``: list, look at and revoke the devices of a federation.
+"""``sparrow device``: list, inspect and revoke the devices of a federation.
 
 sparrow device list lab
-sparrow device show lab pi-3        what it did, and why it failed
+sparrow device show lab pi-3        its work, costs and failures
 sparrow device revoke lab pi-3
 """
 
@@ -22,15 +22,15 @@ from .operating import add_coordinator, connected
 from .protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
 
 SHOWN = 20
-"""Pieces of work of a device that are shown to a person."""
+"""Number of work items that ``show`` prints."""
 
 
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in {
-        "list": "all devices of a federation",
-        "show": "one device: what it did, what that cost, and why it failed",
-        "revoke": "take a device's token away for good",
+        "list": "list the devices of a federation",
+        "show": "show a device's work, costs and failures",
+        "revoke": "revoke a device's token permanently",
     }.items():
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_federation(part)
@@ -43,7 +43,8 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     with connected(options) as transport:
-        transport.federation(options.federation)  # names the others where there is none of this name
+        # if it does not exist, the error lists the federations
+        transport.federation(options.federation)
         devices = transport.devices(options.federation)
         if options.command == "list":
             found = [each.model_dump(mode="json") for each in devices]
@@ -58,7 +59,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _named(devices: list[DeviceInfo], name: str) -> DeviceInfo:
-    """Return the device of this name; of several, the one that is not revoked. Raises NotFound."""
+    """Return the device of this name, preferably one that is not revoked. Raises NotFound."""
     found = sorted((each for each in devices if each.name == name), key=lambda each: each.status == "revoked")
     if not found:
         raise NotFound(404, f"there is no device {name!r}{nearest(name, [each.name for each in devices])}")
@@ -66,13 +67,13 @@ def _named(devices: list[DeviceInfo], name: str) -> DeviceInfo:
 
 
 def _revoke(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
-    sure(options, f"Take {device.name}'s token away for good?", f"{device.name} could do nothing here any more")
+    sure(options, f"Revoke {device.name}'s token permanently?", f"this would revoke {device.name}'s token permanently")
     transport.change_device(device.device_id, ChangeDevice(revoked=True))
     print(json.dumps({"revoked": device.device_id}) if options.json else f"device {printable(device.name)} is revoked")
 
 
 def as_table(devices: list[DeviceInfo]) -> str:
-    """Return devices as a table, by name."""
+    """Return a table of devices."""
     head = ("device", "doing", "budget", "accuracy", "seconds", "board", "last seen", "failure")
     rows = [
         (
@@ -95,7 +96,7 @@ def _shown(value: float | None, text: str) -> str:
 
 
 def doing(device: DeviceInfo) -> str:
-    """Return in words what a device is doing, or why it does not train."""
+    """Return a device's activity, or the reason why it does not train, in words."""
     if device.doing is Doing.stopped:
         return f"stopped in {device.stopped_round}"
     if device.doing is Doing.paused and device.paused is not None:
@@ -106,7 +107,7 @@ def doing(device: DeviceInfo) -> str:
 
 
 def describe(history: DeviceHistory) -> str:
-    """Return a device as text: what it is, why its last work came to nothing, and what it did."""
+    """Return a device's properties, last failure and work as text."""
     device = history.device
     about = {
         "federation": history.federation,
@@ -121,8 +122,8 @@ def describe(history: DeviceHistory) -> str:
     parts = [table((device.name, ""), list(about.items()))]
     parts += [printable(f"data: {text}") for text in device.profile.data_warnings]
     if (failure := device.failure) is not None:
-        where = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
-        parts.append(printable(f"failed at {failure.at[:19]}{where}: {failure.reason}"))
+        work = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
+        parts.append(printable(f"failed at {failure.at[:19]}{work}: {failure.reason}"))
 
     rows = [
         (
@@ -139,14 +140,14 @@ def describe(history: DeviceHistory) -> str:
         for each in history.work[:SHOWN]
     ]
     head = ("round", "work", "outcome", "loss", "accuracy", "seconds", "bytes up", "bytes down", "joules")
-    parts.append(table(head, rows) if rows else "it was not asked for any work yet")
+    parts.append(table(head, rows) if rows else "no work yet")
     return "\n\n".join(parts)
 
 
 COMMAND = Command(
     "sparrow device",
-    "List, look at and revoke the devices of a federation.",
+    "List, inspect and revoke the devices of a federation.",
     _options,
     _run,
-    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+    epilog="Set SPARROW_ADMIN_TOKEN to the admin token if the coordinator requires one.",
 )

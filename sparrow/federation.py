@@ -1,4 +1,4 @@
-"""``sparrow federation``: list, look at, create, steer and delete the federations of a running coordinator.
+"""``sparrow federation``: list, show, create, control and delete the federations of a coordinator.
 
 sparrow federation list
 sparrow federation create lab method=fedspu rounds=50 --task digits
@@ -27,17 +27,17 @@ from .protocol.messages import ChangeFederation, CreateFederation, FederationInf
 from .protocol.settings import FederationSettings
 
 STEERING = {
-    "pause": "open no further round",
-    "resume": "go on after a pause",
-    "stop": "end it; its devices export what they have",
-    "reopen": "go on after its end; set more rounds first",
+    "pause": "start no further round",
+    "resume": "continue after a pause",
+    "stop": "end a federation; its devices export their models",
+    "reopen": "continue after the end; set more rounds first",
 }
-"""Commands that need no more than a federation's name, and what they do."""
+"""Commands that only need a federation's name, with their help texts."""
 
-NONE = "no federations; sparrow federation create NAME --task digits makes one"
+NONE = "no federations; create one with sparrow federation create NAME --task digits"
 
 CHANGEABLE = tuple(name for name in ChangeFederation.model_fields if name not in ("action", "model_version"))
-"""Settings that can be changed later."""
+"""Settings of an existing federation that can be changed."""
 
 
 def _options(parser: Parser) -> None:
@@ -50,21 +50,23 @@ def _options(parser: Parser) -> None:
         add_coordinator(found)
         return found
 
-    part("list", "all federations", named=False)
-    part("show", "one federation, with all its settings")
-    create = part("create", "a federation of a built-in task; sparrow publish takes your own model")
-    create.add_argument("--task", required=True, help="a task that the coordinator knows, such as digits")
-    _add_settings(create, "its settings, such as rounds=50")
+    part("list", "list all federations", named=False)
+    part("show", "show a federation and its settings")
+    create = part("create", "create a federation of a built-in task; for your own model see sparrow publish")
+    create.add_argument("--task", required=True, help="a task installed at the coordinator, such as digits")
+    _add_settings(create, "settings, such as rounds=50")
     add_help_settings(create, FederationSettings, "all settings")
     for name, text in STEERING.items():
         steer = part(name, text)
         if name == "stop":
             add_yes(steer)
-    _add_settings(part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}"), "what to change: rounds=80")
-    back = part("rollback", "go back to the global model of an earlier version")
-    back.add_argument("version", type=int, metavar="VERSION", help="the version, as sparrow model list has it")
+    _add_settings(
+        part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}"), "settings, such as rounds=80"
+    )
+    back = part("rollback", "return to an earlier version of the global model")
+    back.add_argument("version", type=int, metavar="VERSION", help="version from sparrow model list")
     add_yes(back)
-    add_yes(part("delete", "delete it for good, with records, devices and models"))
+    add_yes(part("delete", "delete a federation permanently, with its records, devices and models"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, text: str) -> None:
@@ -98,7 +100,7 @@ def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInf
             return None
         case "set":
             if not options.settings:
-                raise WrongUsage("give what to change, such as rounds=80")
+                raise WrongUsage("give at least one setting, such as rounds=80")
             return _change(transport, options.federation, dict(options.settings))
         case "rollback":
             return _roll_back(options, transport)
@@ -106,8 +108,8 @@ def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInf
             info = transport.federation(options.federation)
             sure(
                 options,
-                f"Stop {info.name} after round {info.round} of {info.rounds}? Its devices end",
-                f"{info.name} would end after round {info.round} of {info.rounds}",
+                f"Stop {info.name} and its devices after round {info.round} of {info.rounds}?",
+                f"this would stop {info.name} after round {info.round} of {info.rounds}",
             )
     return _change(transport, options.federation, {"action": options.command})
 
@@ -122,7 +124,7 @@ def _create(options: argparse.Namespace, transport: Transport) -> FederationInfo
 
 
 def _value(text: str) -> Any:
-    """Return a setting's value: JSON where it is that, such as a table, else the text."""
+    """Return the value of a setting: parsed if it is valid JSON, else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -133,8 +135,11 @@ def _change(transport: Transport, name: str, what: dict[str, Any]) -> Federation
     try:
         change = ChangeFederation.model_validate(what)
     except ValidationError as error:
-        raise WrongUsage(f"{_faults(error, CHANGEABLE)}; what can be changed is {', '.join(CHANGEABLE)}") from None
-    transport.federation(name)  # names the others where there is none of this name
+        raise WrongUsage(
+            f"{_faults(error, CHANGEABLE)}; these settings can be changed: {', '.join(CHANGEABLE)}"
+        ) from None
+    # if it does not exist, the error lists the federations
+    transport.federation(name)
     return transport.change_federation(name, change)
 
 
@@ -146,30 +151,32 @@ def _roll_back(options: argparse.Namespace, transport: Transport) -> FederationI
     info = transport.federation(options.federation)
     sure(
         options,
-        f"Go back from model {info.model_version} of {info.name} to {options.version}? The rounds between are undone",
-        f"the rounds of {info.name} since model {options.version} would be undone",
+        f"Return from model {info.model_version} of {info.name} to {options.version}, undoing the rounds between?",
+        f"this would undo the rounds of {info.name} since model {options.version}",
     )
     return _change(transport, info.name, {"action": "rollback", "model_version": options.version})
 
 
 def _delete(options: argparse.Namespace, transport: Transport) -> None:
     info = transport.federation(options.federation)
-    what = f"{info.devices} devices, {info.round} rounds"
-    sure(options, f"Delete {info.name} for good, its {what} and all its models?", f"{info.name} would be gone for good")
-    transport.delete_federation(info.name)
-    print(
-        json.dumps({"deleted": info.name}) if options.json else f"federation {printable(info.name)} is deleted: {what}"
+    content = f"{info.devices} devices, {info.round} rounds"
+    sure(
+        options,
+        f"Delete {info.name}, its {content} and all its models permanently?",
+        f"this would delete {info.name} permanently",
     )
+    transport.delete_federation(info.name)
+    text = f"federation {printable(info.name)} is deleted: {content}"
+    print(json.dumps({"deleted": info.name}) if options.json else text)
 
 
 def _line(info: FederationInfo) -> str:
-    where = f"round {info.round} of {info.rounds}"
-    return printable(f"{info.name}: {info.status.value}{f' ({info.reason})' if info.reason else ''}, {where}")
+    reason = f" ({info.reason})" if info.reason else ""
+    return printable(f"{info.name}: {info.status.value}{reason}, round {info.round} of {info.rounds}")
 
 
 def describe(info: FederationInfo) -> str:
-    """Return a federation as text: how it is, what is wrong with it, and its settings, those that are not as usual
-    first."""
+    """Return a federation's state, warnings and settings as text; changed settings come first."""
     usual = FederationSettings().model_dump(mode="json")
     settings = info.settings.model_dump(mode="json")
     changed = {name: value for name, value in settings.items() if usual[name] != value}
@@ -184,16 +191,17 @@ def describe(info: FederationInfo) -> str:
     notes = [text for text in (info.waiting_for, info.warning, info.notice) if text]
     parts = [table((info.name, ""), [(name, str(value)) for name, value in about.items()])]
     parts += [printable(text) for text in notes]
-    for head, chosen in (("settings", changed), ("as usual", {k: v for k, v in settings.items() if k not in changed})):
+    unchanged = {name: value for name, value in settings.items() if name not in changed}
+    for head, chosen in (("settings", changed), ("defaults", unchanged)):
         if chosen:
             parts.append(table((head, ""), [(name, json.dumps(value)) for name, value in chosen.items()]))
     if info.status in (FederationStatus.finished, FederationStatus.stopped):
-        parts.append(f"its model: sparrow model download {info.name}")
+        parts.append(f"download its model: sparrow model download {info.name}")
     return "\n\n".join(parts)
 
 
 def as_table(found: list[FederationInfo]) -> str:
-    """Return federations as a table."""
+    """Return a table of federations."""
     head = ("federation", "status", "method", "task", "round", "devices", "stopped", "parameters")
     rows = [
         (
@@ -213,8 +221,8 @@ def as_table(found: list[FederationInfo]) -> str:
 
 COMMAND = Command(
     "sparrow federation",
-    "List, look at, create, steer and delete federations.",
+    "List, show, create, control and delete federations.",
     _options,
     _run,
-    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+    epilog="Set SPARROW_ADMIN_TOKEN to the admin token if the coordinator requires one.",
 )

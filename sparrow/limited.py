@@ -1,13 +1,13 @@
-"""Run a function of a module in a process of its own, with a deadline and a limit on its memory.
+"""Functions in a separate process, with a deadline and a memory limit.
 
-ONNX Runtime cannot be interrupted within a node, and a crash in it takes its process along. Graphs of others therefore
-run in a process that can be killed:
+ONNX Runtime cannot be interrupted within a node, and its crash ends the process, so untrusted graphs run in a process
+that can be killed:
 
     answer = run_limited("sparrow.coordinator.models.judging", request, seconds=60, memory=2**30)
 
-The module has a function ``answer(request: bytes) -> bytes``. It may print: its standard output goes to the error
-output, of which the end is part of ``Crashed``. The process inherits no environment variables except those of
-``INHERITED``, so neither tokens nor addresses of databases.
+The module has a function ``answer(request: bytes) -> bytes``. Its standard output goes to the error output, whose end
+is part of ``Crashed``. The process inherits only the environment variables in ``INHERITED``: no tokens and no database
+addresses.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from contextlib import suppress
 from typing import IO
 
 LOOK_SECONDS = 0.05
-"""The interval at which the deadline and ``stop`` are looked at."""
+"""Interval for checking the deadline and ``stop``."""
 
 GRACE_SECONDS = 5.0
-"""How long after its deadline the process ends by itself, if its parent was killed."""
+"""Seconds after the deadline at which the process ends itself, in case its parent was killed."""
 
 MOST_SAID = 500
-"""Characters of the error output that an error holds."""
+"""Largest part of the error output in an error, in characters."""
 
 NO_MEMORY = 77
-"""Exit code of a process that met its memory limit."""
+"""Exit code of a process that reached its memory limit."""
 
 INHERITED = {
     *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "PATH", "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "TZ"),
@@ -43,23 +43,23 @@ INHERITED = {
 
 
 class NotAnswered(Exception):
-    """The base of the errors of ``run_limited``."""
+    """Base class of the errors of ``run_limited``."""
 
 
 class TookTooLong(NotAnswered):
-    """The process was ended at its deadline."""
+    """The process reached its deadline."""
 
 
 class TookTooMuchMemory(NotAnswered):
-    """The process met its memory limit."""
+    """The process reached its memory limit."""
 
 
 class Stopped(NotAnswered):
-    """The process was ended because ``stop`` was set."""
+    """``stop`` was set."""
 
 
 class Crashed(NotAnswered):
-    """The process ended without an answer. code: its exit code; the negative number of a signal that ended it."""
+    """The process ended without an answer. code: its exit code, or the negative number of a signal."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -69,14 +69,12 @@ class Crashed(NotAnswered):
 def run_limited(
     module: str, request: bytes, *, seconds: float, memory: int | None = None, stop: threading.Event | None = None
 ) -> bytes:
-    """Return ``answer(request)`` of a module, run in a process of its own.
+    """Run ``answer(request)`` of a module in a new process and return its result.
 
-    seconds: until the process is killed, its start included. memory: bytes of address space that it may take beyond
-    those it has when the module is imported, request and answer included; it is limited on Linux only. stop: ends the
-    process early when it is set, from any thread.
+    seconds: limit that includes the start of the process. memory: limit in bytes of address space, beyond that after
+    the import of the module; only on Linux. stop: an event that ends the process early.
 
-    Raises TookTooLong, TookTooMuchMemory, Stopped, and Crashed for any other end without an answer, such as a signal or
-    an exception in ``answer``.
+    Raises TookTooLong, TookTooMuchMemory, Stopped, and Crashed for any other end without an answer.
     """
     deadline = time.monotonic() + seconds
     command = [sys.executable, "-m", __name__, module, str(seconds), str(memory or 0)]
@@ -87,12 +85,14 @@ def run_limited(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(),
-            # Ctrl-C in a terminal is for the parent, which then ends this.
+            # Ctrl-C in a terminal reaches only the parent, which then ends this process.
             start_new_session=True,
         )
     except OSError as error:
         raise Crashed(f"a process could not be started: {error}", 1) from error
-    feed, process.stdin = process.stdin, None
+    # communicate() must not close it
+    feed = process.stdin
+    process.stdin = None
     assert feed is not None, "it is a pipe"
     feeder = threading.Thread(target=_feed, args=(feed, request), daemon=True)
     feeder.start()
@@ -115,7 +115,7 @@ def run_limited(
 def _wait(
     process: subprocess.Popen[bytes], deadline: float, seconds: float, stop: threading.Event | None
 ) -> tuple[bytes, bytes]:
-    """Return the output and the error output of the process when it has ended. Raises TookTooLong, Stopped."""
+    """Wait for the process and return its output and error output. Raises TookTooLong, Stopped."""
     while True:
         try:
             return process.communicate(timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
@@ -133,7 +133,7 @@ def _feed(pipe: IO[bytes], request: bytes) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the process, which imports the modules that this one does."""
+    """Return the environment of the process, which imports from the same path."""
     kept = {name: value for name, value in os.environ.items() if name.upper() in INHERITED}
     # Each thread of glibc may otherwise reserve 64 MiB of address space, which the limit counts.
     return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "MALLOC_ARENA_MAX": "2"}
@@ -165,7 +165,7 @@ def _limit_memory(memory: int) -> None:
 
 
 def _main() -> None:
-    """Answer the request on standard input: what the process runs."""
+    """Answer the request on standard input; the main function of the new process."""
     module, seconds, memory = sys.argv[1:]
     if hasattr(signal, "setitimer"):
         # The signal ends the process in any state, since Python does not handle it.
@@ -186,7 +186,7 @@ def _main() -> None:
     with open(output, "wb") as file:
         file.write(answer)
     sys.stderr.flush()
-    # Not through the ends of libraries' threads, which may hang.
+    # Skip the exit of libraries' threads, which may hang.
     os._exit(0)
 
 

@@ -1,7 +1,6 @@
-"""The command ``sparrow``: it imports the module of one command, and runs that.
+"""The command ``sparrow``, which imports and runs the module of one command.
 
-Each command is the ``COMMAND`` of its module. Nothing of a part is imported
-before it is called, so a device that predicts needs no torch, and a server nothing of a device.
+Each command is the ``COMMAND`` of its module and imports only its own packages, so ``sparrow predict`` needs no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ DISTRIBUTION = "sparrow-fl"
 
 @dataclass(frozen=True)
 class Source:
-    """The place of a command: its module, the extra that installs its packages, whether it trains, and whether that
-    needs PyTorch."""
+    """The module of a command, the extra that installs its packages, whether it trains, and with PyTorch."""
 
     module: str
     help: str
@@ -47,7 +45,7 @@ class Source:
                 raise
             if missing in OURS:
                 raise MissingPart(
-                    f"{self.module} is not part of this installation; install {DISTRIBUTION} whole"
+                    f"{self.module} is missing from this installation; install {DISTRIBUTION} again"
                 ) from None
             wanted = DISTRIBUTION if self.extra is None else f"{DISTRIBUTION}[{self.extra}]"
             raise MissingPart(f"{missing} is not installed, which this needs: pip install '{wanted}'") from error
@@ -57,47 +55,47 @@ class Source:
 
 COMMANDS = {
     "serve": Source("sparrow.coordinator.commands.serve", "run the coordinator", "coordinator"),
-    "status": Source("sparrow.status", "what a running coordinator's federations do"),
-    "track": Source("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
+    "status": Source("sparrow.status", "show the federations of a coordinator"),
+    "track": Source("sparrow.track", "send a federation's metrics to TensorBoard or MLflow"),
     "token": Source("sparrow.coordinator.commands.tokens", "create, list and revoke tokens", "coordinator"),
-    "web": Source("sparrow.coordinator.commands.web", "what pages in browsers need to train", "coordinator"),
-    "backup": Source("sparrow.coordinator.commands.backup", "copy a coordinator, running or not", "coordinator"),
-    "restore": Source("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
-    "evaluate": Source("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
+    "web": Source("sparrow.coordinator.commands.web", "fetch the runtime for training in browsers", "coordinator"),
+    "backup": Source("sparrow.coordinator.commands.backup", "back up a coordinator", "coordinator"),
+    "restore": Source("sparrow.coordinator.commands.restore", "restore a backup", "coordinator"),
+    "evaluate": Source("sparrow.coordinator.commands.evaluate", "evaluate a global model on your test file"),
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
-    "federation": Source("sparrow.federation", "list, create, steer and delete federations"),
-    "device": Source("sparrow.device", "list, look at and revoke devices"),
+    "federation": Source("sparrow.federation", "list, create, control and delete federations"),
+    "device": Source("sparrow.device", "list, inspect and revoke devices"),
     "model": Source("sparrow.model", "list and download global models"),
-    "data": Source("sparrow.data", "look at a file of samples before it is used", "device"),
-    "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True, torch=False),
+    "data": Source("sparrow.data", "check a file of samples", "device"),
+    "join": Source("edge_sdk.join", "take part in a federation as a device", "device", trains=True, torch=False),
     "trust": Source("sparrow.trust", "accept another publisher of a model", "device"),
-    "fleet": Source("sparrow.simulation.simulate", "many simulated devices", "device", trains=True, torch=False),
-    "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
-    "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),
-    "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
+    "fleet": Source("sparrow.simulation.simulate", "simulate many devices", "device", trains=True, torch=False),
+    "profile": Source("edge_sdk.profile", "measure a training step at a budget", "device,publish", trains=True),
+    "devices": Source("sparrow.devices.__main__", "show this device and its sensors"),
+    "export": Source("sparrow.export.__main__", "export a personal model to ONNX", "export"),
     "predict": Source("edge_sdk.predict", "run an exported model", "predict"),
-    "bench": Source("sparrow.bench.__main__", "comparisons of methods", "bench", trains=True),
-    "completion": Source("sparrow.completion", "print what makes a shell complete these", "completion"),
+    "bench": Source("sparrow.bench.__main__", "compare methods", "bench", trains=True),
+    "completion": Source("sparrow.completion", "print a script for completion in your shell", "completion"),
 }
 
 
 class _Listing(argparse.HelpFormatter):
-    """Lists commands without a line for their place in the usage: all of them fit a screen."""
+    """A formatter that omits the metavar's line above the commands, so that the help fits a screen."""
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)
         return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
 
     def format_help(self) -> str:
-        """Return the help, without the empty line before the list."""
+        """Return the help without the empty line before the commands."""
         return super().format_help().replace("\n\ncommands:", "\ncommands:")
 
 
 def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
-    """Return the parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
+    """Return the parser of ``sparrow``. parents: parsers whose options to add to a command."""
     parser = Parser(
         prog="sparrow",
-        usage="sparrow COMMAND [options]; sparrow COMMAND --help says more",
+        usage="sparrow COMMAND [options]; see sparrow COMMAND --help",
         traceable=False,
         add_help=False,
         formatter_class=_Listing,
@@ -111,15 +109,16 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``sparrow``; returns its exit code. Raises SystemExit where argparse does."""
+    """Run ``sparrow`` and return its exit code. Raises SystemExit for help and wrong usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in COMMANDS:
         parser = build()
         if words and not words[0].startswith("-"):
             parser.error(f"there is no command {words[0]!r}{nearest(words[0], COMMANDS)}")
         parser.parse_args(words or ["--help"])
-        return Exit.USAGE  # not reached: help, version and options that there are not end above
-    name, rest = words[0], words[1:]
+        # not reached: the parser exits for help, version and unknown options
+        return Exit.USAGE
+    name, *rest = words
     prog = f"sparrow {name}"
     loaded: list[Command] = []
     with interruptible(f"{prog}: interrupted\n"):

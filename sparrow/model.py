@@ -22,19 +22,20 @@ from .protocol.messages import ModelInfo
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in {
-        "list": "the versions that the coordinator keeps",
-        "download": "the newest one, as ONNX or safetensors",
+        "list": "list the stored versions of the global model",
+        "download": "download the newest version as ONNX or safetensors",
     }.items():
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_federation(part)
         if name == "download":
-            part.add_argument("--out", type=Path, help="FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)")
+            part.add_argument("--out", type=Path, help="write FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)")
         add_coordinator(part)
 
 
 def _run(options: argparse.Namespace) -> None:
     with connected(options) as transport:
-        transport.federation(options.federation)  # names the others where there is none of this name
+        # if it does not exist, the error lists the federations
+        transport.federation(options.federation)
         if options.command == "list":
             models = transport.models(options.federation)
             found = [each.model_dump(mode="json") for each in models]
@@ -42,14 +43,14 @@ def _run(options: argparse.Namespace) -> None:
             return
         out = options.out or Path(f"{options.federation}.onnx")
         if out.suffix not in FORMATS:
-            raise WrongUsage(f"--out: {out} is to end in {' or '.join(FORMATS)}")
+            raise WrongUsage(f"--out {out}: give a name that ends in {' or '.join(FORMATS)}")
         data = transport.model_file(options.federation, FORMATS[out.suffix])
         out.write_bytes(data)
         print(json.dumps({"path": str(out), "bytes": len(data)}) if options.json else f"{out}, {len(data):,} B")
 
 
 def as_table(models: list[ModelInfo]) -> str:
-    """Return models as a table."""
+    """Return a table of models."""
     head = ("version", "round", "bytes", "sha256", "")
     rows = [
         (
@@ -69,5 +70,5 @@ COMMAND = Command(
     "List and download the global models of a federation.",
     _options,
     _run,
-    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
+    epilog="Set SPARROW_OBSERVER_TOKEN to the observer token if the coordinator requires one.",
 )

@@ -1,4 +1,4 @@
-"""The calls of commands with which an operator looks at and steers a running coordinator."""
+"""Connection options and clients of the commands for operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .protocol import tls
 
 
 def add_coordinator(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which coordinator is meant, and how to call it."""
+    """Add the options for connecting to a coordinator."""
     add_server(parser)
     add_wait(parser)
     add_json(parser)
@@ -28,7 +28,7 @@ def connected(
     tokens: tuple[Literal["admin", "observer", "enrolment"], ...] = ("admin", "observer"),
     on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
 ) -> Iterator[Transport]:
-    """Call the coordinator of these options. tokens: kinds of tokens, of which the first one that there is is shown."""
+    """Context manager: connect to the coordinator. tokens: kinds of tokens; the first available one is used."""
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait, on_wait=on_wait)
         transport.token = token_of(*tokens)

@@ -1,8 +1,8 @@
-"""``sparrow status``: what the federations of a running coordinator do, for a person or, as JSON, for a program.
+"""``sparrow status``: show the federations of a running coordinator as tables or JSON.
 
     sparrow status lab --server http://192.168.1.5:8000 --join-link
 
-prints the link with which phones become devices of a federation, and its QR code.
+prints the link for phones to join a federation, and its QR code.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ from .protocol.overview import Overview
 from .protocol.signatures import fingerprint
 
 WATCH_SECONDS = 2.0
-ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
+ROUNDS_SHOWN = 10
+DEVICES_SHOWN = 20
 CLEAR = "\033[2J\033[H"
-WHITE_ON_BLACK, USUAL = "\033[97;40m", "\033[0m"
+WHITE_ON_BLACK = "\033[97;40m"
+USUAL = "\033[0m"
 QUIET = 2
-"""Modules of margin around a QR code: with them that of a usual link fits a terminal of 24 lines."""
+"""Margin around a QR code, in modules: small enough for a terminal of 24 lines."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a coordinator. trouble: why it is not ready; overview, rounds and devices: of the one federation
-    asked for; open_work: by federation, where one waits for devices."""
+    """The state of a coordinator.
+
+    trouble: reason why it is not ready. overview, rounds, devices: of the requested federation. open_work: by
+    federation, of those that wait for devices.
+    """
 
     server: str
     trouble: str | None
@@ -57,12 +62,15 @@ class Status:
 
 
 def look(server: str, transport: Transport, federation: str | None = None) -> Status:
-    """Ask the coordinator. Raises SdkError."""
+    """Return the coordinator's state. Raises SdkError."""
+    overview = rounds = devices = None
     if federation is None:
-        found, overview, rounds, devices = transport.federations(), None, None, None
+        found = transport.federations()
     else:
-        found, overview = [transport.federation(federation)], transport.overview(federation)
-        rounds, devices = transport.rounds(federation), transport.devices(federation)
+        found = [transport.federation(federation)]
+        overview = transport.overview(federation)
+        rounds = transport.rounds(federation)
+        devices = transport.devices(federation)
     running = [info.name for info in found if info.status is FederationStatus.running]
     work = {name: transport.open_work(name, 0, "")[0] for name in running}
     awaited = {name: each for name, each in work.items() if each is not None and each.assignments}
@@ -70,7 +78,7 @@ def look(server: str, transport: Transport, federation: str | None = None) -> St
 
 
 def as_json(status: Status) -> str:
-    """For a program: the coordinator's own messages (docs/contract.md)."""
+    """Return the state as JSON, in the coordinator's messages (docs/contract.md)."""
     found: dict[str, Any] = {"server": status.server, "ready": status.trouble is None, "trouble": status.trouble}
     for name in ("federations", "rounds", "devices"):
         messages = getattr(status, name)
@@ -84,7 +92,7 @@ def as_json(status: Status) -> str:
 
 
 def as_text(status: Status) -> str:
-    """For a person: tables; of many rounds and devices the newest."""
+    """Return the state as tables, with the newest rounds and devices."""
     parts = [f"{status.server}: {'ready' if status.trouble is None else f'not ready: {status.trouble}'}"]
     parts.append(as_table(status.federations) if status.federations else NONE)
     for info in status.federations:
@@ -105,15 +113,16 @@ def as_text(status: Status) -> str:
 
 
 def _attention(overview: Overview) -> list[str]:
-    """Return what needs attention with what to do, and when the federation ends."""
+    """Return the notices with their remedies, and the expected end."""
+    # notices on the method concern every federation
     found = [
         f"{notice.text}{f' (since {notice.since[:19]})' if notice.since else ''}. {notice.remedy or ''}".rstrip()
         for notice in overview.notices
-        if notice.kind != "method"  # which is told of every federation
+        if notice.kind != "method"
     ]
     lines = [printable("needs attention: " + text) for text in found]
     if overview.ends_at:
-        lines.append(f"ends by {overview.ends_at[:19]}, if the rest of the rounds take as long as the last ones did")
+        lines.append(f"ends by {overview.ends_at[:19]} if the remaining rounds take as long as the last ones")
     return lines
 
 
@@ -137,7 +146,7 @@ def _rounds(found: list[RoundRecord]) -> str:
 
 
 def _awaited(federation: str, work: OpenWork) -> str:
-    """Return a table of the devices that a federation waits for, the one silent for longest first."""
+    """Return a table of the devices that a federation waits for, longest silent first."""
 
     def past(then: str) -> str:
         passed = datetime.fromisoformat(work.at) - datetime.fromisoformat(then)
@@ -150,26 +159,26 @@ def _awaited(federation: str, work: OpenWork) -> str:
     ]
     more = len(silent) - len(rows)
     head = (f"{federation} waits for", "asked to", "round", "since", "last heard")
-    return table(head, rows) + (f"\nand {more:,} more: --json has all" if more else "")
+    return table(head, rows) + (f"\nand {more:,} more: list all with --json" if more else "")
 
 
 def _devices(found: list[DeviceInfo]) -> str:
     newest = sorted(found, key=lambda device: device.seen_at, reverse=True)
     more = len(found) - DEVICES_SHOWN if len(found) > DEVICES_SHOWN else 0
-    return as_table_of_devices(newest[:DEVICES_SHOWN]) + (f"\nand {more:,} more: --json has all" if more else "")
+    return as_table_of_devices(newest[:DEVICES_SHOWN]) + (f"\nand {more:,} more: list all with --json" if more else "")
 
 
 def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[DeviceInfo]) -> str:
     training = [(record.bytes_up, record.bytes_down) for record in rounds]
     everything = [(device.everything.bytes_up, device.everything.bytes_down) for device in devices]
     up, down = (sum(column) for column in zip(*training, strict=True))
-    # What a device moved in all it tells with its next call: until then at least its part is known.
+    # A device reports its total with its next call; until then the training part is a lower bound.
     all_up, all_down = (
         max(sum(column), part) for column, part in zip(zip(*everything, strict=True), (up, down), strict=True)
     )
     return (
-        f"training moved {up:,} B up and {down:,} B down; everything {all_up + info.published_bytes:,} B up and "
-        f"{all_down:,} B down, {info.published_bytes:,} B of it publication"
+        f"training moved {up:,} B up and {down:,} B down; all calls {all_up + info.published_bytes:,} B up and "
+        f"{all_down:,} B down, including {info.published_bytes:,} B of publication"
     )
 
 
@@ -178,20 +187,20 @@ def _percent(share: float | None) -> str:
 
 
 def check_reachable(address: httpx.URL, federation: str) -> None:
-    """Raise WrongUsage where phones cannot call this address, since each machine is at it itself."""
+    """Raise WrongUsage for a loopback address, which phones cannot reach."""
     if not means_caller(address.host):
         return
     here = in_network()
     other = "https://HOST" if here is None else str(address.copy_with(host=here)).rstrip("/")
-    what = "its name or address on the network" if here is None else "this machine's address on the network"
+    wanted = "its name or address on the network" if here is None else "this machine's address on the network"
     raise WrongUsage(
-        f"phones cannot reach {address.host}: give {what}, at which the coordinator must listen (sparrow serve --host "
+        f"phones cannot reach {address.host}: give {wanted} (and start the coordinator with sparrow serve --host "
         f"0.0.0.0): sparrow status {federation} --server {other} --join-link"
     )
 
 
 def drawn(link: str, *, coloured: bool) -> str:
-    """Return a QR code for a terminal, light on dark. coloured: whatever the terminal's own colours are."""
+    """Return a QR code for a terminal, light on dark. coloured: set the colours instead of using the terminal's."""
     lines = io.StringIO()
     segno.make_qr(link).terminal(lines, border=QUIET, compact=True)
     before, after = (WHITE_ON_BLACK, USUAL) if coloured else ("", "")
@@ -199,23 +208,23 @@ def drawn(link: str, *, coloured: bool) -> str:
 
 
 def _options(parser: Parser) -> None:
-    add_federation(parser, optional="only this one, with its rounds and devices")
+    add_federation(parser, optional="show only this one, with its rounds and devices")
     parser.add_argument(
         "--watch",
         type=float,
         nargs="?",
         const=WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"look again and again (every {WATCH_SECONDS:g} seconds)",
+        help=f"refresh at this interval (default: {WATCH_SECONDS:g})",
     )
     parser.add_argument(
         "--join-link",
         action="store_true",
-        help="print the link with which phones join the federation, and its QR code",
+        help="print the link for phones to join the federation, and its QR code",
     )
     add_server(parser)
     add_wait(parser)
-    add_json(parser, ", with --watch a line for each look")
+    add_json(parser, "; with --watch one line per refresh")
     tls.add_options(parser)
 
 
@@ -223,20 +232,21 @@ def _run(options: argparse.Namespace) -> None:
     if options.watch is not None and not options.watch > 0:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
     if options.join_link and (options.federation is None or options.watch is not None):
-        raise WrongUsage("--join-link is for one federation, once: sparrow status FEDERATION --join-link")
+        raise WrongUsage("--join-link needs one federation and no --watch: sparrow status FEDERATION --join-link")
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait)
         transport.token = token_of("observer", "admin")
         if options.join_link:
             check_reachable(client.base_url, options.federation)
-            _tell_link(transport, str(client.base_url), options.federation, as_document=options.json)
+            _print_link(transport, str(client.base_url), options.federation, as_document=options.json)
         else:
-            _tell_state(transport, options)
+            _print_state(transport, options)
 
 
-def _tell_link(transport: Transport, server: str, federation: str, *, as_document: bool) -> None:
-    """Print the link of a federation, and on stderr what to know of it."""
-    name = transport.federation(federation).name  # says which there are, if not this one
+def _print_link(transport: Transport, server: str, federation: str, *, as_document: bool) -> None:
+    """Print the link of a federation, and hints on stderr."""
+    # if it does not exist, the error lists the federations
+    name = transport.federation(federation).name
     found = transport.join_link(name, MakeJoinLink(server=server, token=token_of("enrolment")))
     for hint in found.hints:
         sys.stderr.write(f"sparrow status: {printable(hint)}\n")
@@ -246,8 +256,8 @@ def _tell_link(transport: Transport, server: str, federation: str, *, as_documen
         print(f"{found.link}\n\n{drawn(found.link, coloured=coloured())}")
 
 
-def _tell_state(transport: Transport, options: argparse.Namespace) -> None:
-    """Print the state of the coordinator, with ``--watch`` again and again."""
+def _print_state(transport: Transport, options: argparse.Namespace) -> None:
+    """Print the state of the coordinator, repeatedly with ``--watch``."""
     while True:
         status = look(options.server, transport, options.federation)
         fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""
@@ -259,9 +269,9 @@ def _tell_state(transport: Transport, options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow status",
-    "What the federations of a running coordinator do.",
+    "Show the federations of a running coordinator.",
     _options,
     _run,
-    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one, and "
-    "SPARROW_ENROLMENT_TOKEN the token that --join-link puts into the link.",
+    epilog="Set SPARROW_OBSERVER_TOKEN to the observer token if the coordinator requires one, and "
+    "SPARROW_ENROLMENT_TOKEN to the token for the link of --join-link.",
 )

@@ -1,8 +1,7 @@
-"""``sparrow track FEDERATION``: a federation's rounds as curves in TensorBoard or MLflow, live or afterwards.
+"""``sparrow track FEDERATION``: write a federation's rounds to TensorBoard or MLflow, live or afterwards.
 
-It follows the coordinator's records over HTTP: any federation, with whatever devices, and nothing in it knows of this.
-A round is written once, when its record is complete. Which ones were written is read from where they were written, so
-it may be stopped at any time, and the same command goes on.
+It reads the coordinator's records over HTTP. Each round is written once, when its record is complete. Written rounds
+are read back from the tracker, so the command can be stopped and repeated at any time.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def follow(
     every_seconds: float = EVERY_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[RoundRecord]:
-    """Yield the record of each round but those ``written``, in order, once it is complete; ends when the federation
-    has.
+    """Yield complete records of rounds not yet ``written``, in order, until the federation ends. Raises SdkError.
 
-    A record is complete when its round has closed, another one has followed or none will, nobody is asked about it any
-    more (evaluations are answered while the next round trains), and it was the same at the look before: what an upload
-    cost comes with its device's next call. Raises SdkError.
+    A record is complete if its round has closed, a later round exists or the federation has ended, no device has open
+    work of the round, and the record has not changed since the last poll: a device reports the costs of an upload with
+    its next call.
     """
-    done, before = set(written), dict[int, RoundRecord]()
+    done = set(written)
+    before: dict[int, RoundRecord] = {}
     while True:
         over = transport.federation(federation).status in (FederationStatus.finished, FederationStatus.stopped)
         work, _ = transport.open_work(federation, 0, "")
@@ -53,8 +52,9 @@ def follow(
         left = [record for record in records if record.round not in done and record.status == "closed"]
         for record in left:
             followed = over or record.round < records[-1].round
+            # later rounds wait for this one, to keep the order
             if not followed or record.round in asked or before.get(record.round) != record:
-                break  # so that rounds come in order
+                break
             done.add(record.round)
             yield record
         before = {record.round: record for record in left if record.round not in done}
@@ -64,10 +64,10 @@ def follow(
 
 
 def curves(record: RoundRecord) -> dict[str, float]:
-    """Return the points of a round's curves, by name; without values that nobody measured or judged.
+    """Return the metrics of a round by name, except unknown values.
 
-    Accuracies are shares, and means over devices, as losses are. Bytes, joules and the seconds of a phase are sums over
-    devices; ``bytes/evaluation``, both ways, is in none of the others.
+    Accuracies (in [0, 1]) and losses are means over devices; bytes, joules and the seconds of a phase are sums over
+    devices. ``bytes/evaluation`` counts both directions and is not part of the others.
     """
     phases = {"download": record.download, "train": record.train, "upload": record.upload}
     found = {
@@ -94,17 +94,17 @@ def curves(record: RoundRecord) -> dict[str, float]:
 
 def _options(parser: Parser) -> None:
     add_federation(parser)
-    parser.add_argument("--tensorboard", metavar="DIR", help="write event files below this folder")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write event files to this folder")
     parser.add_argument(
         "--mlflow", metavar="URI", help="write to this tracking server or store: http://..., sqlite:///..."
     )
-    add_json(parser, ", a line for each round")
+    add_json(parser, ", one line per round")
     parser.add_argument(
         "--every",
         type=float,
         default=EVERY_SECONDS,
         metavar="SECONDS",
-        help="how often to look (default: %(default)g)",
+        help="interval between polls (default: %(default)g)",
     )
     add_server(parser)
     add_wait(parser, None)
@@ -113,7 +113,7 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if not (options.tensorboard or options.mlflow or options.json):
-        raise WrongUsage("where to? give --tensorboard DIR, --mlflow URI or --json")
+        raise WrongUsage("no output is chosen: give --tensorboard DIR, --mlflow URI or --json")
     if not options.every > 0:
         raise WrongUsage(f"--every {options.every}: give seconds above 0")
     with ExitStack() as stack:
@@ -142,14 +142,14 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _say_waiting(reason: str, seconds: float) -> None:
-    sys.stderr.write(f"sparrow track: {reason}; trying again in {seconds:.0f} s\n")
+    sys.stderr.write(f"sparrow track: {reason}; retrying in {seconds:.0f} s\n")
 
 
 COMMAND = Command(
     "sparrow track",
-    "A federation's rounds as curves in TensorBoard or MLflow, while it runs or afterwards.",
+    "Write a federation's rounds to TensorBoard or MLflow, while it runs or afterwards.",
     _options,
     _run,
-    epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
-    "coordinator asks for one.",
+    epilog="Install both with pip install 'sparrow-fl[tracking]'. Set SPARROW_OBSERVER_TOKEN to the observer token if "
+    "the coordinator requires one.",
 )

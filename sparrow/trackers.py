@@ -1,6 +1,6 @@
-"""The trackers of ``sparrow track``: TensorBoard's event files, MLflow's runs. Either is imported when it is asked for.
+"""Trackers of ``sparrow track``: TensorBoard's event files and MLflow's runs. Both are imported on first use.
 
-A federation is one run of each, told from another of the same name by its uid: a coordinator set up anew begins anew.
+A federation is one run, identified by its uid, since a new coordinator may reuse its name.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from .protocol.errors import MissingPart, SdkError
 from .protocol.messages import FederationInfo
 
 EVERY_ROUND = "devices/updates"
-"""A curve that has a point for every round: its steps are the rounds that were written."""
+"""A metric that every round has: its steps are the written rounds."""
 EXPERIMENT = "sparrow"
 UID = "sparrow.federation"
 
 
 class TrackerFailed(SdkError):
-    """TensorBoard's files or MLflow's store cannot be written; the text says which and why."""
+    """TensorBoard's files or MLflow's store cannot be written."""
 
 
 class Tracker(Protocol):
-    """Takes rounds, each once. ``where``: what to tell the user of it."""
+    """A sink of rounds. where: description of the place for the user."""
 
     where: str
 
     def written(self) -> set[int]:
-        """Return the rounds that are there already."""
+        """Return the written rounds."""
 
     def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
-        """Write a round, whole or not at all. closed_at: ISO 8601."""
+        """Write a round atomically. closed_at: ISO 8601."""
 
     def finish(self) -> None:
-        """No more rounds will come."""
+        """Mark the run as finished."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close files."""
 
 
 class TensorBoard:
-    """Event files in a folder of the federation's own below ``folder``. Raises MissingPart, OSError.
+    """Event files in the federation's own folder below ``folder``. Raises MissingPart, OSError.
 
-    Each start has a file of its own: what a kill or a full disk cut off at the end of the last one hides nothing.
+    Each start writes a new file, since records after a truncated one are not read.
     """
 
     def __init__(self, folder: str, info: FederationInfo) -> None:
@@ -58,15 +58,17 @@ class TensorBoard:
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ModuleNotFoundError as error:
             raise _missing(error) from error
-        self._event, self._summary = Event, Summary
-        self._reader, self._writer = EventAccumulator, RecordWriter
+        self._event = Event
+        self._summary = Summary
+        self._reader = EventAccumulator
+        self._writer = RecordWriter
         self._folder = Path(folder) / f"{info.name}-{info.uid[:8]}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = None
-        self.where = f"{self._folder}: look at it with tensorboard --logdir {folder}"
+        self.where = f"{self._folder}: view it with tensorboard --logdir {folder}"
 
     def written(self) -> set[int]:
-        """Return the steps of what this folder's files hold."""
+        """Return the steps in this folder's files."""
         found = self._reader(str(self._folder), size_guidance={"scalars": 0}).Reload()
         return {point.step for point in found.Scalars(EVERY_ROUND)} if EVERY_ROUND in found.Tags()["scalars"] else set()
 
@@ -80,13 +82,13 @@ class TensorBoard:
         self._add(wall_time=_seconds(closed_at), step=number, summary=self._summary(value=values))
 
     def _add(self, **event: Any) -> None:
-        # TensorBoard's own EventFileWriter writes in a thread, which fails by itself, past whoever could say so.
-        assert self._file is not None, "it is opened before"
+        # TensorBoard's EventFileWriter writes in a thread, whose errors do not reach the caller.
+        assert self._file is not None, "write opens it"
         self._writer(self._file).write(self._event(**event).SerializeToString())
         self._file.flush()
 
     def finish(self) -> None:
-        """Event files have no end."""
+        """Do nothing: event files need no end."""
 
     def close(self) -> None:
         """Close the file."""
@@ -103,8 +105,9 @@ class MLflow:
             from mlflow.entities import Metric, Param
         except ModuleNotFoundError as error:
             raise _missing(error) from error
-        self._metric, self._uri = Metric, uri
-        with self._telling():
+        self._metric = Metric
+        self._uri = uri
+        with self._translated():
             self._client = client = MlflowClient(tracking_uri=uri)
             known = client.get_experiment_by_name(EXPERIMENT)
             experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT)
@@ -119,28 +122,28 @@ class MLflow:
 
     def written(self) -> set[int]:
         """Return the steps of the run's history."""
-        with self._telling():
+        with self._translated():
             return {point.step for point in self._client.get_metric_history(self._run, EVERY_ROUND)}
 
     def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
-        """Write a round by one call."""
+        """Write a round in one call."""
         when = round(1000 * _seconds(closed_at))
-        with self._telling():
+        with self._translated():
             self._client.log_batch(
                 self._run, [self._metric(name, value, when, number) for name, value in found.items()]
             )
 
     def finish(self) -> None:
-        """Return the run is over."""
-        with self._telling():
+        """Mark the run as finished."""
+        with self._translated():
             self._client.set_terminated(self._run)
 
     def close(self) -> None:
         """Do nothing: no file is open."""
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Behind MLflow may be files, databases and servers, whose errors it passes on as they are."""
+    def _translated(self) -> Iterator[None]:
+        # MLflow passes on the errors of files, databases and servers.
         try:
             yield
         except ModuleNotFoundError as error:
@@ -156,8 +159,8 @@ def _parameters(info: FederationInfo) -> dict[str, str]:
 
 
 def _seconds(closed_at: str | None) -> float:
-    """ISO 8601 as seconds since the epoch."""
-    assert closed_at is not None, "a round that has closed says when"
+    """Return the seconds since the epoch of an ISO 8601 time."""
+    assert closed_at is not None, "closed rounds have it"
     return datetime.fromisoformat(closed_at).timestamp()
 
 

@@ -1,6 +1,6 @@
-"""A first run of a training step of others, in a process that can be killed (``sparrow.limited``).
+"""First run of an untrusted training step, in a process that can be killed (``sparrow.limited``).
 
-It imports the runtime and nothing of ours, so that it starts soon.
+It imports only ONNX Runtime, numpy and safetensors, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 GRAPH = "sparrow.step"
-"""The name of the graph among the tensors of a request."""
+"""Name of the graph among the tensors of a request."""
 
 
 def answer(request: bytes) -> bytes:
-    """Run a step once, and return nothing.
+    """Run a step once and return no bytes.
 
-    request: a safetensors file of the graph, as bytes, and of what it reads, by name; what is missing is drawn.
+    request: a safetensors file of the graph, as bytes, and its inputs by name; missing ones are random.
     """
     import numpy as np
     import onnxruntime
@@ -26,7 +26,8 @@ def answer(request: bytes) -> bytes:
     options.log_severity_level = 4
     graph = held.pop(GRAPH).tobytes()
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    chance, feeds = np.random.Generator(np.random.PCG64(0)), dict[str, Any]()
+    chance = np.random.Generator(np.random.PCG64(0))
+    feeds: dict[str, Any] = {}
     types = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     for each in session.get_inputs():
         if each.name in held:

@@ -21,23 +21,23 @@ from .protocol.signatures import is_fingerprint
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("publisher", metavar="FINGERPRINT", help="the publisher's, as its author tells it")
+    parser.add_argument(
+        "publisher", metavar="FINGERPRINT", help="the publisher's fingerprint; ask the model's author for it"
+    )
     add_server(parser)
     add_federation_to_join(parser)
-    parser.add_argument("--device-name", metavar="NAME", help="of this device (default: the host's name)")
-    parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
+    parser.add_argument("--device-name", metavar="NAME", help="name of this device (default: the host's name)")
+    parser.add_argument("--state-dir", type=Path, help="the device's state folder")
     add_json(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
     if not is_fingerprint(options.publisher):
-        raise BadArgument(f"{options.publisher!r} is no fingerprint: eight groups of four hexadecimal digits")
+        raise BadArgument(f"{options.publisher!r} is no fingerprint; give eight groups of four hexadecimal digits")
     name = options.device_name or default_name()
     path = options.state_dir or default_root(options.server, options.federation) / name
     if not path.is_dir():
-        raise BadArgument(
-            f"{path} does not exist: this device has not joined {options.federation} there; give --state-dir"
-        )
+        raise BadArgument(f"{path} does not exist: no device has joined {options.federation} there; give --state-dir")
     folder = StateFolder(path)
     try:
         before = accept(folder, options.publisher)

@@ -1,1 +1,1 @@
-"""Parts that all command lines share: exit codes, options, the end of a command. Uses the standard library alone."""
+"""Shared parts of command lines: exit codes, options, errors. Imports only the standard library."""

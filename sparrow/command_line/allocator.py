@@ -1,8 +1,7 @@
-"""Settings of glibc's allocator: freed arrays go back to the system, so an idle coordinator holds about one
-model, and a device what it trains with.
+"""Settings of glibc's allocator that return freed arrays to the system.
 
-glibc would keep it. Each time that a block is freed it raises the size from which it asks the system (up to 32 MiB), so
-that updates of some megabytes soon come from heaps, of which it has several for each core: pieces of all of them stay.
+By default glibc raises its mmap threshold (up to 32 MiB) with every freed block. Updates of some megabytes then come
+from heaps, several per core, which stay allocated.
 """
 
 from __future__ import annotations
@@ -10,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-"""Constants of glibc's malloc.h; see mallopt(3)."""
+# constants of glibc's malloc.h; see mallopt(3)
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
+
 LARGE_BYTES = 1024 * 1024
 HEAPS = 2
 
 
 def give_back() -> None:
-    """Tell glibc so, for this process. Elsewhere nothing happens: others have allocators that do it by themselves."""
+    """Configure glibc's allocator for this process; without glibc, do nothing."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -1,8 +1,7 @@
-"""One shape for all commands: options, work, and an end in one line with a documented code.
+"""Commands: options, work, errors and exit codes.
 
-A module that is a command has a ``COMMAND``, which ``sparrow`` runs, and some modules too. An error that has an
-``exit_code`` ends its command with that code and one line; so do errors of the operating system. Any other error is a
-bug, and shows its traceback.
+The module of a command has a ``COMMAND``. Errors with an ``exit_code``, and errors of the operating system, end a
+command with one line and a documented code. Any other error is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 
 
-UNKNOWN, REQUIRED = "unrecognized arguments: ", "the following arguments are required: "
-"""Beginnings of argparse's messages."""
+# beginnings of argparse's messages
+UNKNOWN = "unrecognized arguments: "
+REQUIRED = "the following arguments are required: "
 
 
 class WrongUsage(Exception):
-    """An option, argument or setting cannot work; the text says which and why."""
+    """Wrong usage of a command: the message names the option, argument or setting and the fault."""
 
     exit_code: ClassVar[Exit] = Exit.USAGE
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of argparse whose mistakes end in one line, with an option that shows where an error comes from.
+    """An argument parser with one-line errors and the option ``--traceback``.
 
-    traceable: False where nothing is done that could fail. ``brief``: whether its help is to fit a screen; a command
-    with many options leaves some to the page that it names.
+    traceable: add ``--traceback``. brief: whether the help must fit a screen, without the options documented elsewhere.
     """
 
     brief = True
@@ -51,16 +50,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **named)
         self._words: list[str] = []
         if traceable:
-            # No default: a sub-command's would overwrite what was given before it.
+            # No default: a sub-command's would overwrite a value given before it.
             self.add_argument(
-                "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+                "--traceback", action="store_true", default=argparse.SUPPRESS, help="print an error's traceback"
             )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and tell what was not understood apart."""
+        """Parse known arguments, and repeated positional ones on every Python version."""
         self._words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._words, namespace)
-        # Before Python 3.12.7 an argument of any number takes nothing where an option stands before its words.
+        # Before Python 3.12.7 a positional argument with nargs="*" stays empty if an option precedes its words.
         many = [each for each in self._actions if each.nargs == argparse.ZERO_OR_MORE and not each.option_strings]
         if many and left and not any(word.startswith("-") for word in left):
             try:
@@ -72,8 +71,7 @@ class Parser(argparse.ArgumentParser):
         return found, left
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError for a value that is no choice, with the nearest one. (argparse's own, of each Python's
-        own wording, tells no nearest one.)"""
+        # argparse's own message depends on Python's version and suggests no choice
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(
@@ -81,8 +79,9 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """End with the mistake and where to read on, in one line."""
-        if message.startswith((UNKNOWN, REQUIRED)):  # a misspelt option may be the one that is required
+        """Exit with the error and the command for help, in one line."""
+        # the required option may be a misspelt one
+        if message.startswith((UNKNOWN, REQUIRED)):
             words = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else self._words
             known = list(_options_of(self))
             options = (word.partition("=")[0] for word in words if word.startswith("--") and word != "--")
@@ -93,10 +92,10 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its module's ``name``, what it is for, its options, its work, and how its errors end it.
+    """A command.
 
-    options: adds them to a parser. run: does the work with what was parsed; returns an exit code, None for done; prints
-    its result on stdout and all else on stderr. usage: the options that matter, where there are too many to list.
+    name: of its module. options: adds the options to a parser. run: does the work; returns an exit code, None for
+    success; prints the result on stdout and messages on stderr. usage: the main options, if there are many.
     """
 
     name: str
@@ -107,7 +106,7 @@ class Command:
     epilog: str | None = None
 
     def parser(self, prog: str | None = None, *, brief: bool = True) -> Parser:
-        """Return its command line. prog: how it was called, ``python -m`` of its module by default."""
+        """Return the argument parser. prog: the program's name, by default ``python -m`` and the module."""
         prog = prog or f"python -m {self.name}"
         parser = Parser(
             prog=prog,
@@ -120,24 +119,26 @@ class Command:
         return parser
 
     def main(self, arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-        """Run it; returns its exit code. Raises SystemExit where argparse does: for --help and for wrong usage."""
+        """Run the command and return its exit code. Raises SystemExit for --help and wrong usage."""
         parser = self.parser(prog)
         options = parser.parse_args(arguments)
         return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
 
 
 def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> int:
-    """Do ``work`` and return its exit code; an error is one line on stderr, and SIGTERM ends it as Ctrl-C does.
+    """Do ``work`` and return its exit code; print errors as one line on stderr. SIGTERM acts as Ctrl-C.
 
-    shown: whether its traceback is, too; ``SPARROW_TRACEBACK=1`` asks for that as well.
+    shown: also print tracebacks, as ``SPARROW_TRACEBACK=1`` does.
     """
     try:
         with interruptible():
             code = work() or Exit.DONE
-        sys.stdout.flush()  # a full disk is noticed now, not when the interpreter ends
+        # report a full disk here, not when the interpreter exits
+        sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
+        # the reader of a pipe closed it, such as head
         if isinstance(error, BrokenPipeError) and _reader_gone():
-            return Exit.DONE  # whoever read along has seen enough
+            return Exit.DONE
         _give_up_output()
         bug = _exit_code(error) is None
         if bug or shown or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
@@ -149,10 +150,10 @@ def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> 
 
 @contextmanager
 def interruptible(line: str | None = None) -> Iterator[None]:
-    """Let SIGTERM within do what Ctrl-C does, unless whoever runs this process handles it.
+    """Context manager: let SIGTERM act as Ctrl-C, unless this process has another handler.
 
-    line: given while packages are imported, where nothing is begun yet: then both write it and end the process at once.
-    Some packages turn an exception that is raised while they are imported into another error.
+    line: if given, both signals write it and end the process at once. It is for imports, since some packages turn an
+    exception during their import into another error.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -176,7 +177,7 @@ def interruptible(line: str | None = None) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> tuple[Exit, str]:
-    """Return an error's exit code, and one line that says what is wrong."""
+    """Return an error's exit code and its message in one line."""
     text = _one_line(str(error))
     if isinstance(error, KeyboardInterrupt):
         return Exit.INTERRUPTED, text or "interrupted"
@@ -196,7 +197,7 @@ def short(prog: str) -> str:
 
 
 def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options of a parser and of the commands within it."""
+    """Yield the options of a parser and its sub-commands."""
     yield from parser._option_string_actions
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -205,7 +206,7 @@ def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _exit_code(error: BaseException) -> Exit | None:
-    """Return the exit code of an error that its user can do something about; None for a bug."""
+    """Return the exit code of an expected error, None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return Exit.INTERRUPTED
     if isinstance(error, OSError):
@@ -215,7 +216,7 @@ def _exit_code(error: BaseException) -> Exit | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and those that it came from."""
+    """Yield the error and its causes."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -229,12 +230,14 @@ def _one_line(text: str) -> str:
 
 
 def _reader_gone() -> bool:
-    """Return whether nobody reads standard output any more."""
+    """Return whether standard output is a pipe without a reader."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors are told unasked
+        # errors are always reported
+        poll.register(sys.stdout.fileno(), 0)
         gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    except (OSError, ValueError):  # it is no file
+    # not a file
+    except (OSError, ValueError):
         return False
     if gone:
         drop_output()
@@ -242,7 +245,7 @@ def _reader_gone() -> bool:
 
 
 def _give_up_output() -> None:
-    """Drop the content of standard output if it takes no more."""
+    """Discard buffered output that cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -250,6 +253,6 @@ def _give_up_output() -> None:
 
 
 def drop_output() -> None:
-    """Discard the rest of the output, over which the interpreter would fail when it ends."""
+    """Discard the rest of the output, which the interpreter would otherwise fail to write when it exits."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The exit codes of every command: the one table, which docs/cli.md shows."""
+"""Exit codes of all commands, also listed in docs/cli.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """The ends of a command, by what its user can do about them; ``MEANINGS`` explains them."""
+    """Exit codes, grouped by what the user can do; see ``MEANINGS``."""
 
     DONE = 0
     FAILED = 1
@@ -33,7 +33,7 @@ MEANINGS = {
 
 
 def of_status(status: int) -> Exit:
-    """Return the exit code of a call that was answered with this HTTP status, which is none of success."""
+    """Return the exit code for an HTTP error status."""
     if status in (401, 403):
         return Exit.REFUSED
     if status == 507:

@@ -1,4 +1,4 @@
-"""Faults of settings in plain words, from pydantic's errors."""
+"""Messages for invalid settings, from pydantic's errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ WANTED = {
     "string_type": "text",
     **dict.fromkeys(("dict_type", "mapping_type"), "names with values"),
 }
-"""Kind of pydantic's error -> what is wanted instead."""
+"""Type of pydantic's error -> description of valid values."""
 
 
 def faults(error: Any, known: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """Return each fault as (name of the setting, what was met and what is wanted).
+    """Return a (setting, message) for each fault; the setting is empty if several contradict each other.
 
-    error: pydantic's ValidationError. The name is empty where settings contradict each other. known: the names that
-    there are, to tell the nearest one.
+    error: pydantic's ValidationError. known: valid names, to suggest the nearest one.
     """
-    # Values of "a number or a word" have a fault for each kind; the first one says it.
+    # A union type has a fault for each member; the first one is enough.
     found: dict[str, str] = {}
     for fault in error.errors(include_url=False):
         found.setdefault(".".join(map(str, fault["loc"])), _explained(fault, known))

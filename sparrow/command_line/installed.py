@@ -1,4 +1,4 @@
-"""Methods, tasks and other pieces that installed packages register under entry points."""
+"""Methods, tasks and other plugins that installed packages register as entry points."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Record = TypeVar("Record")
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name, in the order of their names."""
+    """Return the entry points of a group by name, sorted."""
     return {entry.name: entry for entry in sorted(entry_points(group=group), key=lambda entry: entry.name)}
 
 
 def load(entry: EntryPoint, error: type[Exception], *, what: str) -> Any:
-    """Return the object that an entry point names. Raises ``error``, after ``what``, if it cannot be imported."""
+    """Import the object of an entry point. Raises ``error`` if that fails; ``what`` is the object's kind."""
     try:
         return entry.load()
     except (ImportError, AttributeError) as reason:
         raise error(
-            f"{what}: {entry.name!r} is registered as {entry.value}, which cannot be imported ({reason}); correct or "
-            f"install that package anew"
+            f"{what}: {entry.name!r} is registered as {entry.value}, which cannot be imported ({reason}); correct that "
+            f"package, or install it again"
         ) from reason
 
 
 def load_method_record(
     group: str, name: str, kind: type[Record], error: type[Exception], *, advice: str = ""
 ) -> Record:
-    """Return a half of the method ``name``. Raises ``error``, which names those installed and ends with ``advice``."""
+    """Return one half of a method. Raises ``error``, whose message lists the installed methods and ``advice``."""
     found = installed(group)
     if name not in found:
         there_are = f"there are {', '.join(found)}{advice}"

@@ -1,4 +1,4 @@
-"""The name that was probably meant, where one is misspelt."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean fedspu?)`` for the name of ``known`` that is most like ``name``, or nothing."""
+    """Return `` (did you mean fedspu?)`` with the most similar of the ``known`` names, or ``""``."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
