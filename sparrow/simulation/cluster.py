@@ -1,8 +1,7 @@
-"""A fleet on a Ray cluster: each Ray worker hosts a slice of the devices, and all of them ask the same coordinator.
+"""A fleet on a Ray cluster: each worker hosts a slice of the devices.
 
-A slice is a fleet of one process (``fleet.run_fleet``) in a Ray actor that takes one core. Slice k has devices k,
-k + N, k + 2N and so on. Ray carries the plan out and the counts back; models travel between devices and coordinator
-alone.
+A slice is a fleet of one process (``fleet.run_fleet``) in a Ray actor with one core. Slice k has the devices k, k + N,
+k + 2N and so on. Ray transfers the plan and the counts; models travel only between devices and coordinator.
 """
 
 from __future__ import annotations
@@ -32,37 +31,41 @@ from .result import Result
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
-"""How often the bar is moved on; a slice that ends is noticed at once."""
+"""Interval for updating the progress bar; the end of a slice is noticed at once."""
 
 END_SECONDS = 30.0
-"""How long the slices have to end, before they are killed; their state bears that, too."""
+"""Seconds until slices that do not end are killed, which their state survives."""
 
 STORE_BYTES = 100_000_000
-"""Memory of the object store of a Ray that is started here: nothing large goes through it."""
+"""Size of Ray's object store, if it is started here: only small objects use it."""
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or every actor that takes no GPU warns of what will change there
+    # otherwise every actor without a GPU prints a deprecation warning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
 class _Slice:
-    """Part of a fleet; the Ray actor. ``run`` has one of its threads, ``stop`` the other."""
+    """The Ray actor of a part of a fleet. It has two threads, for ``run`` and ``stop``."""
 
     def __init__(
         self, server: str, plan: Plan, number: int, of: int, root: Path | None, options: dict[str, Any]
     ) -> None:
-        self._server, self._plan, self._number, self._of = server, plan, number, of
+        self._server = server
+        self._plan = plan
+        self._number = number
+        self._of = of
         self._root = root or default_root(server, plan.federation) / "fleet"
         self._options = options
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """End ``run`` once its device has finished the step that it is in."""
+        """End ``run`` after the current step of its device."""
         self._stopped.set()
 
     def run(self) -> Result | None:
-        """Run the slice; None where it was stopped. Raises SdkError for what was foreseen: not all can be pickled."""
+        """Run the slice; return None if it was stopped. Raises only SdkError itself, since not all errors pickle."""
         own = self._root / f"slice-{self._number}-of-{self._of}"
         in_memory = self._options["in_memory"]
         try:
@@ -82,7 +85,7 @@ class _Slice:
         except SdkError as error:
             hint = ""
             if isinstance(error, NameTaken) and not in_memory:
-                hint = f"; the state of its devices is looked for in {own}, and there if it ran on this node before"
+                hint = f"; its devices' state is expected in {own}, on the node of the earlier run"
             raise SdkError(f"slice {self._number} of {self._of} on {platform.node()}: {error}{hint}") from None
 
 
@@ -98,24 +101,25 @@ def run_on_ray(
     access: Access = USUAL,
     quiet: bool = False,
 ) -> Result:
-    """Run the devices of ``plan`` on a Ray cluster until their federation has ended, and return what was done.
+    """Run the devices of ``plan`` on a Ray cluster until their federation ends, and return the results.
 
-    server: the coordinator's address, as the cluster's nodes reach it. address: "auto" or HOST:PORT of the cluster, or
-    "local" for one that is started here and ended. workers: how many slices, one per core by default. state_dir: on
-    every node, where its slices keep their devices' state, each in a folder of its own: it is found again by the same
-    number of workers on the same nodes, or, where the nodes share the folder, on any. The rest is as for ``run_fleet``.
+    server: the coordinator's address for the nodes. address: "auto", HOST:PORT, or "local" to start a cluster.
+    workers: number of slices, by default one per core. state_dir: folder on every node; to continue, use the same
+    number of workers on the same nodes, or a shared folder. Other arguments are those of ``run_fleet``.
 
-    Raises SdkError; MissingPart without Ray; KeyboardInterrupt once every device has finished the step it was in, which
-    an idle slice takes up to ``fleet.LOOK_SECONDS`` to notice.
+    Raises SdkError; MissingPart without Ray; KeyboardInterrupt after every device has finished its step, which an idle
+    slice notices after up to ``fleet.LOOK_SECONDS``.
     """
     if workers is not None and workers < 1:
-        raise BadArgument(f"{workers} workers; give at least 1")
+        raise BadArgument(f"--workers {workers}: give at least 1")
     with connect(server, access.trust) as client:
         transport = Transport(client, patience_seconds=access.patience_seconds)
-        enrolment_token = access.enrolment_token or token_of("enrolment")  # here: the nodes have other environments
+        # read here, since the nodes have other environments
+        enrolment_token = access.enrolment_token or token_of("enrolment")
         observer_token = access.observer_token or token_of("observer")
         transport.token = observer_token or enrolment_token
-        transport.federation(plan.federation)  # its errors, before a cluster is started
+        # raises for an unknown federation, before a cluster is started
+        transport.federation(plan.federation)
         options = {
             "engine": engine,
             "in_memory": in_memory,
@@ -128,7 +132,7 @@ def run_on_ray(
         try:
             cores = _cores(ray)
             if len(cores) < (workers or 1):
-                raise BadArgument(f"{workers or 1} workers, but the cluster has {len(cores)} cores")
+                raise BadArgument(f"--workers {workers or 1}: the cluster has {len(cores)} cores; give at most as many")
             number = min(workers or len(cores), plan.total)
             for k, node in enumerate(cores[:number]):
                 there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -139,9 +143,9 @@ def run_on_ray(
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, SdkError) else error) from None
         except ray.exceptions.RayError as error:
-            raise SdkError(f"a worker of the cluster died ({error}); the same command goes on") from None
+            raise SdkError(f"a worker of the cluster died ({error}); repeat the command to continue") from None
         finally:
-            # Whatever happened, no slice is left to go on alone; and what was in memory goes with it.
+            # no slice may keep running, and state in memory is deleted
             for each in slices:
                 each.stop.remote()
             if runs:
@@ -150,14 +154,15 @@ def run_on_ray(
 
 
 def _connect(address: str, workers: int | None) -> Any:
-    """Ray, connected. Raises BadArgument, MissingPart."""
+    """Return the module ray, connected. Raises BadArgument, MissingPart."""
+    # ray reads them when it is imported
     for key, text in SETTINGS.items():
-        os.environ.setdefault(key, text)  # read when ray is imported
+        os.environ.setdefault(key, text)
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError:
-        raise MissingPart("a fleet on a cluster needs Ray: pip install 'sparrow-fl[scale]'") from None
+        raise MissingPart("a cluster needs Ray: pip install 'sparrow-fl[scale]'") from None
     own = {"num_cpus": workers, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     try:
         ray.init(address, logging_level=logging.ERROR, **(own if address == LOCAL else {}))
@@ -167,9 +172,9 @@ def _connect(address: str, workers: int | None) -> Any:
 
 
 def _cores(ray: Any) -> list[str]:
-    """Return the node of each core of the cluster: a first one of every node, a second one, and so on.
+    """Return the node of each core, alternating between nodes.
 
-    Nodes are in the order of their addresses, so that a slice comes to the same node, and to its state, another time.
+    Nodes are sorted by address, so that a slice finds its state on the same node the next time.
     """
     slots = [
         (slot, node["NodeManagerAddress"], node["NodeID"])
@@ -181,8 +186,9 @@ def _cores(ray: Any) -> list[str]:
 
 
 def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, quiet: bool) -> list[Result]:
-    """Return the results of the slices once all have ended; raise the first error at once."""
-    transport.patience_seconds = 0.0  # a bar that stands still is no reason to end
+    """Wait for the slices and return their results; raise the first error at once."""
+    # the progress bar does not wait for the coordinator
+    transport.patience_seconds = 0.0
     results: list[Result] = []
     with tqdm(unit=" round", disable=quiet or None, dynamic_ncols=True, file=sys.stderr) as bar:
         while runs:
@@ -192,13 +198,13 @@ def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, qui
                 continue
             with contextlib.suppress(SdkError):
                 info = transport.federation(federation)
-                bar.total, bar.n = info.rounds, info.round
+                bar.total = info.rounds
+                bar.n = info.round
                 bar.set_description(info.status.value)
     return results
 
 
 def _sum(results: list[Result]) -> Result:
-    """Return the sum of the slices' results."""
     firsts = [each.seconds_to_first for each in results if each.seconds_to_first is not None]
     counts = ("hosted", "device_rounds", "evaluations", "adapted", "failed")
     return replace(
@@ -212,10 +218,10 @@ def _sum(results: list[Result]) -> Result:
 
 
 def _check_layout(root: Path, of: int) -> None:
-    """Devices that were dealt to another number of slices would not find their state. Raises StateError."""
+    """Raise StateError if the folder is of another number of slices, whose devices would not find their state."""
     others = {path.name.rpartition("-")[2] for path in root.glob("slice-*-of-*")} - {str(of)}
     if others:
         raise StateError(
-            f"{root} holds the devices of {min(others)} slices, not of {of}; give --workers {min(others)} to go on, or "
-            f"another --state-dir"
+            f"{root} has the devices of {min(others)} slices, not of {of}; give --workers {min(others)} to continue, "
+            f"or another --state-dir"
         )

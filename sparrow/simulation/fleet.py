@@ -1,10 +1,8 @@
-"""Many simulated devices, hosted by a few threads of this process or, where PyTorch trains, by a few processes.
+"""A fleet of simulated devices, hosted by threads of this process (ONNX Runtime) or by a few processes (PyTorch).
 
-ONNX Runtime computes without Python's interpreter lock, so that threads share what processes would each have: imports,
-data, the runtime's sessions. The coordinator is asked who is being waited for. Those devices are handed to whichever
-host is free, which opens the device's session from its state folder, lets it do its one thing and closes it. A device
-that is not asked for anything costs nothing but its files. This works over HTTP or, with the coordinator's application,
-in one process without sockets: the same sessions, the same calls, the same final model.
+ONNX Runtime computes without Python's interpreter lock, so threads can share imports, data and sessions. The fleet
+polls the coordinator for open work and passes it to free hosts (``host``). An idle device takes only disk space.
+Devices call the coordinator over HTTP, or its application in this process; both give the same final model.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from .host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
 from .result import Result, read_ended
 
 LOOK_SECONDS = 10.0
-"""How long the coordinator is asked to wait for news; a host that failed is noticed no later."""
+"""Duration of a long poll for open work; failed hosts are noticed after at most as long."""
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
@@ -56,11 +54,11 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Access:
-    """The way a coordinator is called.
+    """Access to a coordinator.
 
-    enrolment_token, observer_token: where the coordinator asks for them, the latter to see who is being waited for;
-    without, those of SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. patience_seconds: how long to wait for a
-    coordinator that does not answer; None: for ever. trust: certificates for https.
+    enrolment_token, observer_token: by default SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN; the latter is for
+    listing open work. patience_seconds: how long calls retry if the coordinator does not answer; None for no limit.
+    trust: certificates for https.
     """
 
     enrolment_token: str | None = None
@@ -88,24 +86,23 @@ def run_fleet(
     on_step: Callable[[Stepped], None] = lambda stepped: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Run the devices of ``plan`` until their federation has ended, and return what was done.
+    """Run the devices of ``plan`` until their federation ends, and return the results.
 
-    server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
-    engine: what trains; auto: ONNX Runtime where the federation has its training step as a graph, and PyTorch
-    otherwise, or where ``plan`` needs it. processes: how many devices work at once, one per core by default: in threads
-    of this process with ONNX Runtime, in processes with PyTorch, and one at a time on an accelerator. state_dir: where
-    the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
-    forget it. adapt: let devices that end without a model of their own fetch the finished one, and tune it where the
-    federation says so; without, the records lack what the last upload of each device cost.
-    on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
-    Ctrl-C, which reaches only a process's main thread. Raises SdkError; KeyboardInterrupt once every device has
-    finished the step it was in.
+    server: the coordinator's address. app: alternatively its ASGI application, run in this process. engine: auto takes
+    ONNX Runtime if the federation has a graph of its training step and ``plan`` does not need PyTorch. processes:
+    number of devices that work at once, by default one per core, on an accelerator one. state_dir: folder of the
+    devices' state; a second call with it continues. in_memory: keep state in memory and discard it. adapt: let devices
+    without a personal model fetch the finished one; without this, the records lack the costs of last uploads.
+    on_step: called after each step. interrupted: called before each step and at least every ``LOOK_SECONDS``; True acts
+    as Ctrl-C.
+
+    Raises SdkError, and KeyboardInterrupt after every device has finished its step.
     """
     if (server is None) == (app is None):
-        raise BadArgument("give the coordinator's address, or its application")
+        raise BadArgument("give either the coordinator's address or its application")
     accelerated = plan.compute.device != "cpu"
     if accelerated and processes not in (None, 1):
-        raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
+        raise BadArgument(f"{processes} processes, but an accelerator allows only one: set 1, or train on the cpu")
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, access.trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or in_process.ADDRESS, plan.federation))
@@ -117,7 +114,7 @@ def run_fleet(
         chosen = _chosen(engine, plan, known, task_of(0))
         in_threads = chosen == "onnx"
         if app is not None and not in_threads and processes not in (None, 1):
-            raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
+            raise BadArgument(f"{processes} processes, but an application in this process allows only one: set 1")
         number = 1 if accelerated or (app is not None and not in_threads) else processes or os.cpu_count() or 1
         reference = _reference(root, transport, plan.federation, known.manifest)
         frozen = load_values("frozen", known.manifest, plan.federation, transport, root)
@@ -145,10 +142,10 @@ def run_fleet(
 
 
 def _chosen(asked: EngineChoice, plan: Plan, known: Known, first: Task) -> EngineName:
-    """Return what trains the devices of ``plan``. Raises CannotTrain, and BadArgument for what does not go together."""
+    """Return the engine for the devices of ``plan``. Raises CannotTrain, BadArgument."""
     if not plan.budgets:
         if asked == "onnx":
-            raise BadArgument("what a board can afford is found out with PyTorch: give --engine torch, or --budgets")
+            raise BadArgument("automatic budgets need PyTorch: give --engine torch, or --budgets")
         asked = "torch"
     task = replace(first, compute=plan.compute)
     return choose_engine(asked, task, known.manifest, known.info.method)
@@ -163,7 +160,7 @@ def _trainers(
     frozen: Tensors,
     first: Tensors,
 ) -> Callable[[], Trainer]:
-    """Return the function that makes what trains in one thread or process."""
+    """Return a function that makes the trainer of a thread or process."""
     if engine == "torch":
         import torch
 
@@ -172,19 +169,19 @@ def _trainers(
     from edge_sdk.engines.onnx import Sessions
 
     found = fetch_graphs(known.manifest, partial(transport.graph, plan.federation), frozen, first)
-    assert found is not None, "the engine was chosen because they are there"
+    assert found is not None, "choose_engine has checked it"
     sessions = Sessions(found[0])
     return lambda: OnnxTrainer(task_of(0), known, sessions)
 
 
 def connect_to(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
-    """Return a client of the coordinator at this address, or of the application that runs in this process."""
+    """Return a client of the coordinator at this address, or of the application in this process."""
     return connect(str(server), trust) if app is None else in_process.running(app)
 
 
 @contextlib.contextmanager
 def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str) -> Iterator[Path]:
-    """Yield the folder of all devices' state, locked for this fleet."""
+    """Context manager: yield the folder of the devices' state, locked."""
     if in_memory:
         memory = Path(tempfile.mkdtemp(prefix="sparrow-fleet-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
         try:
@@ -198,69 +195,71 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
 
 
 def _reference(root: Path, transport: Transport, federation: str, manifest: Manifest) -> Reference | None:
-    """Return the model that personal ones are stored as differences from: the global one when the fleet began."""
+    """Return the model from which personal ones are stored as differences: the first global one of the fleet."""
     path = root / "reference.safetensors"
     if not path.exists():
         try:
             whole = transport.model(federation, manifest)
             model = {spec.name: whole[spec.name] for spec in manifest.kept}
+        # without a global model, personal models are stored whole
         except NotFound:
-            model = {}  # no global model that could be looked at: personal models are stored whole
+            model = {}
         write_atomically(path, checkpoint.save(model))
     tensors, _ = checkpoint.load(path.read_bytes())
     return Reference.of(tensors) if tensors else None
 
 
-# --- who does the work -----------------------------------------------------------------------------------------------
+# --- executors -------------------------------------------------------------------------------------------------------
 
 _here = threading.local()
-"""``host``: the host of this thread, which may be the only one of a worker process."""
+"""``host``: the host of this thread."""
 
 
 def _become_worker(make_host: Callable[[], Host]) -> None:
-    # Ctrl-C reaches every process of a terminal; here it is the parent's business, which lets steps end.
+    # Ctrl-C reaches every process of a terminal; only the parent handles it, and waits for steps to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     _here.host = make_host()
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent: it would keep the fleet's state folder locked."""
+    """End this process with its parent; otherwise it would keep the state folder locked."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _call(what: str, index: int) -> Any:
-    return getattr(_here.host, what)(index)
+def _call(method: str, index: int) -> Any:
+    return getattr(_here.host, method)(index)
 
 
 def _pool(processes: int, make_host: Callable[[], Host]) -> Executor:
-    """Worker processes, forked from this one: torch and the data that it has loaded are shared, not loaded again."""
-    # The first task of the fleet's data set, made here, loads it once.
+    """Return worker processes, forked from this one to share torch and the data."""
+    # loads the data set, once
     make_host()
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("fork"), initializer=_become_worker, initargs=(make_host,)
     )
-    pool.submit(os.getpid).result()  # forks them all: now, before this process has a progress bar and its threads
+    # fork them all now, before this process starts threads for a progress bar
+    pool.submit(os.getpid).result()
     return pool
 
 
 def _threads(number: int, make_host: Callable[[], Host]) -> Executor:
-    """Threads of this process; their hosts are made here, where an error of the first is raised."""
+    """Return threads of this process. Their hosts are made here, so that errors are raised to the caller."""
     hosts = [make_host() for _ in range(number)]
     return ThreadPoolExecutor(number, "host", initializer=lambda: setattr(_here, "host", hosts.pop()))
 
 
 class _InProcess(Executor):
-    """Does the work where it is asked for, at once."""
+    """An executor that runs calls at once, in the calling thread."""
 
     def __init__(self, make_host: Callable[[], Host]) -> None:
         _here.host = make_host()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return the finished future of ``fn``; KeyboardInterrupt passes."""
+        """Call ``fn`` and return its finished future. KeyboardInterrupt is raised."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -274,7 +273,7 @@ class _InProcess(Executor):
 
 @dataclass
 class _Run:
-    """One fleet at work."""
+    """One run of a fleet."""
 
     plan: Plan
     mine: frozenset[int]
@@ -291,7 +290,8 @@ class _Run:
     _due: Counter[int] = field(default_factory=Counter)
     _busy: set[int] = field(default_factory=set)
     _ending: bool = False
-    _lock: threading.Condition = field(default_factory=threading.Condition)  # over all of these; rung when a step ends
+    # guards the fields above; notified when a step ends
+    _lock: threading.Condition = field(default_factory=threading.Condition)
     _failed: list[BaseException] = field(default_factory=list)
     _last_failure: str | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -302,7 +302,7 @@ class _Run:
         self._indices = {self.plan.name(index): index for index in self.mine}
 
     def until_over(self) -> Result:
-        """Enrol, work until the federation is over, adapt what came late."""
+        """Enrol, work until the federation ends, adapt the devices that have no model."""
         training = [index for index in sorted(self.mine) if index < self.plan.devices]
         settings = self.info.settings
         with self._bar(len(training), "enrolling", "device") as self.bar:
@@ -318,12 +318,13 @@ class _Run:
         self.result.rounds = tuple(self.transport.rounds(self.plan.federation))
         self.result.ended = ended = read_ended(self.result.rounds)
         if ended is not None:
-            told = self.transport.reports(self.plan.federation, ended.round)
-            self.result.devices = tuple(report for report in told if report.kind is Kind.evaluate)
+            reports = self.transport.reports(self.plan.federation, ended.round)
+            self.result.devices = tuple(report for report in reports if report.kind is Kind.evaluate)
         return self.result
 
     def _work(self) -> None:
-        etag, listed = "", OpenWork(at="", status=self.info.status, round=0, assignments=())
+        etag = ""
+        listed = OpenWork(at="", status=self.info.status, round=0, assignments=())
         try:
             while True:
                 work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
@@ -338,7 +339,7 @@ class _Run:
                     self._wait_for_steps()
                     return
                 if work is None and not self._busy:
-                    # Nothing has moved and nobody is at work: whoever missed a deadline is thought away. Say otherwise.
+                    # No change and no device at work: the coordinator may have marked some absent. Announce all again.
                     self._given.clear()
                     self._all("start", [index for index in sorted(self.mine) if index < self.plan.devices])
                 self._hand_out(listed)
@@ -347,14 +348,14 @@ class _Run:
             raise
 
     def _wait_for_steps(self) -> None:
-        """Until nobody is in a step: a device whose last answer was lost is still sending it when all is over."""
+        """Wait until no device is in a step; one may still repeat its last upload after the end."""
         with self._lock:
             while not self._lock.wait_for(lambda: not self._busy, LOOK_SECONDS):
                 self._raise_interrupt()
         self._raise_failure()
 
     def _hand_out(self, work: OpenWork) -> None:
-        # Whoever took longest the last time goes first, so that no process is left with a long one at a round's end.
+        # The slowest devices go first, so that no process has a long step left at a round's end.
         for assignment in sorted(work.assignments, key=lambda each: -self._seconds.get(each.device, 0.0)):
             index = self._indices.get(assignment.device)
             if index is None or assignment.assignment_id in self._given:
@@ -367,26 +368,26 @@ class _Run:
         self._given &= {assignment.assignment_id for assignment in work.assignments}
 
     def _go_on(self, index: int) -> None:
-        """Let a device take its next step, if one is due and it is in none: it has one folder, and one session."""
+        """Start a device's next step if one is due and none is running: it has only one session."""
         with self._lock:
             if self._due[index] and index not in self._busy and not self._ending:
                 self._due[index] -= 1
                 self._busy.add(index)
                 self.executor.submit(_call, "step", index).add_done_callback(partial(self._done, index))
 
-    def _all(self, what: str, indices: list[int]) -> None:
-        """Make one call for each of ``indices`` and wait for all."""
+    def _all(self, method: str, indices: list[int]) -> None:
+        """Call a method of the hosts for each device and wait for all."""
         try:
-            futures = [self._submit(what, index) for index in indices]
+            futures = [self._submit(method, index) for index in indices]
             for future in futures:
                 self._count(future.result())
         except KeyboardInterrupt:
             self._cancel()
             raise
 
-    def _submit(self, what: str, index: int) -> Future[Any]:
+    def _submit(self, method: str, index: int) -> Future[Any]:
         self._raise_interrupt()
-        return self.executor.submit(_call, what, index)
+        return self.executor.submit(_call, method, index)
 
     def _done(self, index: int, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -414,11 +415,11 @@ class _Run:
             self._last_failure = stepped.failed
 
     def _raise_nothing_trained(self, times: int) -> None:
-        """Raise NothingTrained if work has failed ``times`` times and has never succeeded."""
+        """Raise NothingTrained after ``times`` failures without a success."""
         done = self.result
         if done.failed >= times and not done.device_rounds and not done.adapted:
             self._cancel()
-            raise NothingTrained(f"no device has trained, {done.failed} times it failed: {self._last_failure}")
+            raise NothingTrained(f"no device has trained; training failed {done.failed} times: {self._last_failure}")
 
     def _raise_interrupt(self) -> None:
         if self.interrupted():
@@ -429,11 +430,13 @@ class _Run:
             self._cancel()
             error = self._failed[0]
             if isinstance(error, BrokenProcessPool):
-                raise SdkError("a process of the fleet died (out of memory?); the same command goes on") from error
+                raise SdkError(
+                    "a process of the fleet died, perhaps out of memory; repeat the command to continue"
+                ) from error
             raise error
 
     def _cancel(self) -> None:
-        """Let every process end the step it is in, and begin no other."""
+        """Wait for running steps and start no others."""
         self._ending = True
         self.executor.shutdown(wait=True, cancel_futures=True)
 

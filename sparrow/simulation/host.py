@@ -1,9 +1,8 @@
-"""Hosting simulated devices in a process or a thread: open a device's session, let it do one thing, close it again.
+"""Hosting of simulated devices in a process or thread: open a device's session, run one step, close it.
 
-Nothing of a device stays between its steps but its task, which is little more than the indices of its samples: what it
-keeps lies in its state folder, so that any host of a fleet can have any of its devices next. A host has one model,
-which its devices train in turn. Hosts in threads of one process share what is known of the federation, the connection,
-the tasks, and ONNX Runtime's sessions.
+A device's state is in its folder between steps, so that any host can run its next step; only its task stays in memory,
+mostly indices of samples. A host has one model for all devices. Hosts in threads share the connection, the tasks, the
+information on the federation and ONNX Runtime's sessions.
 """
 
 from __future__ import annotations
@@ -45,16 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """The devices that a fleet simulates. Device i is called ``<prefix>-i``.
+    """The devices of a fleet. Device i has the name ``<prefix>-i``.
 
-    devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
-    device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
-    ``,index=i,of=N`` is appended, as the built-in tasks want it; or the text of each device, taken as it is. budgets:
-    shares of each layer's neurons to train; the first devices have the first budget, and so on, in equal parts; empty:
-    what each one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices
-    report, as estimates; where there are none they report this machine's. compute: how all of them train.
-    local_noise: added to all of their updates. make_task: (index, what is known of the federation) -> Task, instead of
-    ``data``, for a task of one's own. indices: the devices of this fleet, if others simulate the rest.
+    devices: number that train. new: number of additional devices that only adapt the finished model. data: the
+    devices' ``--data``: a template with ``{index}``, ``{of}`` or ``{name}``, or one to which ``,index=i,of=N`` is
+    appended, or a tuple of one text per device. budgets: assigned in equal parts, in order; empty for the largest that
+    each board can afford. boards: assigned likewise; their estimated seconds and joules are reported, without boards
+    those of this machine. make_task: (index, federation) -> Task, instead of ``data``. indices: devices of this fleet,
+    if others simulate the rest.
     """
 
     federation: str
@@ -73,15 +70,15 @@ class Plan:
         if self.devices < 1 or self.new < 0:
             raise BadArgument(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
         if isinstance(self.data, tuple) and len(self.data) < self.total:
-            raise BadArgument(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
+            raise BadArgument(f"{self.total} devices, but data for {len(self.data)}; give data for each device")
         if not all(0 < budget <= 1 for budget in self.budgets):
             raise BadArgument(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
         if not self.budgets and not self.boards:
-            raise BadArgument("what a device can afford follows from its board; give boards, or budgets")
+            raise BadArgument("automatic budgets depend on boards; give boards, or budgets")
 
     @property
     def total(self) -> int:
-        """Devices that train, and new ones."""
+        """The number of devices, including new ones."""
         return self.devices + self.new
 
     def name(self, index: int) -> str:
@@ -89,18 +86,17 @@ class Plan:
         return f"{self.prefix}-{index}"
 
     def budget(self, index: int) -> float | None:
-        """Return the budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
+        """Return the budget of a device, None if its board decides. New devices have those of the first ones."""
         if not self.budgets:
             return None
         return self.budgets[index % self.devices * len(self.budgets) // self.devices]
 
     def board(self, index: int) -> Board | None:
-        """Return the board that device ``index`` simulates; None for this machine."""
+        """Return the board of a device, None for this machine."""
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, known: Known) -> Task:
-        """Return the task of device ``index`` on its own data, prepared; ``seeded`` makes its model. Raises
-        DataError."""
+        """Return the prepared task of a device on its own data, without a model. Raises DataError."""
         info = known.info
         if self.make_task is not None:
             return known.prepared(self.make_task(index, info))
@@ -127,8 +123,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The outcome of one step of one device; ``seconds`` is what it took here, everything included; ``failed`` why
-    nothing came of its work."""
+    """The outcome of one step of a device. seconds: total duration. failed: reason if its work failed."""
 
     index: int
     outcome: Outcome
@@ -138,31 +133,32 @@ class Stepped:
 
 
 class Trainer(Protocol):
-    """Has the one model that the devices of a host train in turn."""
+    """The model that the devices of a host share."""
 
     def task(self, task: Task) -> Task:
-        """Return a device's task as it is trained here."""
+        """Return a device's task with the shared model."""
 
     def engine(self, task: Task) -> Engine:
-        """Return the engine that trains a device's task; what never crosses the wire (local running statistics) is as
-        new, and not the device's before."""
+        """Return the engine for a device's task, with local tensors (running statistics) reset."""
 
 
 class TorchTrainer:
-    """Trains with PyTorch. first: the task of any device, whose model and data are checked against the manifest.
-    values: the federation's, of what nobody trains, and of how what stays on devices begins.
+    """Training with PyTorch.
 
-    Raises BadArgument, ManifestError.
+    first: any device's task, checked against the manifest. values: of frozen tensors, and initial ones of tensors that
+    stay on devices. Raises BadArgument, ManifestError.
     """
 
     def __init__(self, first: Task, known: Known, compute: Compute, values: Tensors) -> None:
-        from edge_sdk.training.checking import check_task  # here, because the other trainer needs no PyTorch
+        # imports PyTorch, which the other trainer does not need
+        from edge_sdk.training.checking import check_task
 
         first = load_method(known.info.method).task_of(first, known.manifest, known.info.settings.seed)
         check_model(first.model, known.manifest)
         take_values(first.model, known.manifest, values)
         check_task(first, known.manifest)
-        self._known, self._compute = known, compute
+        self._known = known
+        self._compute = compute
         self._model = first.on(compute).model
         state = self._model.state_dict()
         self._own = {spec.name: state[spec.name].clone() for spec in known.manifest.tensors if _is_own(spec)}
@@ -185,8 +181,10 @@ class TorchTrainer:
 
 
 class OnnxTrainer:
-    """Trains with ONNX Runtime. first: the task of any device, whose data are checked against the manifest. sessions:
-    may be shared by trainers in several threads. Raises BadArgument, ManifestError.
+    """Training with ONNX Runtime.
+
+    first: any device's task, checked against the manifest. sessions: may be shared between threads. Raises BadArgument,
+    ManifestError.
     """
 
     def __init__(self, first: Task, known: Known, sessions: Sessions) -> None:
@@ -195,25 +193,24 @@ class OnnxTrainer:
         self._own = {spec.name: tensors[spec.name] for spec in known.manifest.kept if _is_own(spec)}
 
     def task(self, task: Task) -> Task:
-        """Return the task as it is."""
+        """Return the task unchanged."""
         return task
 
     def engine(self, task: Task) -> Engine:
-        """Return the one engine."""
+        """Return the shared engine."""
         self._engine.load(self._own)
         return self._engine
 
 
 def _is_own(spec: TensorSpec) -> bool:
-    """Return whether a tensor is a device's own, whatever it receives."""
     return spec.policy not in ("shared", "frozen")
 
 
 class Host:
-    """Opens and closes sessions of one fleet's devices, one at a time.
+    """A host of a fleet's devices, one session at a time.
 
-    client: the connection to the coordinator. root: where the devices' state folders lie. task_of: gives the task of a
-    device. trainer: what trains it. reference: the model that personal models are stored as differences from.
+    client: connection to the coordinator. root: folder of the devices' state folders. task_of: device -> its task.
+    reference: model from which personal models are stored as differences.
     """
 
     def __init__(
@@ -243,12 +240,12 @@ class Host:
         load_method(known.info.method)
 
     def start(self, index: int) -> None:
-        """Enrol a device, or say that it is back."""
+        """Enrol a device, or announce its return."""
         folder, _ = self._open(index, announce=True)
         folder.close()
 
     def step(self, index: int) -> Stepped:
-        """Let a device do the one thing that it is asked for next."""
+        """Run a device's next step."""
         begin = time.monotonic()
         folder, session = self._open(index, announce=False)
         try:
@@ -259,15 +256,16 @@ class Host:
         return Stepped(index, step.outcome, kind, time.monotonic() - begin, step.failed)
 
     def finish(self, index: int) -> Stepped | None:
-        """Let a device do whatever is left after the end: send what was not sent, adapt the finished model.
+        """Run a device's remaining steps after the end: send pending updates, adapt the finished model.
 
-        Returns the last thing that it did, None where nothing was left.
+        Return the last step that did work, None if there was none.
         """
         last = None
         while (stepped := self.step(index)).outcome is Outcome.worked:
             last = stepped
+            # no work follows it, so save the call
             if stepped.kind is Kind.adapt:
-                break  # nothing comes after it: there is no need to be told so
+                break
         return last
 
     def _open(self, index: int, *, announce: bool) -> tuple[StateFolder, Session]:
@@ -292,7 +290,7 @@ class Host:
                     announce=announce,
                     hosted=True,
                     engine=self._trainer.engine(task),
-                    # A simulated device has no owner who could mind.
+                    # A simulated device has no owner with demands.
                     demands=Demands(plain_metrics=True),
                     local_noise=self._plan.local_noise,
                 ),
@@ -307,7 +305,8 @@ class Host:
         if given is not None or board is None:
             return 1.0 if given is None else given
         if index not in self._chosen:
-            from edge_sdk.budget.search import board_budget  # which tries the model with PyTorch
+            # imports PyTorch
+            from edge_sdk.budget.search import board_budget
 
             choice = board_budget(board, task, self._known.manifest, self._known.info.settings)
             self._chosen[index] = choice.budget
@@ -319,7 +318,6 @@ class Host:
 
 
 def _profile(board: Board) -> DeviceProfile:
-    """Return the profile of a device on this board."""
     return DeviceProfile(
         board=board.name, system="simulated", cores=board.cores, memory_bytes=board.memory_bytes, sensors=()
     )

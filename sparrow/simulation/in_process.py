@@ -1,8 +1,7 @@
-"""Calls of an ASGI application without a socket: for research, the coordinator in the devices' own process.
+"""Calls of an ASGI application without a socket: the coordinator in the devices' process.
 
-Sessions are synchronous and an application runs on an event loop, so the loop has a thread of its own and each call is
-handed over to it. Everything between, requests, answers and the application's own start and stop, is as over HTTP, but
-for two things: an answer arrives when it is whole, and what the application fails with is raised where it was called.
+The application's event loop runs in a thread, to which synchronous calls are passed. It differs from HTTP in two
+points: answers arrive complete, and the application's exceptions reach the caller.
 """
 
 from __future__ import annotations
@@ -20,37 +19,39 @@ ADDRESS = "http://in-process"
 
 
 class InProcess(httpx.BaseTransport):
-    """Hands each request to ``app`` on ``loop``, which runs in another thread."""
+    """A transport that passes requests to ``app`` on ``loop``, which runs in another thread."""
 
     def __init__(self, app: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._calls = httpx.ASGITransport(app, client=("127.0.0.1", 0))
         self._loop = loop
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request and wait for its whole answer."""
+        """Send a request and wait for its complete answer."""
         request.read()
-        request.headers.pop("Transfer-Encoding", None)  # the body is whole: announced by its length, never as chunks
+        # the body is complete, so it has a length and no chunks
+        request.headers.pop("Transfer-Encoding", None)
         return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).result()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         answer = await self._calls.handle_async_request(request)
-        assert isinstance(answer.stream, httpx.AsyncByteStream), "of an asynchronous transport"
+        assert isinstance(answer.stream, httpx.AsyncByteStream), "the transport is asynchronous"
         body = b"".join([part async for part in answer.stream])
         return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(body))
 
 
 @contextmanager
 def running(app: Any) -> Iterator[httpx.Client]:
-    """Start a Starlette or FastAPI application in this process; yields a client of it, and stops it in the end.
+    """Context manager: start a Starlette or FastAPI application, yield a client of it, stop it on exit.
 
-    Raises what the application's start or stop raises.
+    Raises the errors of its start and stop.
     """
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
     ended: Future[None] = Future()
 
     async def live() -> None:
         over = asyncio.Event()
-        async with app.router.lifespan_context(app):  # entered and left by one task, as lifespans may rely on
+        # one task enters and leaves, since lifespans may depend on it
+        async with app.router.lifespan_context(app):
             started.set_result((asyncio.get_running_loop(), over))
             await over.wait()
 

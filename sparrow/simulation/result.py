@@ -1,4 +1,4 @@
-"""The outcome of a fleet's work: counts, the federation's records, a table and a plot of them."""
+"""Results of a fleet: counts, the federation's records, a table and a plot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Ended", "Result"]
 
 @dataclass(frozen=True)
 class Ended:
-    """A federation's last evaluation, means over devices (None for a model that there is not), and its bytes."""
+    """A federation's last evaluation, as means over devices (None without such a model), and its bytes."""
 
     round: int
     accuracy_personal: float | None
@@ -53,15 +53,15 @@ class Ended:
             f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
             for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
         )
-        where = f"on the devices' own test data after round {self.round}"
-        lines = [f"accuracy {where}: {', '.join(parts)}"] if parts else []
-        lines += [f"metrics {where}: {', '.join(metrics)}"] if metrics else []
+        data = f"on the devices' own test data after round {self.round}"
+        lines = [f"accuracy {data}: {', '.join(parts)}"] if parts else []
+        lines += [f"metrics {data}: {', '.join(metrics)}"] if metrics else []
         lines.append(f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}")
         return "\n".join(lines)
 
 
 def installed(module: str, package: str) -> Any:
-    """Import a module of the ``package`` that pip installs. Raises MissingPart."""
+    """Import a module of a pip ``package``. Raises MissingPart."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -69,7 +69,7 @@ def installed(module: str, package: str) -> Any:
 
 
 def read_ended(records: Sequence[RoundRecord]) -> Ended | None:
-    """Return the results of a federation's last evaluation; None before the first."""
+    """Return the last evaluation's results, None before the first."""
     judged = next((record for record in reversed(records) if record.evaluated_devices), None)
     if judged is None:
         return None
@@ -89,11 +89,11 @@ def read_ended(records: Sequence[RoundRecord]) -> Ended | None:
 
 @dataclass
 class Result:
-    """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
-    ``failed``: how often a device's work came to nothing. ``engine``: what trained. ``hosted``: how many devices.
+    """The results of one run of a fleet.
 
-    ended: how the devices did, this fleet's and others', when the federation had ended; None before. rounds: its
-    records. devices: what each device reported in the last evaluation, its accuracies among it.
+    hosted: number of devices. failed: number of failed work items. seconds_to_first: until the first device has
+    trained. ended: results over all devices of the federation, None before its end. rounds: its records. devices: the
+    devices' reports of the last evaluation.
     """
 
     hosted: int
@@ -110,19 +110,20 @@ class Result:
     devices: tuple[DeviceReport, ...] = ()
 
     def to_pandas(self) -> Any:
-        """Return the records of all rounds as a pandas DataFrame, a row each: accuracies, losses, bytes, joules and
-        seconds. Raises MissingPart without pandas."""
+        """Return a pandas DataFrame with a row per round. Raises MissingPart without pandas."""
         pandas = installed("pandas", "pandas")
-        apart = {"download", "train", "upload", "evaluation", "per_update"}
-        rows = [record.model_dump(exclude=apart) for record in self.rounds]
+        excluded = {"download", "train", "upload", "evaluation", "per_update"}
+        rows = [record.model_dump(exclude=excluded) for record in self.rounds]
         if not rows:
             return pandas.DataFrame()
         numbers = [name for name, field in RoundRecord.model_fields.items() if field.annotation == (float | None)]
         return pandas.DataFrame(rows).astype(dict.fromkeys(numbers, float)).set_index("round")
 
     def plot(self, path: Path | str | None = None) -> Any:
-        """Return a figure of matplotlib: accuracy by round and by megabytes uploaded. path: where to write it as well.
-        Raises MissingPart without matplotlib, BadArgument for a file that cannot be written."""
+        """Plot accuracy by round and by uploaded megabytes as a matplotlib figure. path: file to write it to.
+
+        Raises MissingPart without matplotlib, BadArgument if the file cannot be written.
+        """
         figure = installed("matplotlib.figure", "'sparrow-fl[bench]'").Figure(figsize=(9, 3.2), layout="constrained")
         rounds = [record.round for record in self.rounds]
         uploaded = [total / 1e6 for total in accumulate(record.bytes_up for record in self.rounds)]

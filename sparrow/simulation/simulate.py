@@ -1,9 +1,8 @@
-"""``simulate`` and ``sparrow fleet``: many simulated devices, each a real session of its own.
+"""``simulate`` and ``sparrow fleet``: simulate many devices, each with a session of its own.
 
     simulate("http://127.0.0.1:8000", "digits", devices=1000, budgets=(0.2, 1.0), rounds=20)
 
-They run in a few processes of this machine (``fleet``), in one process with the coordinator, or on a Ray cluster
-(``cluster``).
+They run on this machine (``fleet``), in one process with the coordinator, or on a Ray cluster (``cluster``).
 """
 
 from __future__ import annotations
@@ -47,15 +46,13 @@ from .result import Result, installed
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """The way devices are simulated.
+    """Options of a simulation.
 
-    new: how many more devices only adapt the finished model. boards: the boards whose seconds and joules the devices
-    report (``load_boards``); the first devices have the first one, and so on, in equal parts. engine: what trains
-    (``fleet.run_fleet``). accelerator, bfloat16, local_noise, local_clip, patience_seconds, trust: as in
-    ``JoinOptions``. processes: how many devices work at once, in threads with ONNX Runtime and in processes with
-    PyTorch; one per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of
-    workers. in_memory: keep the devices' state in memory, and forget it in the end. adapt: let devices that end without
-    a model of their own fetch the finished one.
+    new: number of additional devices that only adapt the finished model. boards: boards whose seconds and joules the
+    devices report (``load_boards``), assigned in equal parts, in order. engine: see ``fleet.run_fleet``. accelerator,
+    bfloat16, local_noise, local_clip, patience_seconds, trust: as in ``JoinOptions``. processes: number of devices that
+    work at once, by default one per core. ray, workers: address of a Ray cluster, and its number of workers. in_memory:
+    keep state in memory and discard it at the end. adapt: let devices without a personal model fetch the finished one.
     """
 
     new: int = 0
@@ -92,27 +89,27 @@ def simulate(
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
-    """Simulate ``devices`` devices until their federation has ended, and return what they did.
+    """Simulate devices until their federation ends, and return the results.
 
-    server: the coordinator's address; without, and with a task, one runs in this process and is gone afterwards, as are
-    its models, and the devices' state unless state_dir is given. Or app: its ASGI application, or its name, such as
-    ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
-    creates the federation unless there is the same one already: the name of an installed task, or a function from a
-    device's number to its Task. Without it the federation must be there. settings: of that federation, fields of
-    ``FederationSettings``; ``min_devices`` is ``devices`` and ``draws`` "seed" unless given. data: the data of a task
-    known by name, as ``--data`` of ``sparrow fleet`` has it. budgets: shares of a full training step; the first devices
-    have the first one, and so on, in equal parts; empty for what each device's board can afford. state_dir: where
-    devices keep their state; a second call with the same folder continues.
+    server: the coordinator's address. app: alternatively its ASGI application, or the name of one such as
+    ``sparrow.coordinator.main:app``, run in this process with its data in ``COORDINATOR_DATA_DIR``. Without both, a
+    temporary coordinator runs in this process.
 
-    Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
+    task: name of an installed task, or a function from a device's number to its Task; creates the federation unless the
+    same one exists. settings: fields of ``FederationSettings`` for it; ``min_devices`` is ``devices`` and ``draws``
+    "seed" by default. data: of a named task, as for ``sparrow fleet --data``. budgets: shares of a full training step,
+    assigned in equal parts, in order; empty for the largest that each device's board can afford. state_dir: folder of
+    the devices' state; a second call with it continues.
+
+    Raises SdkError, and KeyboardInterrupt after every device has finished its step.
     """
     _check_task(task, data, settings, server)
     if not isinstance(devices, int) or devices < 0:
-        raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
+        raise BadArgument(f"devices: {devices!r} cannot work; give an integer from 0")
     if isinstance(budgets, str) or not all(isinstance(each, int | float) for each in _several(budgets)):
         raise BadArgument(f"budgets={budgets!r} cannot work; give shares of a full step, such as (0.3, 1.0)")
     if server is not None and app is not None:
-        raise BadArgument("give the coordinator's address or its application, and not both")
+        raise BadArgument("give either the coordinator's address or its application")
     engine, compute = choose_compute(options.engine, options.accelerator, None, bfloat16=options.bfloat16)
     plan = Plan(
         federation,
@@ -129,9 +126,7 @@ def simulate(
         in_memory = options.in_memory
         if server is None and app is None:
             if task is None:
-                raise BadArgument(
-                    "give a task, and a coordinator runs in this process; or the address of one that runs"
-                )
+                raise BadArgument("give a task, to run a coordinator in this process, or a coordinator's address")
             app = _own_coordinator(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-"))))
             in_memory = in_memory or state_dir is None
         elif isinstance(app, str):
@@ -148,24 +143,22 @@ def simulate(
         if options.ray is None:
             return run_fleet(server, plan, app=app, processes=options.processes, adapt=options.adapt, **common)
         if not options.adapt:
-            raise BadArgument("adapt=False is of a fleet on this machine; leave it out, or ray")
+            raise BadArgument("adapt=False works only without a cluster; leave adapt or ray out")
         if server is None:
-            raise BadArgument(
-                "the nodes of a cluster need the coordinator's address; give it in place of an application"
-            )
+            raise BadArgument("a cluster needs the coordinator's address; give it instead of an application")
         return run_on_ray(server, plan, address=options.ray, workers=options.workers, **common)
 
 
 def _check_task(task: object, data: str | None, settings: dict[str, Any], server: str | None) -> None:
-    """Raise BadArgument for a task that cannot be one, and for what does not go together with it."""
+    """Raise BadArgument for an invalid task, and for arguments that do not fit it."""
     if isinstance(task, Task) or not (task is None or isinstance(task, str) or callable(task)):
         raise BadArgument("task: give the name of a task, or a function from a device's number to its Task")
     if data is not None and callable(task):
-        raise BadArgument("data belongs to a task known by name; the function given as task makes each device's data")
+        raise BadArgument("data needs a task known by name; a function given as task makes each device's data")
     if server is not None and server.isidentifier() and task is None:
-        raise BadArgument(f"{server!r} is no address (http://HOST:PORT); where it is a task, give task={server!r}")
+        raise BadArgument(f"{server!r} is no address (http://HOST:PORT); if it is a task, give task={server!r}")
     if task is None and settings:
-        raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
+        raise BadArgument(f"{', '.join(settings)}: settings need a new federation; give a task, too")
     read_settings(settings, known=("state_dir", "options"))
 
 
@@ -177,13 +170,14 @@ def _create(
     given: dict[str, Any],
     options: SimulationOptions,
 ) -> None:
-    """Create the federation, unless there is the same one already; a task that is not built in is that of device 0."""
+    """Create the federation unless the same one exists. A task that is not built in is published from device 0."""
     settings = {"min_devices": plan.devices, "draws": "seed", **given}
     made = load_to_publish(task, plan.data_of(0), settings, device=plan.name(0)) if isinstance(task, str) else task(0)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, options.trust))
         left_out = [name for name in ("min_devices", "draws") if name not in given]
-        if left_out:  # a further fleet joins the federation that the first one has created
+        # a second fleet takes these settings from the existing federation
+        if left_out:
             patience = PATIENCE_SECONDS if options.patience_seconds is None else options.patience_seconds
             transport = Transport(client, patience_seconds=patience)
             transport.token = token_of("admin", "observer", "enrolment")
@@ -198,18 +192,18 @@ def _create(
 
 
 def _several(values: Any) -> Sequence[Any]:
-    """Return several values as they are, and one that is not in a sequence as something that is no number."""
+    # a value that is no sequence becomes an element that is no number
     return values if isinstance(values, Sequence) else (None,)
 
 
 def _own_coordinator(folder: Path) -> Any:
-    """Return the application of a coordinator with its data in ``folder`` and no federation. Raises MissingPart."""
+    """Return a coordinator's application without federations. Raises MissingPart."""
     main, settings = (installed(f"sparrow.coordinator.{name}", "coordinator") for name in ("main", "settings"))
     return main.create_app(settings.Settings(data_dir=folder, default_task="", log_level="ERROR"))
 
 
 def _as_json(result: Result) -> dict[str, Any]:
-    """Return what the command prints of a fleet's work: not what the coordinator's records have."""
+    # without the coordinator's records
     found = asdict(replace(result, rounds=(), devices=()))
     del found["rounds"], found["devices"]
     return {"devices": found.pop("hosted"), **found}
@@ -220,7 +214,8 @@ def _load_app(text: str) -> Any:
     module, _, attribute = text.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute or "app")
-    except (Exception, SystemExit) as error:  # a file of the caller's that has the same name may do anything
+    # a file of the caller's with the same name may raise anything
+    except (Exception, SystemExit) as error:
         raise BadArgument(
             f"the application {text} cannot be loaded ({type(error).__name__}: {error}); give "
             f"sparrow.coordinator.main:app"
@@ -263,8 +258,8 @@ def _command(options: argparse.Namespace) -> None:
             **settings,
         )
     except KeyboardInterrupt:
-        gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
-        raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
+        advice = "its devices' state was in memory and is lost" if options.memory else "repeat the command to continue"
+        raise KeyboardInterrupt(f"interrupted; {advice}") from None
     if options.json:
         print(json.dumps({"federation": options.federation, **_as_json(result)}))
         return
@@ -288,7 +283,7 @@ def _budgets(text: str) -> tuple[float, ...]:
         budgets = tuple(float(part) for part in text.split(","))
         if all(0 < budget <= 1 for budget in budgets):
             return budgets
-    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1, or auto")
+    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and at most 1, such as 0.2,0.6,1, or auto")
 
 
 def _boards(text: str) -> tuple[Board, ...]:
@@ -299,73 +294,67 @@ def _boards(text: str) -> tuple[Board, ...]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise WrongUsage for options that do not go together."""
+    """Raise WrongUsage for options that exclude each other."""
     if options.ray is None and options.workers is not None:
-        raise WrongUsage("--workers are those of a cluster: give --ray, or --processes")
+        raise WrongUsage("--workers needs a cluster: give --ray, or use --processes")
     if options.ray is not None and (options.app or options.processes):
-        raise WrongUsage(
-            "--ray is for a coordinator with a --server address, and takes --workers instead of --processes"
-        )
+        raise WrongUsage("--ray needs a coordinator's --server, and --workers instead of --processes")
     if options.ray is not None and options.accelerator != "cpu":
         if options.accelerator == "cuda":
-            raise WrongUsage("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
+            raise WrongUsage("--accelerator cuda: workers of a cluster train only on the CPU; leave --ray out")
         options.accelerator = "cpu"
 
 
 def _options(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group()
     add_server(where)
-    where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
+    where.add_argument("--app", metavar="MODULE:APP", help="its application, to run in this process instead")
     read.add_federation_to_join(parser)
-    parser.add_argument("--devices", type=int, required=True, help="how many devices train")
-    parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
-    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
-    read.add_pairs(parser, "--set", "its settings, with --task")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices that train")
+    parser.add_argument("--new", type=int, default=0, help="number of devices that only adapt the finished model")
+    parser.add_argument("--task", help="create the federation for this task unless it exists")
+    read.add_pairs(parser, "--set", "a setting of the federation, with --task")
     add_method_set(parser)
     add_help_settings(parser, FederationSettings, "all settings")
-    parser.add_argument("--data", help="their data, with {index}, {of} or {name} in it")
-    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ...")
+    parser.add_argument("--data", help="the devices' data; may contain {index}, {of} and {name}")
+    parser.add_argument("--partition", metavar="RULE", help="distribution of the data: dirichlet,alpha=0.3, ...")
     parser.add_argument(
         "--budgets",
         type=_budgets,
         default=(1.0,),
-        help="0.2,0.6,1: a third has each; auto: by their boards",
+        help="budgets in equal parts, such as 0.2,0.6,1; auto: by board",
     )
-    parser.add_argument(
-        "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
-    )
+    parser.add_argument("--boards", type=_boards, default=(), help=f"boards to simulate: {', '.join(BOARDS)}")
     add_compute(parser)
     parser.add_argument(
         "--processes",
         type=int,
-        help="how many work at once (default: one per core)",
+        help="number of devices that work at once (default: one per core)",
     )
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here",
+        help="run on a Ray cluster: HOST:PORT, auto, or local to start one",
     )
-    parser.add_argument("--workers", type=int, help="with --ray: on so many cores (default: all)")
+    parser.add_argument("--workers", type=int, help="number of cores, with --ray (default: all)")
     keep = parser.add_mutually_exclusive_group()
-    keep.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
-    )
-    keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
+    keep.add_argument("--state-dir", type=Path, metavar="DIR", help="folder of the devices' state, to continue later")
+    keep.add_argument("--memory", action="store_true", help="keep state in memory and discard it at the end")
     add_wait(parser, None)
     tls.add_options(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--verbose", action="store_true", help="say more")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--verbose", action="store_true", help="log more")
     add_json(parser)
 
 
 COMMAND = Command(
     "sparrow fleet",
-    "Many simulated devices, each a real session of its own.",
+    "Simulate many devices, each with a session of its own.",
     _options,
     _command,
     usage="[--server URL | --app MODULE:APP] --devices N [options]",
-    epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
-    "coordinator asks for them.",
+    epilog="Set SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN if the coordinator requires "
+    "tokens.",
 )
 main = COMMAND.main
 

@@ -101,7 +101,7 @@ def test_every_command_says_so_before_anything_else(command, arguments, capsys):
 
 def test_an_accelerator_is_served_by_one_process():
     plan = fleet.Plan("f", 2, compute=Compute("cuda"))
-    with pytest.raises(BadArgument, match="an accelerator is served by one"):
+    with pytest.raises(BadArgument, match="an accelerator allows only one"):
         fleet.run_fleet("http://127.0.0.1:9", plan, processes=2)
 
 

@@ -488,7 +488,10 @@ def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("join", "the same command goes on where this device was"), ("fleet", "its devices lay in memory and are gone")],
+    [
+        ("join", "the same command goes on where this device was"),
+        ("fleet", "state was in memory and is lost"),
+    ],
 )
 def test_a_device_that_waits_can_be_interrupted(sparrow, calls, closed, name, says, monkeypatch):
     def interrupt(seconds):

@@ -73,7 +73,7 @@ def test_an_option_means_one_thing_in_every_command(name):
     for part in parts(COMMANDS[name].load().parser(f"sparrow {name}", brief=False)):
         text = " ".join(part.format_help().split())
         if "--server" in text:
-            assert "--server URL the coordinator's address (default: that of SPARROW_SERVER, or http://127.0" in text
+            assert "--server URL the coordinator's address (default: SPARROW_SERVER, or http://127.0" in text
         options = set(re.findall(r"^  (--[a-z-]+)", part.format_help(), re.MULTILINE))
         assert "--name" not in options
         assert name == "publish" or "--patience" not in options, "there it is a setting of early stopping"

@@ -220,7 +220,7 @@ def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path, compiling
 
 
 def test_nothing_is_simulated_without_a_task(tmp_path):
-    with pytest.raises(BadArgument, match="give a task, and a coordinator runs in this process"):
+    with pytest.raises(BadArgument, match="give a task, to run a coordinator in this process"):
         simulate(devices=2)
 
 
@@ -232,8 +232,8 @@ def test_nothing_is_simulated_without_a_task(tmp_path):
         ({"task": "digits", "devices": 3, "state_dirs": 2}, "did you mean state_dir?"),
         ({"task": "digits", "devices": 3, "budgets": 0.3}, "budgets=0.3 cannot work; give shares of a full step"),
         ({"task": "digits", "devices": 3, "budgets": "0.3,1"}, "budgets='0.3,1' cannot work"),
-        ({"task": task, "devices": 3, "data": "partition=iid"}, "data belongs to a task known by name"),
-        ({"server": "digits", "devices": 3, "rounds": 2}, "where it is a task, give task='digits'"),
+        ({"task": task, "devices": 3, "data": "partition=iid"}, "data needs a task known by name"),
+        ({"server": "digits", "devices": 3, "rounds": 2}, "if it is a task, give task='digits'"),
         ({"server": None, "app": "nowhere:app", "task": "digits", "devices": 3}, "give sparrow.coordinator.main:app"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_person_is_asked(sparrow, night, lab, monkeypatch):
     code, out, err = sparrow(*DELETE, "night", "--server", night)
     assert (code, out) == (Exit.INTERRUPTED, "")
     assert err.endswith("sparrow federation: nothing was changed\n")
-    assert "Delete night for good, its 0 devices, 0 rounds and all its models? [y/N]" in err
+    assert "Delete night, its 0 devices, 0 rounds and all its models permanently? [y/N]" in err
     monkeypatch.setattr("sys.stdin", Person("y\n"))
     code, out, _ = sparrow(*DELETE, "night", "--server", night)
     assert (code, out) == (0, "federation night is deleted: 0 devices, 0 rounds\n")
@@ -82,10 +82,14 @@ def enrolled(night, lab):
 @pytest.mark.parametrize(
     ("words", "asked", "done"),
     [
-        (("federation", "stop", "night"), "Stop night after round 0 of 30? Its devices end", "night: stopped"),
-        (("federation", "rollback", "night", "0"), "Go back from model 0 of night to 0?", "night: "),
-        (("federation", "delete", "night"), "Delete night for good", "federation night is deleted"),
-        (("device", "revoke", "night", "pi"), "Take pi's token away for good?", "device pi is revoked"),
+        (("federation", "stop", "night"), "Stop night and its devices after round 0 of 30?", "night: stopped"),
+        (
+            ("federation", "rollback", "night", "0"),
+            "Return from model 0 of night to 0, undoing the rounds between?",
+            "night: ",
+        ),
+        (("federation", "delete", "night"), "Delete night, its 1 devices", "federation night is deleted"),
+        (("device", "revoke", "night", "pi"), "Revoke pi's token permanently?", "device pi is revoked"),
     ],
 )
 def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
@@ -94,7 +98,7 @@ def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
     server = ("--server", night)
     before = lab.get("/v1/federations/night").json(), lab.get("/v1/federations/night/devices").json()
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert "nobody can be asked here: give --yes" in fails(Exit.USAGE, *words, *server)
+    assert "to confirm without a terminal, give --yes" in fails(Exit.USAGE, *words, *server)
     for answer in ("n\n", "\n", ""):  # no, the usual answer, and the end of input
         monkeypatch.setattr("sys.stdin", Person(answer))
         code, out, err = sparrow(*words, *server)
@@ -177,7 +181,9 @@ def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
     assert "rounds: x cannot work; give a whole number" in fails(
         Exit.USAGE, "federation", "set", "made", "rounds=x", *server
     )
-    assert "what can be changed is rounds, cohort" in fails(Exit.USAGE, "federation", "set", "made", "seed=3", *server)
+    assert "settings can be changed: rounds, cohort" in fails(
+        Exit.USAGE, "federation", "set", "made", "seed=3", *server
+    )
     assert "did you mean made" in fails(Exit.NOT_FOUND, "federation", "pause", "mad", *server)
 
 
@@ -206,6 +212,6 @@ def test_a_model_is_downloaded_as_what_its_name_says(sparrow, fails, night, tmp_
         assert sparrow("model", "download", "night", "--out", str(out), *server)[0] == 0
         assert out.stat().st_size > 1000
         assert begin is None or out.read_bytes().startswith(begin)
-    assert "is to end in .onnx or .safetensors" in fails(
+    assert "give a name that ends in .onnx or .safetensors" in fails(
         Exit.USAGE, "model", "download", "night", "--out", "night.pt", *server
     )

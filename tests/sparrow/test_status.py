@@ -144,7 +144,7 @@ def test_of_many_devices_the_newest_are_shown(sparrow, tmp_path):
             client.post("/v1/federations/default/devices", json=body).raise_for_status()
         _, out, _ = sparrow("status", "default", "--server", client.base_url)
         everything = json.loads(sparrow("status", "default", "--server", client.base_url, "--json")[1])
-    assert out.splitlines()[-1] == "and 2 more: --json has all"
+    assert out.splitlines()[-1] == "and 2 more: list all with --json"
     assert len(everything["devices"]) == status.DEVICES_SHOWN + 2
 
 

@@ -84,7 +84,7 @@ def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
     process = start(spread.url)
     wait_until(lambda: spread.info("digits")["round"] >= 2, "two rounds", timeout=60, interval=0.02)
     os.killpg(process.pid, signal.SIGINT)
-    assert "interrupted; the same command goes on" in finish(process, 130)
+    assert "interrupted; repeat the command to continue" in finish(process, 130)
     assert spread.info("digits")["status"] == "running"
     output = finish(start(spread.url), 0)
     assert "6 devices, " in output
@@ -110,15 +110,15 @@ def test_devices_dealt_to_another_number_of_slices_are_not_enrolled_again(tmp_pa
     (tmp_path / "slice-0-of-2").mkdir()
     options = {"in_memory": False, "access": Access(patience_seconds=0.0)}
     part = cluster._Slice("http://127.0.0.1:9", Plan("digits", DEVICES), 0, 3, tmp_path, options)
-    with pytest.raises(SdkError, match="give --workers 2 to go on"):
+    with pytest.raises(SdkError, match="give --workers 2 to continue"):
         part.run()
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--app", "coordinator.main:app", "--ray", "local"], "--ray is for a coordinator with a --server"),
-        (["--server", "http://127.0.0.1:9", "--ray", "local", "--processes", "2"], "takes --workers"),
+        (["--app", "coordinator.main:app", "--ray", "local"], "--ray needs a coordinator's --server"),
+        (["--server", "http://127.0.0.1:9", "--ray", "local", "--processes", "2"], "--workers instead of --processes"),
         (["--server", "http://127.0.0.1:9", "--workers", "2"], "give --ray"),
     ],
 )

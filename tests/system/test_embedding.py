@@ -186,7 +186,7 @@ def test_a_task_is_named_or_the_federations(coordinator, where):
     server = where.pop("server")
     with pytest.raises(BadArgument, match="trains 'digits', not 'mnist'; give that, or no task"):
         join(server, "mnist", **where)
-    with pytest.raises(BadArgument, match="data belongs to a task known by name"):
+    with pytest.raises(BadArgument, match="data needs a task known by name"):
         join(server, load_task("digits", None, device="pi", seed=0, batch_size=8), **where)
     with pytest.raises(SdkError, match="index"):
         join(server, "digits", **{**where, "data": "index=9,of=4"})

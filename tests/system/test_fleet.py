@@ -149,7 +149,7 @@ def test_in_one_process_with_the_coordinator(undisturbed, tmp_path):
     with inprocess.running(app) as client:
         publish(inprocess.ADDRESS, NAME, "digits", client=client, **SETTINGS)
         client.get("/readyz")
-    with pytest.raises(BadArgument, match="served by one: set 1"):
+    with pytest.raises(BadArgument, match="allows only one: set 1"):
         run_fleet(None, PLAN, app=app, engine="torch", processes=2, state_dir=tmp_path / "fleet", quiet=True)
     run_fleet(None, PLAN, app=app, state_dir=tmp_path / "fleet", quiet=True)
     with inprocess.running(app) as client:
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undi
             each.send_signal(signal.SIGINT)
     assert first.wait(20) == 130, command.output("first")
     assert not any(each.is_running() for each in family)
-    assert "interrupted; the same command goes on where the devices were" in command.output("first")
+    assert "interrupted; repeat the command to continue" in command.output("first")
     assert "Traceback" not in command.output("first")
     assert coordinator.info(NAME)["status"] == "running"
 
@@ -487,8 +487,8 @@ def test_a_device_that_fails_later_ends_the_fleet_with_its_error(coordinator, tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"server": None}, "give the coordinator's address, or its application"),
-        ({"server": "http://127.0.0.1:1", "app": object()}, "give the coordinator's address, or its application"),
+        ({"server": None}, "give either the coordinator's address or its application"),
+        ({"server": "http://127.0.0.1:1", "app": object()}, "give either the coordinator's address or its application"),
     ],
 )
 def test_a_fleet_has_one_coordinator(arguments, said):
