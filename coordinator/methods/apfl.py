@@ -1,6 +1,6 @@
-"""APFL, server half: FedAvg's mean of the models that devices send; mixtures and their weights stay with them.
+"""APFL, server half: FedAvg's mean of the devices' global models; mixtures and their weights stay on devices.
 
-Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, Algorithm 1.
+Deng et al., arXiv:2003.13461, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import CoordinatorMethod, MethodSettings, needs_sums_alone
 class APFLSettings(MethodSettings):
     """APFL's settings beyond FedAvg's."""
 
-    mixing_weight: float = Field(default=0.5, ge=0, le=1, description="Share α of the personal model at first")
+    mixing_weight: float = Field(default=0.5, ge=0, le=1, description="Initial share α of the personal model")
 
 
 APFL = CoordinatorMethod(

@@ -1,7 +1,6 @@
-"""Ditto, server half: FedAvg's, with one setting that the devices read, and personal models that stay with them.
+"""Ditto, server half: FedAvg, with a setting for devices; personal models stay on devices.
 
-Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
-arXiv:2012.04221, Algorithm 1.
+Li et al., ICML 2021, arXiv:2012.04221, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class DittoSettings(LastRoundsSettings):
     """Ditto's settings beyond FedAvg's."""
 
     proximal_weight: float = Field(
-        default=0.1, ge=0, allow_inf_nan=False, description="Weight λ of the personal model's pull to the global one"
+        default=0.1, ge=0, allow_inf_nan=False, description="Weight λ of the pull from personal to global model"
     )
 
 

@@ -1,19 +1,17 @@
-"""DM-PFL: dual masks for shift-robust personalised federated learning, server half.
+"""DM-PFL, server half: dual masks for shift-robust personalisation.
 
-Zhang, Zhou, Wang, Tong, "DM-PFL: Hitchhiking Generic Federated Learning for Efficient Shift-Robust Personalization",
-KDD 2023. The coordinator keeps dense global weights w_g and a mask m_g of at most K_l ones in each layer, and nothing
-of a device. Rounds pass through I iterations of
+Zhang et al., KDD 2023. The coordinator keeps dense global weights w_g and a mask m_g of at most K_l ones in each layer.
+Rounds pass through I iterations of
 
-    masks      t_A rounds: devices train under masks of their own, m_c, and send both                     (Algorithm 1)
-               w_g ← Σ n_c w_c m_c / Σ n_c m_c where anybody holds it                                     (Eq. 5)
-               m_g: the K_l largest |w_g| of those that more than 30 % of the updates hold
+    masks      t_A rounds: devices train under their own masks m_c, and send both                          (Algorithm 1)
+               w_g ← Σ n_c w_c m_c / Σ n_c m_c if any device has the weight                               (Eq. 5)
+               m_g: the K_l largest |w_g| of those in more than 30 % of the updates
     global     t_B rounds: devices train w_g under m_g; plain means                                       (Algorithm 2)
-    personal   one round for everyone that counts for t_C: devices train what is theirs; only reports     (Algorithm 3)
+    personal   one round for everyone that stands for t_C: devices train private weights; only reports    (Algorithm 3)
 
-Where the paper is silent or errs: the T rounds are cut in I equal parts, each half
-masks, a quarter global, a quarter personal, in which a device trains the epochs that it would have been drawn for; a
-position that nobody in the cohort holds keeps its value in w_g, but not its place in m_g; fewer than K_l eligible
-positions are left fewer unless ``fill`` says otherwise.
+Choices beyond the paper: the T rounds are cut into I equal parts of half masks, a quarter global and a quarter
+personal, in which a device trains the epochs for which it would have been drawn. A position without an update keeps its
+value in w_g, but not its place in m_g. m_g may have fewer than K_l positions unless ``fill`` is set.
 """
 
 from __future__ import annotations
@@ -47,38 +45,38 @@ from . import (
 from .sparse import Interval, check_counts, density_of, weights_per_layer
 
 USUAL_INTERVAL = 10
-"""Rounds of the stage masks between those that replace weights: the paper's, of 300."""
+"""Rounds between replacements in the stage masks: the paper's, of 300 rounds."""
 
 
 class DMPFLSettings(MethodSettings):
     """DM-PFL's settings beyond a federation's."""
 
     density: float = Field(default=0.5, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
-    layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
-    iterations: int = Field(default=2, ge=0, le=1000, description="Times that the stages pass, I; 0: masks alone")
-    replaced: float = Field(default=0.01, ge=0, lt=1, description="Share of a mask that is replaced at a time, α_s")
+    layer_sparsity: LayerSparsity = Field(default="erk", description="How the density is spread over the layers")
+    iterations: int = Field(default=2, ge=0, le=1000, description="Iterations of the stages, I; 0: only masks")
+    replaced: float = Field(default=0.01, ge=0, lt=1, description="Share of a mask replaced each time, α_s")
     adjust_interval: Interval = Field(
         default="auto",
-        description="Rounds between those that replace weights, in the stage masks; auto: 10, or half of a stage of "
-        "fewer than 20; 0: none does",
+        description="Rounds between replacements of weights in the stage masks; auto: 10, or half of a stage of fewer "
+        "than 20; 0: never",
     )
-    anneal: Literal["none", "cosine"] = Field(default="none", description="How that share falls over the rounds")
+    anneal: Literal["none", "cosine"] = Field(default="none", description="How the replaced share falls over rounds")
     vote_percent: int = Field(
-        default=30, ge=0, lt=100, description="Percent of a round's updates that must be exceeded to be shared"
+        default=30, ge=0, lt=100, description="Percentage of a round's updates above which a weight is shared"
     )
-    fill: bool = Field(default=False, description="Whether positions without enough votes fill the global mask up")
-    personal_unmasked: bool = Field(default=True, description="Whether biases and norms become personal, too")
+    fill: bool = Field(default=False, description="Fill up the global mask with positions that lack votes")
+    personal_unmasked: bool = Field(default=True, description="Make biases and norms personal, too")
     adjust_at: Literal["penultimate", "end"] = Field(
-        default="penultimate", description="Where in a round weights are replaced"
+        default="penultimate", description="Replace weights before the last epoch of a round, or at its end"
     )
     similarity: Literal["logits", "probabilities"] = Field(
-        default="logits", description="Of what DM-PFL+ takes the cosine of both models"
+        default="logits", description="Outputs whose cosine similarity DM-PFL+ uses"
     )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Rounds ``first`` to ``last``; ``before`` rounds of the stage ``masks`` went before it, in all."""
+    """Rounds ``first`` to ``last``, preceded by ``before`` rounds of the stage ``masks`` in total."""
 
     name: Literal["masks", "global", "personal"]
     first: int
@@ -87,7 +85,7 @@ class Stage:
 
     @property
     def length(self) -> int:
-        """Rounds in all."""
+        """Number of rounds."""
         return self.last - self.first + 1
 
 
@@ -111,14 +109,14 @@ def stages(rounds: int, iterations: int) -> list[Stage]:
 
 
 class VotingSums(ElementSums):
-    """Sums that also count who holds a position."""
+    """Sums that also count the updates that have each position."""
 
     def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
         super().__init__(manifest, mask)
         self.votes = {name: np.zeros(flags.size, dtype=np.uint16) for name, flags in mask.exists.items()}
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Add one update, one vote for each position that it holds."""
+        """Add one update, with one vote for each position in its mask."""
         super().fold_in_place(values, mask, num_examples)
         assert isinstance(mask, ElementMask)
         for name, flags in mask.exists.items():
@@ -126,18 +124,20 @@ class VotingSums(ElementSums):
 
 
 def stage_of(situation: Situation) -> Stage:
-    """Return the stage that a round belongs to."""
+    """Return the stage of a round."""
     found = stages(situation.settings.rounds, situation.own(DMPFLSettings).iterations)
     return next(each for each in found if situation.round <= each.last)
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
     """Return w_g under m_g, the K_l largest |w_g|."""
-    settings, counts, rules = situation.settings, _counts(situation), situation.own(DMPFLSettings)
+    settings = situation.settings
+    counts = _counts(situation)
+    rules = situation.own(DMPFLSettings)
     if rules.iterations and settings.rounds < 4 * rules.iterations:
         raise BadContent(
-            f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
-            f"least {4 * rules.iterations}"
+            f"rounds: {settings.rounds} rounds are too few for {rules.iterations} iterations of three stages; set "
+            f"at least {4 * rules.iterations}"
         )
     _check_replaces(situation)
     mask = magnitude_mask(tensors, situation.manifest, counts)
@@ -145,9 +145,9 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
 
 
 def _check_replaces(situation: Situation) -> None:
-    """Raise BadContent for rounds and an interval by which no device could ever replace a weight, unless they say
-    so."""
-    settings, rules = situation.settings, situation.own(DMPFLSettings)
+    """Raise BadContent if the interval excludes any replacement of weights, unless the settings ask for that."""
+    settings = situation.settings
+    rules = situation.own(DMPFLSettings)
     if 0 in (rules.adjust_interval, rules.replaced) or rules.density == 1:
         return
     rounds = (work(replace(situation, round=number)) for number in range(1, settings.rounds + 1))
@@ -155,8 +155,8 @@ def _check_replaces(situation: Situation) -> None:
         longest = max(each.length for each in stages(settings.rounds, rules.iterations) if each.name == "masks")
         raise BadContent(
             f"method_settings.adjust_interval: weights are replaced every {rules.adjust_interval} rounds of the stage "
-            f"masks, which has {longest}: never. Give an adjust_interval of {longest - 1 or 1} or less, fewer "
-            f"iterations, more rounds, or adjust_interval 0, if the first masks are to stay"
+            f"masks, which has {longest}: never. Set adjust_interval to {longest - 1 or 1} or less, "
+            f"fewer iterations, more rounds, or adjust_interval to 0 to keep the first masks"
         )
 
 
@@ -166,17 +166,20 @@ def _counts(situation: Situation) -> dict[str, int]:
 
 
 def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
-    """Return w_g under m_g; ``own`` holds w_g dense, tensor by tensor."""
+    """Return w_g under m_g; ``own`` has the dense w_g by tensor."""
     return GlobalModel({**tensors, **mask.apply(dense)}, mask, dense, notes or {})
 
 
 def work(situation: Situation) -> Work:
-    """Return what the round's stage asks."""
-    stage, rules, settings = stage_of(situation), situation.own(DMPFLSettings), situation.settings
+    """Return the work of the round's stage."""
+    stage = stage_of(situation)
+    rules = situation.own(DMPFLSettings)
+    settings = situation.settings
     if stage.name == "personal":
         share = min(1.0, settings.cohort / max(1, situation.devices))
         epochs = max(1, math.floor(stage.length * share * settings.local_epochs + 0.5))
-        rounds = stage.last - situation.round + 1  # fewer than it has where it was reopened in its middle
+        # Fewer than the stage's rounds if it was reopened in its middle.
+        rounds = stage.last - situation.round + 1
         return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
     plan: dict[str, Any] = {"stage": stage.name}
     place = situation.round - stage.first + 1
@@ -187,7 +190,8 @@ def work(situation: Situation) -> Work:
 
 
 def _annealed(place: int, situation: Situation) -> float:
-    rules, rounds = situation.own(DMPFLSettings), situation.settings.rounds
+    rules = situation.own(DMPFLSettings)
+    rounds = situation.settings.rounds
     if rules.anneal == "none":
         return 1.0
     total = sum(each.length for each in stages(rounds, rules.iterations) if each.name == "masks")
@@ -195,45 +199,47 @@ def _annealed(place: int, situation: Situation) -> float:
 
 
 def last_for_everyone(situation: Situation) -> int | None:
-    """Return the last round of the last stage ``personal`` that has closed."""
+    """Return the last round of the last closed stage ``personal``."""
     found = stages(situation.settings.rounds, situation.own(DMPFLSettings).iterations)
     closed = [each.last for each in found if each.name == "personal" and each.last <= situation.round]
     return max(closed, default=None)
 
 
 def check_rollback(number: int, situation: Situation) -> None:
-    """Raise WrongState for a model of another stage: a stage's rounds refine what the stage before has made."""
-    rules, rounds = situation.own(DMPFLSettings), situation.settings.rounds
+    """Raise WrongState for a model of another stage, since stages build on each other."""
+    rules = situation.own(DMPFLSettings)
+    rounds = situation.settings.rounds
     found = stages(rounds, rules.iterations)
     wanted = next((each for each in found if situation.round <= each.last), None)
     given = next((each for each in found if number + 1 <= each.last), None)
     if wanted != given:
-        what = f"of the stage {wanted.name}" if wanted else "no more"
+        what = f"of the stage {wanted.name}" if wanted else "after the last"
         usable = f"rounds {wanted.first - 1} to {situation.round - 1}" if wanted else f"round {rounds}"
         raise WrongState(
-            f"model_version: DM-PFL's stages build on each other, and round {situation.round} is {what}; it can "
-            f"begin from the models of {usable}, not from that of round {number}"
+            f"model_version: DM-PFL's stages build on each other, and round {situation.round} is {what}; start from "
+            f"the models of {usable}, not from that of round {number}"
         )
 
 
 def check_mask(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-    """Raise BadContent unless the stage is ``masks``, and the mask has K_l weights in each layer."""
+    """Raise BadContent unless the stage is ``masks`` and the mask has K_l weights in each layer."""
     if situation.plan.get("stage") != "masks":
         refuse_mask()
     check_counts(mask, _counts(situation))
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> ElementSums:
-    """Return weighted sums, with votes where masks differ."""
+    """Return weighted sums, with votes if masks differ."""
     assert model.mask is not None
     voting = situation.plan.get("stage") == "masks"
     return VotingSums(situation.manifest, model.mask) if voting else ElementSums(situation.manifest, model.mask)
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
-    """Return means over holders; in the stage ``masks`` m_g by magnitude among what enough of them hold."""
+    """Return means over the updates that have each weight; in the stage ``masks``, also the new m_g."""
     assert model.mask is not None
-    counts, rules = _counts(situation), situation.own(DMPFLSettings)
+    counts = _counts(situation)
+    rules = situation.own(DMPFLSettings)
     tensors: Tensors = {}
     dense: Tensors = {}
     exists: dict[str, Any] = {}
@@ -254,7 +260,7 @@ def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> Global
 
 
 def _shared(mean: Array, votes: Array, updates: int, count: int, rules: DMPFLSettings) -> Any:
-    """Return m_g of one layer, bool [n]: the largest among what more than ``vote_percent`` of the updates hold."""
+    """Return m_g of one layer, bool [n]: the largest weights with more than ``vote_percent`` of the votes."""
     alike: Sum = np.ones(len(mean))
     eligible = 100 * votes.astype(np.int64) > rules.vote_percent * updates
     kept = trim(mean, alike, eligible, count)  # type: ignore[arg-type]
@@ -273,7 +279,7 @@ DMPFL = CoordinatorMethod(
     aggregation=Aggregation(
         sums=sums_of,
         close=close,
-        why_mean_only="the mask follows from votes, and from weights that a few devices hold alone, of which no rule "
-        "sees a second value",
+        why_mean_only="masks follow from votes, and some weights come from few devices, so that a robust rule has "
+        "nothing to compare",
     ),
 )

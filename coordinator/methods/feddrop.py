@@ -1,9 +1,7 @@
-"""Random federated dropout, server half: each round every device is sent another narrow network of the one model.
+"""Random federated dropout, server half: each round sends every device another narrow part of the global model.
 
-Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
-Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258. The neurons are drawn as
-FedSPU's are, the server averages weight by weight over those who held it, weighted with
-their training samples, and the whole global model is what is judged. Devices scale what is left of activations.
+Caldas et al., arXiv:1812.07210; Wen et al., arXiv:2109.15258. Neurons are drawn as in FedSPU; the server averages each
+weight over the devices that have it, weighted by training samples. The whole global model is evaluated.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ class FedDropSettings(MethodSettings):
 
     scaled: bool = Field(
         default=True,
-        description="Multiply what is left of activations by 1 / (1 - dropout rate) while training; false is the "
-        "simple form",
+        description="Multiply the remaining activations by 1 / (1 - dropout rate) during training; false: the simple "
+        "form",
     )
 
 
@@ -29,4 +27,4 @@ FEDDROP = CoordinatorMethod(
     active=ActiveNeurons(narrow=True),
     why_not_secure=needs_sums_alone,
 )
-"""A masked weighted mean; a weight that nobody held keeps its value."""
+"""A masked weighted mean; a weight without an update keeps its value."""

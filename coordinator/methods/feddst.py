@@ -1,12 +1,11 @@
-"""FedDST: federated dynamic sparse training, server half.
+"""FedDST, server half: federated dynamic sparse training.
 
-Bibikar, Vikalo, Wang, Chen, "Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning
-Better", AAAI 2022, arXiv:2112.09824. FedSGC without directions, and without a share of the devices that did not answer:
-weights are dropped by magnitude and revived by gradient, the server averages each over those who hold it and keeps the
+Bibikar et al., AAAI 2022, arXiv:2112.09824. FedSGC without directions and without a share for absent devices: weights
+are dropped by magnitude and revived by gradient; the server averages each over the devices that have it, and keeps the
 largest of each layer.
 
-The released code differs from the paper: it weighs with batches, cuts layers that its densities keep whole, and grows
-over active weights. This is the paper's method.
+The released code differs from the paper: it weights by batches, prunes layers that should stay dense, and grows over
+active weights. This follows the paper.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .sparse import SparseTrainingSettings, average_and_prune, replacing_method
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
-    """Return the model averaged over those who answered, and pruned to K_l."""
+    """Return the mean over the cohort, pruned to K_l."""
     return average_and_prune(model, sums)
 
 

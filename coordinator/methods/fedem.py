@@ -1,13 +1,12 @@
-"""FedEM, server half: a mixture of models of the published kind, whose components are averaged one by one.
+"""FedEM, server half: a mixture of ``components`` models of the published kind, averaged one by one.
 
-Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
-arXiv:2108.10252, Algorithm 1. The federation's model is ``components`` of the published one
-(``sparrow.protocol.mixture``), so that what goes down and up is so many times FedAvg's, and the mean of the updates is
-the mean of each component, weighted with n_i. The weights π of the mixture are each device's own: no message has them.
+Marfoq et al., NeurIPS 2021, arXiv:2108.10252, Algorithm 1. The federation's model is a mixture
+(``sparrow.protocol.mixture``), so traffic is ``components`` times FedAvg's, and the mean of updates is the mean of each
+component, weighted by n_i. The mixture weights π stay on devices.
 
-Components that began alike would stay alike. Values with a recipe are drawn by their names, and so for each component
-by itself. Of values that were published the first component has those, and the others the same and noise from the
-federation's seed, whose standard deviation is ``spread`` times the tensor's root mean square.
+Equal components would stay equal. Values with a recipe are drawn for each component by name. Published values go to the
+first component; the others add noise from the federation's seed, whose standard deviation is ``spread`` times the
+tensor's root mean square.
 """
 
 from __future__ import annotations
@@ -37,36 +36,38 @@ from . import CoordinatorMethod, MethodSettings, PublishedModel, needs_sums_alon
 log = logging.getLogger(__name__)
 
 TRAINING: tuple[GraphName, ...] = ("step", "evaluation")
-"""Graphs that a device without PyTorch trains with, both or neither."""
+"""Graphs for training without PyTorch, both or neither."""
 
 
 class FedEMSettings(MethodSettings):
     """FedEM's settings beyond FedAvg's."""
 
-    components: int = Field(default=3, ge=1, le=10, description="Models M in the mixture; traffic is M times FedAvg's")
+    components: int = Field(default=3, ge=1, le=10, description="Models in the mixture, M; traffic is M times FedAvg's")
     spread: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="Noise by which components begin apart from published weights, of their RMS",
+        description="Noise between initial components of a published model, as a share of each tensor's RMS",
     )
 
 
 def compose(published: PublishedModel, settings: FederationSettings) -> PublishedModel:
-    """Return the mixture of ``components`` published models. Raises BadContent, SkeletonError for targets without
-    classes."""
-    from sparrow.graphs.mixture import MIXED, mix_all  # onnx: 7 MB, which other methods' built-in tasks do without
+    """Return the mixture of ``components`` published models. Raises BadContent; SkeletonError without classes."""
+    # onnx takes 7 MB, which built-in tasks of other methods do not need.
+    from sparrow.graphs.mixture import MIXED, mix_all
 
-    rules, manifest = own_settings(settings, FedEMSettings), published.manifest
+    rules = own_settings(settings, FedEMSettings)
+    manifest = published.manifest
     if len(manifest.output_shape) != 1 or manifest.output_shape[0] < 2:
         raise BadContent(
-            f"fedem mixes classifiers, and this model's outputs have the shape {manifest.output_shape} per sample; "
-            f"publish one with a score for each of two classes or more, or choose another method"
+            f"fedem mixes classifiers, but this model's outputs have the shape {manifest.output_shape} per sample; "
+            f"publish a model with a score for each of at least two classes, or choose another method"
         )
-    mixture = mixture_of(manifest, rules.components)  # which bounds its bytes, before there are any
+    # This limits the mixture's bytes before they are made.
+    mixture = mixture_of(manifest, rules.components)
     graphs = mix_all({name: published.files[name] for name in manifest.graphs}, manifest, rules.components)
     if not all(_may_run(graphs[name]) for name in TRAINING if name in graphs):
-        log.warning("%s: the mixture's training step is too large a graph, so that devices need PyTorch", manifest.task)
+        log.warning("%s: the mixture's training graph is too large, so devices need PyTorch", manifest.task)
         graphs = {name: graph for name, graph in graphs.items() if name not in TRAINING}
     others = {name: file for name, file in published.files.items() if name not in MIXED}
     files: dict[FileName, bytes] = others | {name: graphs[name] for name in graphs}
@@ -75,14 +76,14 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
 
 
 def _may_run(graph: bytes) -> bool:
-    """Return whether devices accept a training step or an evaluation of this size."""
+    """Return whether devices accept a graph of this size."""
     import onnx
 
     return len(graph) <= MAX_GRAPH and len(onnx.load_from_string(graph).graph.node) <= MOST_NODES
 
 
 def _of_each(tensors: Mapping[str, Array], manifest: Manifest, rules: FedEMSettings, seed: int) -> Tensors:
-    """Return the published weights of each component, but for the first with noise."""
+    """Return the published weights of each component, with noise except for the first."""
     trained = {spec.name: spec for spec in manifest.shared if spec.trainable}
     mixed = Tensors()
     for each in range(rules.components):

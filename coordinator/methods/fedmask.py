@@ -1,15 +1,14 @@
-"""FedMask, server half: the mean of the bits of devices' masks, where at least two devices have a weight in common.
+"""FedMask, server half: the mean of the devices' mask bits, for weights that at least two devices keep.
 
-Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1: the server averages a bit only where the masks
-of at least two devices overlap, and returns it to those; other positions stay each device's own.
+Li et al., SenSys 2021, as compared in pFedGate's section 7.1: the server averages a bit only if the masks of at least
+two devices overlap, and returns it to them; other positions stay on the device.
 
-Shared are the weights of the last ``masked_layers`` layers that can be masked, and nothing of them ever changes: each
-is one block, so that a device that holds the model of any round is sent bits alone. All else of the model is each
-device's own, and begins alike. Updates are signs alone; the mean goes down as a sign, 1 where it is at least 1/2.
+The weights of the last ``masked_layers`` maskable layers are shared and never change: each tensor is one block, so a
+device with the model of any round gets only bits. The rest of the model is personal and starts equal on all devices.
+Updates are signs; the mean is sent as a sign, 1 if it is at least 1/2.
 
-Departures. Bits are weighted with the devices' training samples. A device that was not drawn when a bit was averaged is
-sent it all the same. A bit that fewer than two devices have in a round keeps its last mean.
+Departures: bits are weighted by training samples; devices that were not drawn also get averaged bits; a bit with fewer
+than two devices in a round keeps its last mean.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from . import (
 )
 
 FEWEST = 2
-"""Devices that must have a weight in common for its bit to be averaged."""
+"""Smallest number of devices to average a bit."""
 
 OF_VALUES = ("update_clip", "update_norm_limit", "outlier_mads")
-"""Settings that bound how far values move: nothing here has any."""
+"""Settings that limit changes of values, which FedMask does not have."""
 
 
 class BitSums:
-    """Sums of signs of every maskable weight. positive and weights: the weight of the devices whose sign is 1, and of
-    those whose is not 0; senders: how many the latter are."""
+    """Sums of signs of every maskable weight. positive and weights: total weight of devices whose sign is 1, and is not
+    0; senders: the number of the latter."""
 
     def __init__(self, manifest: Manifest) -> None:
         size = manifest.maskable_values
@@ -53,7 +52,7 @@ class BitSums:
         self.updates = 0
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Count one update; its values are not looked at."""
+        """Count one update; its values are empty."""
         self.updates += 1
 
     def fold_signs_in_place(self, signs: Signs, num_examples: int) -> None:
@@ -70,21 +69,21 @@ class FedMaskSettings(MethodSettings):
         default=2,
         ge=1,
         le=1000,
-        description="Layers whose weights are masked, the last ones; all where there are fewer",
+        description="Number of last layers whose weights are masked; all if there are fewer",
     )
     density: float = Field(
-        default=0.5, gt=0, le=1, description="Share of each masked layer's weights that a device keeps, pruned once"
+        default=0.5, gt=0, le=1, description="Share of each masked layer's weights that a device keeps after pruning"
     )
     first_score: float = Field(
         default=0.0001,
         gt=0,
         le=100,
-        description="Where scores begin; the smaller it is beside the learning rate, the sooner training turns bits",
+        description="Initial scores; the smaller they are beside the learning rate, the sooner training changes bits",
     )
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest that shares the masked weights alone, each as one block. Raises BadContent without any."""
+    """Return the manifest that shares only the masked weights, each as one block. Raises BadContent without any."""
     maskable = {spec.name for spec in published.maskable}
     layers = [layer for layer in published.layers if maskable.intersection(layer.tensors)]
     chosen = layers[-own_settings(settings, FedMaskSettings).masked_layers :]
@@ -92,7 +91,7 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
     if not masked:
         raise BadContent(
             "no layer of the model can be masked: FedMask needs trained weights of linear layers or convolutions that "
-            "nothing else uses; choose a method that takes any model, such as fedavg, ditto or apfl"
+            "no other layer uses; choose a method for any model, such as fedavg, ditto or apfl"
         )
     private = published.with_blocks({}).with_private(
         [each.name for each in published.shared if each.name not in masked]
@@ -101,27 +100,27 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return the first model, no bit of which has a mean. Raises BadContent for settings that bound values."""
+    """Return the first model, without mean bits. Raises BadContent for settings that limit values."""
     for name in OF_VALUES:
         if getattr(situation.settings, name) is not None:
-            raise BadContent(f"{name}: it bounds values that move, and FedMask's updates are bits; leave it out")
+            raise BadContent(f"{name}: it limits changes of values, but FedMask's updates are bits; leave it out")
     count = situation.manifest.maskable_values
     return GlobalModel(tensors, own={"bits": np.zeros(count, np.int8)})
 
 
 def changed(model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-    """Return no block: weights stay as they began."""
+    """Return no block: weights are fixed."""
     return BlockMask(np.zeros(len(situation.manifest.block_table.sizes), bool))
 
 
 def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
-    """Raise BadContent unless no weights are sent."""
+    """Raise BadContent if weights are sent."""
     if mask.on.any():
-        raise BadContent("mask: weights stay as they began in this method; send signs alone")
+        raise BadContent("mask: weights are fixed in this method; send only signs")
 
 
 def mean_bits(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
-    """Return the mean bits as signs, 0 where there is none."""
+    """Return the mean bits as signs, 0 if there is none."""
     return {"signs": model.own["bits"].astype(np.int8)}
 
 
@@ -131,7 +130,7 @@ def sums_of(model: GlobalModel, situation: Situation) -> BitSums:
 
 
 def close(model: GlobalModel, sums: BitSums, situation: Situation) -> GlobalModel:
-    """Return the same weights with the mean bits of this round."""
+    """Return the same weights with this round's mean bits."""
     overlap = sums.senders >= FEWEST
     mean = np.where(2 * sums.positive >= sums.weights, 1, -1)
     bits = np.where(overlap, mean, model.own["bits"]).astype(np.int8)
@@ -151,9 +150,9 @@ FEDMASK = CoordinatorMethod(
     aggregation=Aggregation(
         sums=sums_of,
         close=close,
-        why_mean_only="its updates are bits, of which the mean is a vote already",
-        why_not_private="which bits at least two devices keep goes out as it is, without noise",
-        why_not_buffered="a device answers the bits of one round",
+        why_mean_only="its updates are bits, whose mean is already a vote",
+        why_not_private="bits that at least two devices keep are sent without noise",
+        why_not_buffered="updates answer the bits of one round",
     ),
-    why_not_secure=lambda settings: "its updates are signs, which masks that cancel out do not hide",
+    why_not_secure=lambda settings: "its updates are signs, which secure aggregation does not cover",
 )

@@ -1,10 +1,9 @@
-"""FedMD, server half: the mean of the class scores that devices' models give on samples that all devices have.
+"""FedMD, server half: the mean of the devices' class scores on common public samples.
 
-Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019, arXiv:1910.03581,
-Algorithm 1. All of the model is each device's own. What travels, both ways, is one table of scores [public samples,
-classes], an output in the federation's manifest: it begins as zeros, which no device digests, and is averaged as
-weights are in other methods, so that precisions, robust rules and secure rounds hold for it. Departure: the mean is
-weighted with training samples, as all means here are; the paper's is not.
+Li, Wang, NeurIPS workshop 2019, arXiv:1910.03581, Algorithm 1. The whole model is personal. One table of scores [public
+samples, classes] travels both ways, as an output in the federation's manifest. It starts as zeros, which devices do not
+digest, and is averaged like weights, so that precisions, robust rules and secure aggregation apply. Departure: the mean
+is weighted by training samples.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ SCORES = "public.scores"
 """The name of the table of scores."""
 
 SECURE_RANGE = 16.0
-"""The least range of masked values in secure rounds: scores of trained networks are of this order."""
+"""The least range of masked values in secure rounds, since scores of trained networks are of this order."""
 
 
 class FedMDSettings(MethodSettings):
     """FedMD's settings beyond a federation's."""
 
     public_samples: int = Field(
-        default=100, ge=2, le=1_000_000, description="Public samples on which models are compared, the first of the set"
+        default=100, ge=2, le=1_000_000, description="Number of public samples for comparing models, from the first"
     )
     public_epochs: int = Field(
-        default=5, ge=0, le=10_000, description="Epochs over the public samples with which a device begins"
+        default=5, ge=0, le=10_000, description="Epochs over the public samples in a device's first round"
     )
     digest_epochs: int = Field(
-        default=1, ge=1, le=1000, description="Epochs over the public samples towards their mean scores, in each round"
+        default=1, ge=1, le=1000, description="Epochs per round towards the mean scores on the public samples"
     )
-    temperature: float = Field(default=1.0, gt=0, le=1000, description="Temperature T of the scores that are digested")
+    temperature: float = Field(default=1.0, gt=0, le=1000, description="Temperature T of the digested scores")
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest of private tensors whose output is the table of scores. Raises BadContent."""
+    """Return the manifest of private tensors with the table of scores as output. Raises BadContent."""
     if len(published.output_shape) != 1:
         raise BadContent(
-            f"the model answers with values of shape {list(published.output_shape)}: FedMD needs one score for each "
+            f"the model's output has the shape {list(published.output_shape)}, but FedMD needs one score for each "
             f"class; choose a method that shares weights, such as fedavg, ditto or apfl"
         )
     shape = (own_settings(settings, FedMDSettings).public_samples, *published.output_shape)
@@ -52,11 +51,11 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def why_not_secure(settings: FederationSettings) -> str | None:
-    """Return that scores would be clipped, where the range of masked values is one for weights."""
+    """Return a reason if the range of masked values would clip scores."""
     if settings.secure_range < SECURE_RANGE:
         return (
-            f"scores move farther than weights, and beyond secure_range = {settings.secure_range:g} they would be "
-            f"clipped; give secure_range = {SECURE_RANGE:g} or more"
+            f"scores exceed weights, and secure_range = {settings.secure_range:g} would clip them; set secure_range to "
+            f"{SECURE_RANGE:g} or more"
         )
     return None
 
@@ -69,7 +68,7 @@ FEDMD = CoordinatorMethod(
     aggregation=Aggregation(
         why_mean_only=None,
         why_not_private=None,
-        why_not_buffered="scores are those of one round, and no change that can be added to another's",
+        why_not_buffered="scores belong to one round, and cannot be added to another's",
     ),
     why_not_secure=why_not_secure,
 )

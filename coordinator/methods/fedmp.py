@@ -1,29 +1,27 @@
-"""FedMP, server half: a bandit chooses how far the model is pruned for each device, and means are of whole models.
+"""FedMP, server half: a bandit chooses each device's pruning ratio; means are of whole models.
 
-Jiang, Xu, Xu, Wang, Qiao, Qian, "FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge
-Computing", ICDE 2022. For device n, drawn for round k:
+Jiang et al., ICDE 2022. For device n, drawn for round k:
 
-    E-UCB     Every device has a bandit of its own over its active ratios (the share kept; the paper's pruning ratio is
-              1 minus that). Their range is partitioned into regions; the region j with the largest
+    E-UCB     Each device has a bandit over its active ratios (the kept share; the paper's pruning ratio is 1 minus it).
+              Their range is partitioned into regions; the region j with the largest
 
                   R̄_j + sqrt(2 ln(Σ_i N_i) / N_j)      N_j = Σ_s λ^(age of s) over its rounds s with a ratio in j,
                                                         R̄_j = the mean of their rewards with the same weights
 
-              is taken (one that was never tried before all others, the widest first), the ratio is drawn uniformly
-              from it, and the region is split there unless it is narrower than ``region``.
-    reward    R_n^k = ΔL_k / |T_n^k - T̄^k|: what the mean training loss of round k has fallen by, more for devices whose
-              time is close to the round's mean.
+              is taken (untried ones first, the widest before others), the ratio is drawn uniformly from it, and the
+              region is split there unless it is narrower than ``region``.
+    reward    R_n^k = ΔL_k / |T_n^k - T̄^k|: the decrease of round k's mean training loss, larger for devices whose time
+              is close to the round's mean.
     pruning   In each hidden group the max(1, floor(ratio n)) neurons with the largest l1 norms of the global model.
     R2SP      A weight that a device was not sent counts in the average with the global model's value (the residual).
 
-Choices of ours: a ratio is at most the device's budget. The bandits keep nothing: updates' ratios, losses and times are
-in the coordinator's records, of which the last 500 rounds count. T is, with ``time = flops``, the FLOPs of the device's
-training divided by those of one sample at its budget, so that the same seeds give the same model; ``time = seconds``
-takes what devices report. |T - T̄| is relative to T̄, plus 0.1, and rewards are divided by the largest of the records.
-Weights of the average are training samples.
+Choices beyond the paper: a ratio is at most the device's budget. The bandits use ratios, losses and times of the
+coordinator's records of the last 500 rounds. T is, with ``time = flops``, the FLOPs of the device's training divided by
+those of one sample at its budget, so that runs are reproducible; ``time = seconds`` uses reported times. |T - T̄| is
+relative to T̄, plus 0.1, and rewards are divided by the largest one. Averages are weighted by training samples.
 
-``ratios = budget`` has devices prune themselves, once, to their budgets, and ``residual = false`` averages each weight
-over those who held it: together the form that FedSPU's paper compares (section 5.1).
+``ratios = budget`` (devices prune themselves once, to their budgets) with ``residual = false`` (each weight is averaged
+over the devices that have it) is the form that FedSPU's paper compares (section 5.1).
 """
 
 from __future__ import annotations
@@ -57,26 +55,26 @@ from . import (
 )
 
 LEAST_DEVIATION = 0.1
-"""Added to a time's deviation from the mean, as a share of it: no reward is infinite."""
+"""Added to a time's relative deviation from the mean, to keep rewards finite."""
 
 Play = tuple[float, float]
-"""An active ratio, and the reward that it brought."""
+"""An active ratio, and its reward."""
 
 
 class FedMPSettings(MethodSettings):
     """FedMP's settings."""
 
     ratios: Literal["bandit", "budget"] = Field(
-        default="bandit", description="What chooses how far the model is pruned for a device; budget: itself, once"
+        default="bandit", description="Choose pruning ratios by a bandit, or let devices prune once to their budget"
     )
     residual: bool = Field(
-        default=True, description="Whether weights that a device was not sent count with the global model's values"
+        default=True, description="Count weights that a device was not sent with the global model's values"
     )
-    smallest_ratio: float = Field(default=0.1, gt=0, le=1, description="Smallest active ratio that the bandit tries")
-    region: float = Field(default=0.25, gt=0, le=1, description="Width below which its regions are not split")
-    discount: float = Field(default=0.98, gt=0, le=1, description="Weight of a reward after one more round, λ")
+    smallest_ratio: float = Field(default=0.1, gt=0, le=1, description="Smallest active ratio of the bandit")
+    region: float = Field(default=0.25, gt=0, le=1, description="Width below which the bandit's regions are not split")
+    discount: float = Field(default=0.98, gt=0, le=1, description="Factor on a reward's weight per round, λ")
     time: Literal["flops", "seconds"] = Field(
-        default="flops", description="What a device's time is: counted from FLOPs and budget, or as it reports"
+        default="flops", description="Measure a device's time by FLOPs and budget, or use the seconds that it reports"
     )
 
 
@@ -95,7 +93,7 @@ def ratios(
 
 
 def rewards(history: Sequence[Participation], situation: Situation) -> list[float]:
-    """Return the reward of each participation, -1..1; history: in the order of rounds."""
+    """Return the reward of each participation, -1..1; history: ordered by rounds."""
     weights: Counter[int] = Counter()
     losses: dict[int, float] = defaultdict(float)
     times: dict[int, list[float]] = defaultdict(list)
@@ -116,7 +114,7 @@ def rewards(history: Sequence[Participation], situation: Situation) -> list[floa
 
 
 def times_of(history: Sequence[Participation], situation: Situation) -> list[float]:
-    """Return what devices took for their rounds: seconds, or samples that each could train on at its budget."""
+    """Return the devices' times: seconds, or the number of samples that each could train on at its budget."""
     if situation.own(FedMPSettings).time == "seconds":
         return [each.seconds for each in history]
     manifest = situation.manifest
@@ -128,17 +126,19 @@ def times_of(history: Sequence[Participation], situation: Situation) -> list[flo
 
 
 def next_ratio(plays: Sequence[Play], budget: float, chance: float, rules: FedMPSettings) -> float:
-    """Return the ratio that the bandit of a device tries next. plays: its own, in their order; chance: in (0, 1]."""
+    """Return the next ratio of a device's bandit. plays: its own, in order; chance: in (0, 1]."""
     least = min(rules.smallest_ratio, budget)
     regions = [(least, budget)]
     for ratio, _ in plays:
         place = _region_of(ratio, regions)
+        # None: it was tried at another budget.
         if place is None:
-            continue  # tried when the budget was another
+            continue
         low, high = regions[place]
         if high - low > rules.region and low < ratio < high:
             regions[place : place + 1] = [(low, ratio), (ratio, high)]
-    counts, sums = [0.0] * len(regions), [0.0] * len(regions)
+    counts = [0.0] * len(regions)
+    sums = [0.0] * len(regions)
     for age, (ratio, reward) in enumerate(reversed(plays)):
         place = _region_of(ratio, regions)
         if place is not None:
@@ -157,7 +157,7 @@ def next_ratio(plays: Sequence[Play], budget: float, chance: float, rules: FedMP
 
 
 def _region_of(ratio: float, regions: Sequence[tuple[float, float]]) -> int | None:
-    """Return the place of the region that a ratio is of; each has its upper end, and the first its lower one, too."""
+    """Return the index of a ratio's region; regions include the upper end, the first one also the lower."""
     for place, (low, high) in enumerate(regions):
         if low < ratio <= high or (place == 0 and ratio == low):
             return place
@@ -165,7 +165,7 @@ def _region_of(ratio: float, regions: Sequence[tuple[float, float]]) -> int | No
 
 
 def scores(model: GlobalModel, situation: Situation) -> Scores:
-    """Return the l1 norms by which neurons of the global model are kept."""
+    """Return the l1 norms of the global model's neurons."""
     return norm_scores(situation.manifest, model.tensors, 1)
 
 
@@ -173,22 +173,22 @@ PRUNING = ServerPruning(ratios=ratios, scores=scores)
 
 
 def pruning(settings: FederationSettings) -> ServerPruning | None:
-    """Return how the coordinator prunes."""
+    """Return the server's pruning, if ``ratios`` asks for it."""
     return PRUNING if own_settings(settings, FedMPSettings).ratios == "bandit" else None
 
 
 def choice(settings: FederationSettings) -> DeviceChoice | None:
-    """Return how devices choose."""
+    """Return the devices' choice, if ``ratios`` asks for it."""
     return DeviceChoice() if own_settings(settings, FedMPSettings).ratios == "budget" else None
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
-    """Return sums of whole models, or of what devices sent."""
+    """Return sums of whole models, or without ``residual`` of the values sent."""
     return MaskedSums(situation.manifest, everybody=situation.own(FedMPSettings).residual)
 
 
 def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
-    """Return the mean, and how many values of residuals were recovered for it."""
+    """Return the mean, and note the number of residual values in it."""
     closed = close_with_mean(model, sums, situation)
     if not situation.own(FedMPSettings).residual:
         return closed
@@ -196,17 +196,17 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
 
 
 def why_not(settings: FederationSettings) -> str | None:
-    """Return why R2SP cannot be combined with another aggregation."""
+    """Return why R2SP cannot be combined with another aggregation, or None."""
     if not own_settings(settings, FedMPSettings).residual:
         return None
-    return "it adds to each update what its device was not sent before the mean is taken (residual)"
+    return "it adds to each update the values that the device was not sent, before taking the mean (residual)"
 
 
 def why_not_private(settings: FederationSettings) -> str | None:
-    """Return why noise on the mean would not be enough."""
+    """Return why noise on the mean would not suffice, or None."""
     if own_settings(settings, FedMPSettings).ratios == "budget":
         return None
-    return "what it asks of devices follows from losses and times that devices reported (ratios)"
+    return "its assignments follow from losses and times that devices reported (ratios)"
 
 
 FEDMP = CoordinatorMethod(

@@ -1,9 +1,8 @@
-"""FedPer, server half: the mean of the devices' bodies; heads stay where they are.
+"""FedPer, server half: the mean of the devices' bodies; heads stay on devices.
 
-Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. The last
-linear layer is each device's own: its tensors are ``personal`` in the manifest that
-the federation is created with, and so never on a wire. What is averaged is no model by itself. Other personal layers
-are named by the setting ``private``: a device's own adapter beside a shared one, for instance.
+Arivazhagan et al., arXiv:1912.00818. The last linear layer is personal: its tensors are ``personal`` in the
+federation's manifest, and never sent. The averaged part is not a complete model. The setting ``private`` names other
+personal layers, such as a device's own adapter beside a shared one.
 """
 
 from __future__ import annotations

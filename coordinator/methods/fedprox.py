@@ -1,8 +1,7 @@
-"""FedProx, server half: FedAvg's, with one setting that the devices read.
+"""FedProx, server half: FedAvg, with a setting for devices.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-arXiv:1812.06127. Where the paper draws devices in proportion to their samples and averages plainly, here they are drawn
-evenly and averaged with weights n_k, as its released code does: the same mean, and the same cohorts as FedAvg.
+Li et al., MLSys 2020, arXiv:1812.06127. The paper draws devices in proportion to their samples and averages plainly;
+here, as in its released code, they are drawn evenly and weighted by n_k: the same mean, and FedAvg's cohorts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class FedProxSettings(MethodSettings):
         default=0.01,
         ge=0,
         allow_inf_nan=False,
-        description="Weight μ of the pull back to the model received; 0 is FedAvg, usual are 0.01, 0.1 and 1",
+        description="Weight μ of the pull towards the received model; 0 is FedAvg, usual are 0.01, 0.1 and 1",
     )
 
 

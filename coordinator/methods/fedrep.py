@@ -1,7 +1,6 @@
-"""FedRep, server half: FedPer's.
+"""FedRep, server half, equal to FedPer's: φ is the mean of the devices' bodies.
 
-Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
-2021, arXiv:2102.07078, Algorithm 1: φ is the mean of the devices' bodies. How they train is all that differs.
+Collins et al., ICML 2021, arXiv:2102.07078, Algorithm 1. Only local training differs.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
-"""FedSGC: gradient-congruity guided federated sparse training, server half.
+"""FedSGC, server half: gradient-congruity guided federated sparse training.
 
-Tian, Liu, Li, Cheung, Wang, "Gradient-Congruity Guided Federated Sparse Training", arXiv:2405.01189. One sparse model
-for everybody: in layer l exactly K_l weights exist (Erdos-Renyi-Kernel densities), and every device downloads, trains
-and uploads those alone. Now and then devices replace some (``edge_sdk.methods.fedsgc``), and the server, at the end of
-any round,
+Tian et al., arXiv:2405.01189. One sparse model for all devices: layer l has exactly K_l weights
+(Erdos-Renyi-Kernel densities), and devices download, train and upload only those. At times devices replace some
+(``edge_sdk.methods.fedsgc``). At the end of any round the server computes
 
-    θ½ = (Σ_c n_c θ_c m_c + n_rest θ_r m_r) / (Σ_c n_c m_c + n_rest m_r)      where anybody holds it          (Eq. 5)
+    θ½ = (Σ_c n_c θ_c m_c + n_rest θ_r m_r) / (Σ_c n_c m_c + n_rest m_r)      if any device has the weight     (Eq. 5)
     m_{r+1}: the K_l largest |θ½| of each layer among those;   θ_{r+1} = θ½ m_{r+1}
     d_{r+1} = sign(θ½ - θ_r)                                                   the direction map
 
-with n_rest the examples of the devices that did not answer. The map tells devices which way the model moved; it goes
-down in re-adjusting rounds only, for the weights that exist.
+with n_rest the examples of absent devices. The map holds the model's direction; it is sent in re-adjusting rounds only,
+for existing weights.
 
-Where the paper is silent or errs:
+Choices beyond the paper:
 
 - n_rest slows learning to the cohort's share of all examples. ``rest`` is none by default; all is as printed.
-- The map of a round without re-adjusting is 0 wherever nothing existed, so that it can revive nothing but what was just
-  dropped. ``direction_memory`` keeps each position's last direction, and sends them all.
+- Without re-adjusting, a round's map is 0 at empty positions, so that it can only revive weights just dropped.
+  ``direction_memory`` keeps each position's last direction, and sends all.
 - The map is taken before the global prune, which is no direction of learning. The prune is per layer, among positions
-  that somebody holds; ties go to those held with more examples, then to the lower index.
-- Re-adjusting ends with the last round, and the expected epochs of a device are E·R·cohort/devices.
+  with an update; ties go to those with more examples, then to the lower index.
+- Re-adjusting ends before the last round, and a device's expected epochs are E·R·cohort/devices.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ PAPER = {
     "adjust_interval": 20,
     "device_interval": 20,
 }
-"""As printed (for MNIST); the defaults were chosen on validation data (docs/results/fedsgc.md). The intervals are meant
-for 400 rounds: see ``of_rounds``. Devices' last replacements come up as zeros, which the global prune removes."""
+"""As printed (for MNIST); the defaults were chosen on validation data (docs/results/fedsgc.md). The intervals are for
+400 rounds: see ``of_rounds``. Devices' last replacements are sent as zeros, which the global prune removes."""
 
 
 class FedSGCSettings(SparseTrainingSettings):
-    """FedSGC's settings beyond those of sparse training. ``preset`` paper gives what is left out the paper's values."""
+    """FedSGC's settings beyond those of sparse training. ``preset`` paper sets the paper's values for all others."""
 
-    preset: Literal["sparrow", "paper"] = Field(default="sparrow", description="Whose values the others have")
-    guided_share: float = Field(default=0.01, ge=0, le=1, description="Share of the changes that directions guide, λ")
+    preset: Literal["sparrow", "paper"] = Field(default="sparrow", description="Source of the other settings' defaults")
+    guided_share: float = Field(default=0.01, ge=0, le=1, description="Share of changes guided by directions, λ")
     guided_basis: Literal["total", "moved"] = Field(
-        default="total", description="Of what λ is a share: all zeros afterwards (as printed), or what is dropped"
+        default="total", description="Base of the share λ: all zeros after dropping (as printed), or dropped weights"
     )
     rest: Literal["all", "none"] = Field(
-        default="none", description="Whether devices that do not answer hold on to the old weights with theirs"
+        default="none", description="Count absent devices with the old weights (all), or not (none)"
     )
     direction: Literal["pre_prune", "post_prune"] = Field(
-        default="pre_prune", description="Whether directions are taken before the global prune"
+        default="pre_prune", description="Take directions before or after the global prune"
     )
-    direction_memory: bool = Field(default=False, description="Whether every position keeps its last direction")
+    direction_memory: bool = Field(default=False, description="Keep the last direction of every position")
 
     @model_validator(mode="before")
     @classmethod
@@ -82,8 +81,9 @@ def _directions(
     new: NDArray[np.float32],
     trained: NDArray[np.bool_],
 ) -> Tensors:
-    """Return d of one tensor, int8 [n]: which way trained positions moved, before the global prune or after it."""
-    moved, key = half if rules.direction == "pre_prune" else new, _key(name)
+    """Return d of one tensor, int8 [n]: the direction of trained positions, before or after the global prune."""
+    moved = half if rules.direction == "pre_prune" else new
+    key = _key(name)
     directions = (np.sign(moved - old) * trained).astype(np.int8)
     if rules.direction_memory and key in before:
         directions = np.where(directions == 0, before[key], directions).astype(np.int8)
@@ -91,7 +91,7 @@ def _directions(
 
 
 def directions_of(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
-    """Return d_r as signs, where weights exist, or everywhere; nothing if no weight is replaced by it."""
+    """Return d_r as signs, of existing weights or of all positions; {} if it guides nothing."""
     rules = situation.own(FedSGCSettings)
     if not situation.plan or rules.guided_share == 0 or model.mask is None:
         return {}
@@ -104,7 +104,7 @@ def directions_of(model: GlobalModel, situation: Situation) -> dict[str, Numbers
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
-    """Return the model averaged and pruned to K_l, with the directions in which it moved."""
+    """Return the mean pruned to K_l, with its directions."""
     rules = situation.own(FedSGCSettings)
     rest = max(0, situation.num_examples - sums.num_examples) if rules.rest == "all" else 0
     return average_and_prune(model, sums, rest, partial(_directions, model.own, rules))

@@ -1,14 +1,12 @@
-"""FedSPU: personalised federated learning with stochastic parameter update, server half.
+"""FedSPU, server half: personalised federated learning with stochastic parameter update.
 
-Niu, Dong, Qin, "FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter
-Update", arXiv:2403.11464. Every device keeps a full personal model; in each round it receives, trains and returns only
-the weights between neurons drawn anew for it, at its active ratio p_k (Algorithm 1). The server averages weight by
-weight over those who held it, with n_k, the number of training samples, as weights.
+Niu, Dong, Qin, arXiv:2403.11464. Every device keeps a full personal model; in each round it receives, trains and
+returns only the weights between neurons drawn anew for it, at its active ratio p_k (Algorithm 1). The server averages
+each weight over the devices that have it, weighted by training samples n_k.
 
-A device begins with the global model as it is at its first participation; ``start=initial`` is Algorithm 1, line 1,
-where all begin with w^0. Where paper and released code differ: the code weights with the number of mini-batches and
-averages full and partial devices apart, so that the later one overwrites; here there is one mean weighted with n_k, as
-the paper's text says.
+A device starts with the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0. The
+paper's released code weights by mini-batches and averages full and partial devices separately, so that one overwrites
+the other; this follows the paper's text.
 """
 
 from __future__ import annotations
@@ -30,23 +28,24 @@ class FedSPUSettings(LastRoundsSettings):
 
     alone: bool = Field(
         default=False,
-        description="Whether devices train another model beside it, without the others, which they may take at the "
-        "end with personal_model=fleet; a round then takes twice the time and energy",
+        description="Also train a local-only model on each device, which it may use at the end with "
+        "personal_model=fleet; a round then takes twice the time and energy",
     )
     start: Literal["current", "initial"] = Field(
         default="current",
-        description="What a device's personal model is before its first round: the global model as it is then, or the "
-        "first one of all, w^0 (as printed)",
+        description="A device's personal model before its first round: the current global model, or the federation's "
+        "first one, w^0 (as printed)",
     )
 
 
 def published(manifest: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the published manifest. Raises BadContent where devices cannot draw the first model, and are to."""
+    """Return the published manifest. Raises BadContent if devices cannot draw the first model but should start with
+    it."""
     given = next((spec.name for spec in manifest.shared if isinstance(spec.init, Data)), None)
     if given is not None and own_settings(settings, FedSPUSettings).start == "initial":
         raise BadContent(
-            f"start: devices are to begin with the first model, but {given} has values that are published with it and "
-            f"sent to nobody; take start=current"
+            f"start: devices should start with the first model, but {given} has published values that are not sent to "
+            f"them; set start=current"
         )
     return manifest
 
@@ -63,4 +62,5 @@ FEDSPU = CoordinatorMethod(
     adjusts_logits=True,
     why_not_secure=needs_sums_alone,
 )
-"""A masked weighted mean; a weight that nobody held keeps its value. ``averaged_rounds`` is not of the paper."""
+"""A masked weighted mean; a weight without an update keeps its value. ``averaged_rounds`` is an addition to the
+paper."""

@@ -1,9 +1,7 @@
-"""FjORD, server half: every device has the first neurons of each layer, as many as its budget says.
+"""FjORD, server half: every device has the first neurons of each layer, as many as its budget allows.
 
-Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
-heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451: max(1, floor(p_k n_l)) neurons, the same in
-all rounds. The server averages weight by weight over those who held it. Devices draw the widths of their steps, and
-distil, by the settings below.
+Horváth et al., NeurIPS 2021, arXiv:2102.13451: max(1, floor(p_k n_l)) neurons, the same in all rounds. The server
+averages each weight over the devices that have it.
 """
 
 from __future__ import annotations
@@ -22,21 +20,19 @@ class FjordSettings(MethodSettings):
 
     widths: Literal["uniform", "fixed"] = Field(
         default="uniform",
-        description="Width of each local step: drawn uniformly up to the device's own, or always the device's own, "
+        description="Width of each local step: drawn uniformly up to the device's own, or always the device's own "
         "without distillation (the simple form)",
     )
     width_steps: int = Field(
-        default=5, ge=2, le=100, description="Widths that are drawn are multiples of 1 over this, and the device's own"
+        default=5, ge=2, le=100, description="Number of widths, multiples of 1 over this, besides the device's own"
     )
     distil: bool = Field(
         default=True, description="Train the device's own width in each step, and narrower ones on its outputs"
     )
     distil_weight: float = Field(
-        default=1.0, ge=0, le=1, description="Weight α of the distillation; 1 - α is that of the labels' loss"
+        default=1.0, ge=0, le=1, description="Weight α of the distillation loss; the labels' loss has 1 - α"
     )
-    distil_temperature: float = Field(
-        default=1.0, gt=0, le=100, description="Temperature T of the outputs that are distilled"
-    )
+    distil_temperature: float = Field(default=1.0, gt=0, le=100, description="Temperature T of the distilled outputs")
 
 
 FJORD = CoordinatorMethod(

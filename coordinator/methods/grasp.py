@@ -1,12 +1,10 @@
-"""GraSP: pruning at initialisation, by gradient flow, server half.
+"""GraSP, server half: pruning at initialisation by gradient flow.
 
-Wang, Zhang, Grosse, "Picking Winning Tickets Before Training by Preserving Gradient Flow", ICLR 2020, arXiv:2002.07376.
-Before the first round one device scores every weight on its own data and keeps the K = floor(density·n_w) of the
-largest scores, over the whole network (``edge_sdk.methods.grasp``). From then on this is FedAvg of what is left,
+Wang, Zhang, Grosse, ICLR 2020, arXiv:2002.07376. In round 0 one device scores every weight on its own data (the paper's
+machine has all data) and keeps the K = floor(density·n_w) largest scores of the whole network
+(``edge_sdk.methods.grasp``). The rounds after it are FedAvg of the sparse model,
 
-    θ_{r+1} = Σ_c n_c θ_c / Σ_c n_c,     m_r = m_1 for ever.
-
-The paper knows one machine with all the data. Here a single device scores, in a round 0 of its own.
+    θ_{r+1} = Σ_c n_c θ_c / Σ_c n_c,     m_r = m_1 for all r.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ class GraSPSettings(PreparedSettings):
     """GraSP's settings beyond those of prepared models."""
 
     temperature: float = Field(
-        default=200.0, gt=0, allow_inf_nan=False, description="What outputs are divided by before their loss is scored"
+        default=200.0, gt=0, allow_inf_nan=False, description="Divisor of the outputs in the scored loss"
     )
     score_batches: int = Field(
-        default=0, ge=0, le=1_000_000, description="Batches of its training data that a device scores on; 0 is all"
+        default=0, ge=0, le=1_000_000, description="Number of training batches that weights are scored on; 0: all"
     )
 
 
 def check_mask(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-    """Raise BadContent unless the mask has K weights, neither more nor fewer."""
+    """Raise BadContent unless the mask has exactly K weights."""
     check_prepared(model, mask, situation)
     wanted = weight_budget(situation.manifest, density_of(situation.settings))
     if mask.count != wanted:
-        raise BadContent(f"mask: it has {mask.count} weights, it must have {wanted}; keep the largest scores")
+        raise BadContent(f"mask: it has {mask.count} weights, but must have {wanted}; keep the largest scores")
 
 
 GRASP = CoordinatorMethod(

@@ -1,9 +1,8 @@
-"""Hermes, server half: every device prunes its own network, and exchanges the weights that it has left.
+"""Hermes, server half: every device prunes its own network, and exchanges the remaining weights.
 
-Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients", MobiCom
-2021. The server averages weight by weight over those whose networks share it. An update may have fewer neurons than its
-device was sent, but none that it was not, and not fewer than its budget allows; a device that is sent the whole model
-(its first round, a lost state, a budget that has grown) may begin with any such network.
+Li et al., MobiCom 2021. The server averages each weight over the devices that share it. An update may have fewer
+neurons than its device was sent, but no others, and not fewer than its budget allows. A device that is sent the whole
+model (in its first round, after losing its state, or with a larger budget) may start with any such network.
 
 ``pruning = once`` is the form that FedSPU's paper compares (section 5.1): devices prune once, to their budgets.
 """
@@ -25,28 +24,28 @@ class HermesSettings(MethodSettings):
     """Hermes' settings."""
 
     pruning: Literal["gradual", "once"] = Field(
-        default="gradual", description="Whether devices prune step by step while accuracy holds, or once, to the budget"
+        default="gradual", description="Let devices prune gradually while accuracy holds, or once to their budget"
     )
-    prune_rate: float = Field(default=0.2, gt=0, lt=1, description="Share of a layer's neurons that a step prunes")
+    prune_rate: float = Field(default=0.2, gt=0, lt=1, description="Share of a layer's neurons pruned per step")
     accuracy_threshold: float = Field(
-        default=0.5, ge=0, le=1, description="Accuracy on validation data from which on a device prunes"
+        default=0.5, ge=0, le=1, description="Validation accuracy from which a device prunes"
     )
 
 
 def reaches(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
-    """Return whether a device has not pruned more than its budget asks for."""
+    """Return whether a device has not pruned below its budget."""
     return reaches_ratio(situation.manifest, mask, ratio)
 
 
 def fault(held: NeuronMask | None, mask: Mask | None, ratio: float, situation: Situation) -> str | None:
-    """Return what is wrong with the neurons of an update, None if nothing is."""
+    """Return the fault of an update's neurons, or None."""
     if not isinstance(mask, NeuronMask) or not reaches_ratio(situation.manifest, mask, ratio):
         return (
-            f"of the n neurons of each group a device keeps at least max(1, floor(p n)) at a budget of p = {ratio:g}, "
-            f"and these are fewer"
+            f"at a budget of p = {ratio:g} a device must keep at least max(1, floor(p n)) of the n neurons of each "
+            f"group, and this mask has fewer"
         )
     if held is not None and not is_within(mask, held):
-        return "it has neurons that the device had pruned before"
+        return "it has neurons that the device pruned before"
     return None
 
 
@@ -54,7 +53,7 @@ GRADUAL = DeviceChoice(keeps=reaches, fault=fault)
 
 
 def choice(settings: FederationSettings) -> DeviceChoice:
-    """Return how devices choose."""
+    """Return the devices' way of choosing."""
     return GRADUAL if own_settings(settings, HermesSettings).pruning == "gradual" else DeviceChoice()
 
 

@@ -1,14 +1,12 @@
 """HeteroFL, server half: every device has the first neurons of each layer, and the global model is the widest.
 
-Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
-ICLR 2021, arXiv:2010.01264: a device of width ratio r has the first
-ceil(r n_l) neurons, and the server averages every weight over the devices that hold it, weighted with their training
-samples. A budget is a width; the share of the weights that it makes is about its square.
+Diao, Ding, Tarokh, ICLR 2021, arXiv:2010.01264: a device of width ratio r has the first ceil(r n_l) neurons, and the
+server averages every weight over the devices that have it, weighted by training samples. A budget is a width; its share
+of the weights is about its square.
 
-Rows of the output layer are averaged over the devices that have their class, as in the code that the authors released
-(``Federation.combine``, which knows each device's ``label_split``). For this the rows are a group of neurons of their
-own in the federation's manifest, and the mask of an update names those that it brings: that, and no more, is what the
-server learns of a device's labels.
+Rows of the output layer are averaged over the devices with their class, as in the authors' released code
+(``Federation.combine``). So the rows are a group of neurons in the federation's manifest, and an update's mask names
+its rows, which reveals the device's classes.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ class HeteroFLSettings(MethodSettings):
 
     rows: Literal["seen", "all"] = Field(
         default="seen",
-        description="Rows of the output layer that a device sends: of the classes that it has, which tells the "
-        "coordinator what these are, or all",
+        description="Rows of the output layer that a device sends: of its own classes, which reveals these to the "
+        "coordinator, or all",
     )
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest whose masks can name rows of the output layer, where devices send some of them."""
+    """Return the manifest, with the output layer's rows as a group if devices send some of them."""
     return with_classes(published) if own_settings(settings, HeteroFLSettings).rows == "seen" else published
 
 
 def why_not_secure(settings: FederationSettings) -> str | None:
-    """Return that devices differ in the rows that they send, unless they send all."""
+    """Return a reason if devices send different rows."""
     if own_settings(settings, HeteroFLSettings).rows == "seen":
-        return "each device sends the rows of its own classes, which no other has; give method_settings.rows = all"
+        return "each device sends the rows of its own classes; set method_settings.rows = all"
     return None
 
 

@@ -1,17 +1,16 @@
-"""HetLoRA, server half: every device has the first ranks of each adapter, as many as its budget says.
+"""HetLoRA, server half: every device has the first ranks of each adapter, as many as its budget allows.
 
-Cho, Liu, Xu, Fahrezi, Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
-arXiv:2401.06432. It is FedAvg on low-rank adapters, whose product B A [out, in] is added to a frozen weight:
+Cho et al., EMNLP 2024, arXiv:2401.06432. FedAvg on low-rank adapters, whose product B A [out, in] is added to a frozen
+weight:
 
 - *truncation*: a device of budget p has the first ceil(p r) of r ranks, rows of A and columns of B;
-- *sparsity-weighted aggregation*: what a device has not counts as zero, and its adapter counts in proportion to
-  ||B_k A_k||, Frobenius, so that small ranks, which tell less, dilute the large ones less. Here the device's training
-  samples n_k count as well, as in FedAvg, and adapters are weighed one by one; with equal norms, or where all have all
-  ranks, it is FedAvg's mean for equal n_k.
+- *sparsity-weighted aggregation*: missing ranks count as zero, and an adapter is weighted by the Frobenius norm
+  ||B_k A_k||, so that small ranks, which are less informative, dilute large ones less. Here also training samples n_k
+  count, and adapters are weighted one by one. Equal norms, or full ranks with equal n_k, give FedAvg's mean.
 
-The ranks of an adapter are the neurons that the manifest found between two frozen layers: rows of one weight and
-columns of another, and of nothing else. Other hidden neurons that are trained are cut alike, and averaged over those
-that have them. Left out is the paper's pruning of a device's own ranks: the budget is what decides here.
+The manifest finds an adapter's ranks as neurons between two frozen layers: rows of one weight and columns of another
+only. Other trained hidden neurons are cut alike, and averaged over the devices that have them. The paper's rank
+self-pruning is left out, since the budget decides.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from . import ActiveNeurons, Aggregation, CoordinatorMethod, GlobalModel, Situat
 
 
 def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """Return the adapters: group of ranks -> the weight whose rows they are, A, and the one whose columns, B."""
+    """Return the adapters: group of ranks -> weight A with these rows, weight B with these columns."""
     found: dict[str, tuple[list[str], list[str], list[str]]] = {group.name: ([], [], []) for group in manifest.groups}
     for spec in manifest.shared:
         for axis, segments in enumerate(spec.axes):
@@ -44,7 +43,7 @@ def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:
 
 
 class AdapterSums:
-    """Numerators of updates, each adapter weighted with its norm; other tensors as ``MaskedSums`` has them."""
+    """Numerators of updates, each adapter weighted by its norm; other tensors as in ``MaskedSums``."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -62,10 +61,10 @@ class AdapterSums:
         self._others.fold_in_place(values, mask, num_examples)
         parts = {spec.name: (block, part) for spec, block, part in unpack(self._manifest, values, mask)}
         for group, (down, up) in self._pairs.items():
-            a, b = (
-                np.asarray(parts[name][1], np.float64).reshape(parts[name][0].shape) for name in (down, up)
-            )  # [r_k, in], [out, r_k]
-            norm = float(np.sqrt(max(0.0, ((b.T @ b) * (a @ a.T)).sum())))  # ||B A||, without the product
+            # [r_k, in], [out, r_k]
+            a, b = (np.asarray(parts[name][1], np.float64).reshape(parts[name][0].shape) for name in (down, up))
+            # ||B A|| without computing the product
+            norm = float(np.sqrt(max(0.0, ((b.T @ b) * (a @ a.T)).sum())))
             weight = num_examples * norm
             self._weights[group] += weight
             for name in (down, up):
@@ -74,7 +73,7 @@ class AdapterSums:
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32. Adapters of which nobody has learned anything stay."""
+        """Return the next global values: name -> float32. Adapters without any update stay."""
         result = self._others.mean(previous)
         for name, numerator in self._numerators.items():
             weight = np.full(numerator.shape, self._weights[self._adapter[name]])
@@ -83,11 +82,11 @@ class AdapterSums:
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the published manifest. Raises BadContent where it has no adapter."""
+    """Return the published manifest. Raises BadContent without an adapter."""
     if not adapters(published):
         raise BadContent(
-            "hetlora: the model has no low-rank adapter, two linear layers in a row beside a frozen one; add one "
-            "(peft.get_peft_model), or choose heterofl, which narrows whole models"
+            "hetlora: the model has no low-rank adapter, which is two linear layers in a row beside a frozen one; add "
+            "one (peft.get_peft_model), or choose heterofl, which narrows whole models"
         )
     return published
 
@@ -102,5 +101,5 @@ HETLORA = CoordinatorMethod(
     manifest=manifest,
     active=ActiveNeurons(narrow=True, rule=first_neurons_up),
     aggregation=Aggregation(sums=sums_of),
-    why_not_secure=lambda settings: "adapters are weighed by the norms of single updates, which nobody sees",
+    why_not_secure=lambda settings: "adapters are weighted by norms of single updates, which are hidden",
 )

@@ -1,13 +1,11 @@
-"""The mean of the last rounds' models as the finished one, for methods that average what the cohort trained.
+"""Averaging of the last rounds' models into the finished one, for methods with FedAvg's mean.
 
-Izmailov, Podoprikhin, Garipov, Vetrov, Wilson, "Averaging Weights Leads to Wider Optima and Better Generalization",
-UAI 2018, arXiv:1803.05407; on the server of a federation: Caldarola, Caputo, Ciccone, "Improving Generalization in
-Federated Learning by Seeking Flat Minima", ECCV 2022, arXiv:2203.11834. With w_r the model that round r makes, of T
-rounds, and n ``averaged_rounds``, the finished model is
+Izmailov et al., UAI 2018, arXiv:1803.05407; on the server of a federation: Caldarola et al., ECCV 2022,
+arXiv:2203.11834. With w_r the model of round r, of T rounds, and n ``averaged_rounds``, the finished model is
 
     (w_{T-n+1} + ... + w_T) / n
 
-Rounds train w_r as ever; the mean is kept beside it, in float32, and takes its place in round T. A federation that ends
+Rounds train w_r as usual; the mean is kept beside it, in float32, and replaces it in round T. A federation that ends
 earlier ends with its last model. Running statistics of batch norm are averaged like weights.
 """
 
@@ -20,8 +18,10 @@ from pydantic import Field
 
 from . import Aggregation, GlobalModel, MethodSettings, Situation
 
-COUNT, MEAN = "count", "mean."
-"""Key of the number of rounds in the mean, and what stands before the names of its tensors."""
+COUNT = "count"
+"""Key of the number of rounds in the mean."""
+MEAN = "mean."
+"""Prefix of the mean's tensors."""
 
 
 class LastRoundsSettings(MethodSettings):
@@ -31,14 +31,15 @@ class LastRoundsSettings(MethodSettings):
         default=0,
         ge=0,
         le=1_000_000,
-        description="Rounds at the end of which the finished global model is the mean; 0: the last one's alone",
+        description="Average the models of this many last rounds into the finished one; 0: the last model",
     )
 
 
 def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
     """Return the weighted mean of the round's updates; in the last round, the mean of the last rounds' models."""
-    tensors, rounds = sums.mean(model.tensors), situation.settings.rounds
-    # Not by ``own``: methods have more settings than this one.
+    tensors = sums.mean(model.tensors)
+    rounds = situation.settings.rounds
+    # Not by ``own``, because methods have more settings than this one.
     averaged = int(situation.settings.method_settings.get("averaged_rounds", 0))
     if situation.round <= rounds - averaged:
         return GlobalModel(tensors, model.mask)

@@ -1,12 +1,11 @@
-"""LG-FedAvg, server half: the mean of the devices' heads; what makes their features stays where it is.
+"""LG-FedAvg, server half: the mean of the devices' heads; representations stay on devices.
 
-Liang and others, "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
-arXiv:2001.01523. Shared are the linear layers; convolutions and whatever else lies below are each device's own. In a
-network of linear layers alone the first one is.
+Liang et al., arXiv:2001.01523. Linear layers are shared; convolutions and other layers below are personal. In a network
+of only linear layers, the first one is personal.
 
-The paper's experiments begin with a model that FedAvg has trained. With a ``fedavg_share`` the first rounds are
-FedAvg's, of the whole model; in those after it each device keeps the body that FedAvg has left as its own, and the
-global model keeps it as it was. The tensors of the body are blocks, one each, so that only the head travels then.
+The paper's experiments start with a model trained by FedAvg. With a ``fedavg_share`` the first rounds are FedAvg's, of
+the whole model; after them each device keeps FedAvg's body as its own, and only heads are sent. So each tensor of the
+body is a block.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class LGFedAvgSettings(MethodSettings):
     """LG-FedAvg's setting beyond a federation's."""
 
     fedavg_share: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the rounds, the first, in which the whole model is averaged"
+        default=0.0, ge=0, lt=1, description="Share of rounds, at the start, that average the whole model"
     )
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest in which the body, all but the linear layers or the first of them, is private or, if FedAvg
-    comes first, its trainable tensors are blocks."""
+    """Return the manifest with a private body, or with trainable body tensors as blocks if FedAvg comes first. The body
+    is everything except the linear layers, or else the first of them."""
     linear = linear_layers(published)
     head = check_apart(published, linear)
     body = {spec.name for spec in published.shared} - head or check_apart(published, linear[:1])
@@ -56,7 +55,7 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def _from_first(settings: FederationSettings) -> bool:
-    """Return whether body and head are apart from the first round on."""
+    """Return whether body and head are separate from the first round."""
     return own_settings(settings, LGFedAvgSettings).fedavg_share == 0
 
 
@@ -66,27 +65,27 @@ def apart(situation: Situation) -> bool:
 
 
 def work(situation: Situation) -> Work:
-    """Return what the round asks for: the whole model, or the head alone."""
+    """Return the round's work: training the whole model, or sending only the head."""
     return Work(plan={"apart": 1}) if situation.manifest.blocks and apart(situation) else Work()
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return the first model; ``own`` holds in which round each tensor of a shared body last changed."""
+    """Return the first model; ``own`` has the round of each body tensor's last change."""
     blocks = len(situation.manifest.blocks)
     return GlobalModel(tensors, own={"changed": np.zeros(blocks, np.int64)} if blocks else {})
 
 
 def changed(model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-    """Return the tensors of the body that a later round has changed."""
+    """Return the body tensors changed in a later round."""
     return BlockMask(model.own["changed"].astype(np.int64) > since)
 
 
 def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
-    """Raise BadContent unless nothing of a body of one's own is sent."""
+    """Raise BadContent if a private body is sent."""
     if not situation.plan.get("apart"):
         refuse_mask()
     if mask.on.any():
-        raise BadContent("mask: the body is each device's own in this round; send the head alone")
+        raise BadContent("mask: the body stays on each device in this round; send only the head")
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
@@ -95,20 +94,21 @@ def sums_of(model: GlobalModel, situation: Situation) -> Sums:
 
 
 def close(model: GlobalModel, sums: BlockSums | MaskedSums, situation: Situation) -> GlobalModel:
-    """Return the weighted mean; of the head alone where bodies are apart."""
-    mean, blocks = sums.mean(model.tensors), situation.manifest.blocks
+    """Return the weighted mean, only of the head if bodies are separate."""
+    mean = sums.mean(model.tensors)
+    blocks = situation.manifest.blocks
     if not blocks:
         return GlobalModel(mean, model.mask, model.own)
     if not work(situation).plan:
         return GlobalModel(mean, own={"changed": np.full(len(blocks), situation.round, np.int64)})
-    # Neither running statistics nor a body that a device has sent all the same: FedAvg's stays, whole.
+    # Drop running statistics, and any body that a device sent: FedAvg's body stays.
     head = {name: mean[name] for name in situation.manifest.uncut}
     return GlobalModel({**model.tensors, **head}, own=model.own)
 
 
 def why_not_secure(settings: FederationSettings) -> str | None:
-    """Return that updates of two kinds follow one another, unless body and head are apart from the first round on."""
-    return None if _from_first(settings) else "its updates change their form; give method_settings.fedavg_share = 0"
+    """Return a reason if updates change their form between rounds."""
+    return None if _from_first(settings) else "its updates change their form; set method_settings.fedavg_share = 0"
 
 
 LGFEDAVG = CoordinatorMethod(

@@ -1,7 +1,7 @@
-"""Local training alone, server half: rounds without exchange, the baseline that federated learning has to beat.
+"""Local training, server half: rounds without exchange, as a baseline for federated learning.
 
-Every device starts from the federation's initial weights and trains by itself; nothing of a model goes up, and the
-global model stays what it was. Reports and evaluations are collected as for any other method.
+Every device starts from the federation's initial weights and trains by itself. Only reports and evaluations are sent;
+the global model stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from . import Aggregation, CoordinatorMethod, Schedule, Situation, Work
 
 
 def work(situation: Situation) -> Work:
-    """Return the same work for every round: each device of the cohort trains its own model and reports."""
+    """Return the work of every round: each device of the cohort trains its own model and reports."""
     return Work(Kind.personalise)
 
 
@@ -20,7 +20,7 @@ LOCAL = CoordinatorMethod(
     usable_global_model=False,
     personal_models=True,
     pages=True,
-    why_not_secure=lambda settings: "nothing of a model goes up",
+    why_not_secure=lambda settings: "devices send no model",
     schedule=Schedule(work=work),
-    aggregation=Aggregation(why_mean_only="nothing of a model goes up"),
+    aggregation=Aggregation(why_mean_only="devices send no model"),
 )

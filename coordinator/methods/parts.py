@@ -1,4 +1,4 @@
-"""Helpers of methods that share a part of the model: they cut it into a body and a head."""
+"""Helpers of methods that share a part of the model: they separate body and head."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from . import MethodSettings, own_settings
 
 
 class PrivateSettings(MethodSettings):
-    """The setting of methods with a part that stays on each device."""
+    """The setting of methods with a part that stays on devices."""
 
     private: str = Field(
         default="",
         max_length=1000,
-        description="Parameters that stay on each device, as patterns of their names with commas between them, such as "
-        "*.lora_?.own.*; empty: those of the last linear layer",
+        description="Parameters that stay on devices, as name patterns separated by commas, such as *.lora_?.own.*; "
+        "empty: those of the last linear layer",
     )
 
 
 def private_part(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest in which what the setting names, or else the last linear layer, is private. Raises
+    """Return the manifest with the parameters of ``private``, or else the last linear layer, made private. Raises
     BadContent."""
     patterns = [each.strip() for each in own_settings(settings, PrivateSettings).private.split(",") if each.strip()]
     trained = {spec.name for spec in published.shared if spec.trainable}
@@ -34,14 +34,14 @@ def private_part(published: Manifest, settings: FederationSettings) -> Manifest:
         names = check_apart(published, linear_layers(published)[-1:])
         if not names & trained:
             raise BadContent(
-                f"{min(names)}: the last linear layer is frozen, so it cannot be each device's own; train it, or name "
-                "the parameters that stay on devices (method_settings.private)"
+                f"{min(names)}: the last linear layer is frozen, so it cannot be personal; train it, or name the "
+                "parameters that stay on devices (method_settings.private)"
             )
         return published.with_private(names & trained)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in trained):
             raise BadContent(
-                f"method_settings.private: no trained parameter is called {pattern!r}; there are, for example, "
+                f"method_settings.private: {pattern!r} matches no trained parameter; examples of names: "
                 f"{', '.join(sorted(trained)[:3])}"
             )
     names = {name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -51,24 +51,24 @@ def private_part(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def check_apart(manifest: Manifest, part: Sequence[Layer]) -> set[str]:
-    """Return the tensors of some layers. Raises BadContent for one that another layer uses, too (tied weights)."""
+    """Return the tensors of some layers. Raises BadContent if another layer uses one, too (tied weights)."""
     names = {name for layer in part for name in layer.tensors}
     for layer in manifest.layers:
         shared = names.intersection(layer.tensors) if layer not in part else ()
         if shared:
             raise BadContent(
-                f"the model cannot be cut into a body and a head: {min(shared)} is used by {layer.name} as well (tied "
+                f"the model cannot be cut into a body and a head: {min(shared)} is also used by {layer.name} (tied "
                 f"weights); choose a method that shares the whole model, such as fedavg, ditto or apfl"
             )
     return names
 
 
 def linear_layers(manifest: Manifest) -> list[Layer]:
-    """Return the linear layers, in forward order. Raises BadContent where there are fewer than two layers in all."""
+    """Return the linear layers, in forward order. Raises BadContent if the model has fewer than two layers."""
     layers = [layer for layer in manifest.layers if layer.kind == "linear"]
     if not layers or len(manifest.layers) < 2:
         raise BadContent(
-            "the model cannot be cut into a body and a head: it needs a linear layer, and another layer; choose a "
+            "the model cannot be cut into a body and a head: it needs a linear layer and another layer; choose a "
             "method that shares the whole model, such as fedavg, ditto or apfl"
         )
     return layers

@@ -1,9 +1,7 @@
-"""Per-FedAvg, server half: FedAvg's, of models that devices have trained to be adapted.
+"""Per-FedAvg, server half: FedAvg of models that devices train for adaptation.
 
-Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, arXiv:2002.07948, Algorithm 1. The paper weighs the devices of a round equally; here they count
-with their training samples, as in every method here. There is one global model and no personal one: when the federation
-has ended every device is given the last global model, and adapts it.
+Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, arXiv:2002.07948, Algorithm 1. Departure: devices are weighted by training
+samples. There is no personal model: after the last round every device gets the global model, and adapts it.
 """
 
 from __future__ import annotations
@@ -20,20 +18,23 @@ class PerFedAvgSettings(MethodSettings):
 
     hessian: Literal["first_order", "hessian_free"] = Field(
         default="first_order",
-        description="The Hessian's part of a step: left out (two gradients a step), or by a difference of gradients "
+        description="The step's Hessian term: left out (two gradients per step), or by a difference of gradients "
         "(four)",
     )
     inner_rate: float = Field(
-        default=0.01, gt=0, le=100, description="Rate α of the step that adapts the model to a device's data"
+        default=0.01, gt=0, le=100, description="Learning rate α of the step that adapts the model to a device's data"
     )
     difference: float = Field(
         default=0.01,
         ge=1e-6,
         le=1,
-        description="With hessian_free: δ, how far from the model gradients are taken, in lengths of the gradient",
+        description="With hessian_free: distance δ of the compared gradients from the model, in gradient lengths",
     )
     adaptation_steps: int = Field(
-        default=1, ge=1, le=10_000, description="Steps of α, on a batch each, before a device's model is judged or kept"
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Steps of α, one batch each, before a device's model is evaluated or kept",
     )
 
 

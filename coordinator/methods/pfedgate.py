@@ -1,26 +1,25 @@
-"""pFedGate: efficient personalised federated learning via sparse model-adaptation, server half.
+"""pFedGate, server half: efficient personalised federated learning via sparse model adaptation.
 
-Chen, Yao, Gao, Ding, Li, "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023,
-arXiv:2305.02776. One model for all, cut into blocks; each device's gating layer, which it keeps to itself, picks and
-scales blocks for every batch within the device's budget (``edge_sdk.methods.pfedgate``). Up go the blocks that some
-batch of the round has touched, and for each
+Chen et al., ICML 2023, arXiv:2305.02776. One model for all devices is cut into blocks; a private gating layer on each
+device selects and scales blocks for every batch within its budget (``edge_sdk.methods.pfedgate``). Devices send the
+blocks that any batch of the round has touched; for each of them
 
     θ_b <- θ_b + Σ n_i Δ_ib / Σ n_i      over the devices i that touched b; without any, θ_b stays      (Algorithm 1)
 
-Down go the blocks that have changed since the device's last download.
+Payloads have the blocks that changed since the device's last download.
 
-One table of blocks for all: it is cut for the weakest device that the federation declares (``smallest_budget``), whose
-always-kept first blocks must fit, and of every layer a large one, too, or the gate would have nothing to choose there.
-Devices with more keep more of the same blocks.
+All devices share one table of blocks, cut for the smallest budget of the federation: its always-kept first blocks must
+fit, and a large block of every layer too, or the gate could not choose any. Devices with larger budgets keep more
+blocks.
 
-Where paper and released code differ:
+Differences between paper and released code:
 
-- Eq. 6 has one budget for the model, the code one for linear layers and one for the others. So here: with one, many
-  small blocks win against any large one, whatever the gate says (``budget_per``).
+- Eq. 6 has one budget for the model, the code one for linear layers and one for the others. This has the same:
+  with one, many small blocks win against any large one (``budget_per``).
 - The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all counts untouched
-  blocks as no change, for comparison.
-- The code keeps first blocks of a fifth whatever the budget. Here a budget that cannot hold them is refused.
-- θ is only ever trained under scales: by itself it is no model to use, but after a last round without gates (Table 10).
+  blocks as unchanged, for comparison.
+- The code keeps first blocks of a fifth at any budget. Here a budget that cannot hold them is refused.
+- θ is only trained under scales, so it is not usable by itself, except after a last round without gates (Table 10).
 """
 
 from __future__ import annotations
@@ -52,14 +51,16 @@ from . import (
 MOST_BLOCKS = 30
 
 DRAWS = 16
+"""Number of draws to estimate the choices of an untrained gate."""
+
 UNTRAINED = (0.494, 0.506)
-"""Importances of gates that have learned nothing; so many are drawn to see what they choose."""
+"""Range of an untrained gate's importances."""
 
 NEARLY = 0.9
-"""Of a budget: first blocks that are as much leave no room, and need none (an output layer of ten rows, at 0.1)."""
+"""Share of a budget from which first blocks leave no room, and need none (an output layer of ten rows, at 0.1)."""
 
 HALF = 0.5
-"""Of its fair share: a layer that keeps less is starved."""
+"""Share of its fair share below which a layer is starved."""
 
 
 class PFedGateSettings(MethodSettings):
@@ -69,78 +70,79 @@ class PFedGateSettings(MethodSettings):
         default=0.3,
         ge=1e-6,
         le=1,
-        description="Budget of the weakest device, for which the model is cut; others not drawn",
+        description="Budget of the weakest device; the model is cut for it, and devices below are not drawn",
     )
     blocks: int = Field(
-        default=0, ge=0, le=1000, description="Blocks of a tensor, B; 0: 5, or as many as the budget needs"
+        default=0, ge=0, le=1000, description="Blocks per tensor, B; 0: 5, or as many as the budget needs"
     )
     first_share: float = Field(
         default=0.0, ge=0, le=1, description="Share of a tensor in its always-kept block, s_min; 0: min(1/B, budget/2)"
     )
-    align_rows: bool = Field(default=True, description="Whether blocks end where rows end, so that they can be skipped")
+    align_rows: bool = Field(default=True, description="End blocks at row ends, so that they can be skipped")
     cost: Literal["parameters", "flops", "seconds"] = Field(
-        default="parameters", description="What a budget is a share of; seconds: each layer's, measured on the device"
+        default="parameters", description="Unit of a budget; seconds: of each layer, measured on the device"
     )
     importance: Literal["per_weight", "per_block"] = Field(
         default="per_block",
-        description="What has importance: each block of whatever size (Eq. 6), or each weight (each unit of cost)",
+        description="Give importance to each block of any size (Eq. 6), or to each weight (each unit of cost)",
     )
     budget_per: BudgetPer = Field(
         default="kind",
-        description="What has the budget's share for itself: the model, linear layers and the others, or each layer; "
-        "the model, too, where one of these is too small to be cut for the smallest budget",
+        description="Scope of the budget: the model, linear layers and the others, or each layer; the model, too, if "
+        "one of these is too small to be cut for the smallest budget",
     )
     dense_last: bool = Field(
-        default=False, description="Whether the last round trains without gates, for a global model (Table 10)"
+        default=False, description="Train without gates in the last round, for a global model (Table 10)"
     )
     touched_limit: float = Field(
-        default=1.0, gt=0, le=1, description="Share of the model beyond which a round touches no further blocks"
+        default=1.0, gt=0, le=1, description="Largest share of the model that a round may touch"
     )
     denominator: Literal["touched", "all"] = Field(
-        default="touched", description="Who a block's mean is over: devices that touched it, or all that answered"
+        default="touched", description="Devices in a block's mean: those that touched it, or all of the cohort"
     )
     gate_learning_rate: float = Field(
         default=0.1, gt=0, allow_inf_nan=False, description="Learning rate of the gate, η"
     )
     gate_gradients: Literal["exact", "estimated"] = Field(
-        default="exact", description="How gates of blocks that are off learn: from the whole batch, or an eighth of it"
+        default="exact", description="Gradients of unselected blocks' gates: from the whole batch, or an eighth of it"
     )
-    gate_paths: Literal[1, 2] = Field(
-        default=2, description="1: scales are importances; 2: each has a layer of its own"
-    )
+    gate_paths: Literal[1, 2] = Field(default=2, description="1: scales are importances; 2: each has a separate layer")
     gate_bias: float = Field(
-        default=3.0, allow_inf_nan=False, description="Where scales begin, before the sigmoid; the authors' is 0"
+        default=3.0, allow_inf_nan=False, description="Initial scales before the sigmoid; the authors' is 0"
     )
     gate_pool: int = Field(
         default=1,
         ge=0,
         le=1024,
-        description="Side of the squares pooled before the gate; 0: so that it has a tenth of the model's size",
+        description="Side of the squares pooled before the gate; 0: chosen so that the gate has a tenth of the model's "
+        "size",
     )
-    gate_input_norm: bool = Field(default=True, description="Whether the gate's input is normalised (ablation)")
-    gate_batch_norm: bool = Field(default=True, description="Whether its logits are (ablation)")
-    gate_sigmoid: bool = Field(default=True, description="Whether they are squashed (ablation)")
+    gate_input_norm: bool = Field(default=True, description="Normalise the gate's input (ablation)")
+    gate_batch_norm: bool = Field(default=True, description="Apply batch norm to the gate's logits (ablation)")
+    gate_sigmoid: bool = Field(default=True, description="Apply a sigmoid to the gate's logits (ablation)")
     gate_input: Literal["batch", "device", "nothing"] = Field(
-        default="batch", description="What the gate sees: the batch, or the mean of the device's samples (client-wise)"
+        default="batch", description="Input of the gate: the batch, or the mean of the device's samples (client-wise)"
     )
     gate_window: int = Field(
-        default=1, ge=1, le=1024, description="Inputs whose gates are averaged where each has a choice of its own"
+        default=1, ge=1, le=1024, description="Number of inputs whose gates are averaged, with choices per sample"
     )
 
 
 def smallest_budget(settings: FederationSettings) -> float:
-    """Return the budget that the table of blocks is cut for."""
+    """Return the budget for which blocks are cut."""
     return own_settings(settings, PFedGateSettings).smallest_budget
 
 
 def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest with a table of all trainable tensors; what the publisher has cut already stays."""
+    """Return the manifest with a table of all trainable tensors; blocks of the publisher stay."""
     private = [spec.name for spec in published.tensors if spec.trainable and spec.policy != "shared"]
     if private:
-        raise BadContent(f"{private[0]}: pFedGate shares all that is trained; leave it shared")
-    rules, refusal = own_settings(settings, PFedGateSettings), ""
+        raise BadContent(f"{private[0]}: pFedGate shares all trained tensors; leave it shared")
+    rules = own_settings(settings, PFedGateSettings)
+    refusal = ""
     counts = [rules.blocks] if rules.blocks else range(5, MOST_BLOCKS + 1)
-    usable: dict[bool, Manifest] = {}  # whether every block can be chosen -> the first table
+    # True: every block can be chosen.
+    usable: dict[bool, Manifest] = {}
     for count in counts:
         cut = _cut(published, rules, count)
         try:
@@ -157,25 +159,25 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return θ^0, of which no block has changed; ``own`` holds in which round each block last changed."""
+    """Return θ^0; ``own`` has the round of each block's last change."""
     return GlobalModel(tensors, own={"changed": np.zeros(len(situation.manifest.block_table.sizes), np.int64)})
 
 
 def changed(model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-    """Return the blocks that a later round has touched."""
+    """Return the blocks touched in a later round."""
     return BlockMask(model.own["changed"].astype(np.int64) > since)
 
 
 def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
-    """Raise BadContent unless the first block of every tensor is among those sent."""
+    """Raise BadContent unless the first block of every tensor is sent."""
     if not mask.on[situation.manifest.block_table.forced].all():
         raise BadContent("mask: the first block of every tensor is always on; send it, too")
 
 
 def why_mean_only(settings: FederationSettings) -> str | None:
-    """Return why no other rule can take the mean's place where devices count that did not send a block."""
+    """Return why no other rule can replace the mean, if devices count that did not send a block."""
     if own_settings(settings, PFedGateSettings).denominator == "all":
-        return "its denominator all counts devices that did not send a block, and no rule sees those"
+        return "its denominator all counts devices that did not send a block, which robust rules cannot see"
     return None
 
 
@@ -185,27 +187,28 @@ def sums_of(model: GlobalModel, situation: Situation) -> BlockSums:
 
 
 def work(situation: Situation) -> Work:
-    """Return what a round asks for: training without gates in the last one, where ``dense_last`` says so."""
+    """Return the round's work: with ``dense_last``, the last round trains without gates."""
     dense = situation.own(PFedGateSettings).dense_last and situation.round == situation.settings.rounds
     return Work(plan={"dense": 1}) if dense else Work()
 
 
 def close(model: GlobalModel, sums: BlockSums, situation: Situation) -> GlobalModel:
-    """Return means over those who touched a block."""
+    """Return means over the devices that touched a block."""
     last = np.where(sums.touched, situation.round, model.own["changed"])
     notes = {"blocks": int(sums.touched.sum()), "masks": len(sums.masks)}
     return GlobalModel(sums.mean(model.tensors), own={"changed": last}, notes=notes)
 
 
 def warning(model: GlobalModel, situation: Situation) -> str | None:
-    """Return a warning for blocks or layers that devices of the smallest budget leave out, or nearly."""
+    """Return a warning about blocks or layers that devices of the smallest budget hardly keep, or None."""
     rules = situation.own(PFedGateSettings)
     return _never_chosen(situation.manifest, rules) or _starved(situation.manifest, rules)
 
 
 def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning for blocks larger than what the weakest device may add. Raises ValueError if that is nothing."""
-    table, costs = manifest.block_table, costs_of(manifest, rules.cost)
+    """Return a warning if the weakest device cannot add some block. Raises ValueError if it cannot add any."""
+    table = manifest.block_table
+    costs = costs_of(manifest, rules.cost)
     for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():
         capacity = table.capacity(rules.smallest_budget, costs, blocks, name)
         largest = int(costs[blocks][~table.forced[blocks]].max(initial=0))
@@ -213,16 +216,17 @@ def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
         if largest > capacity and has < NEARLY * rules.smallest_budget:
             return (
                 f"a device of the smallest budget, {rules.smallest_budget:g}, can never choose the largest blocks"
-                f"{name and f' of {name}'}: they cost {largest}, {capacity} are left; give more blocks, or a smaller "
+                f"{name and f' of {name}'}: they cost {largest}, and {capacity} is left; set more blocks, or a smaller "
                 f"first_share"
             )
     return None
 
 
 def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share, less
-    than half of it or without any of its large blocks."""
-    table, share = manifest.block_table, rules.smallest_budget
+    """Return a warning about the layer that an untrained gate leaves furthest below its fair share: with less than half
+    of it, or without any large block. None if there is none."""
+    table = manifest.block_table
+    share = rules.smallest_budget
     importances = np.random.default_rng(0).uniform(*UNTRAINED, (DRAWS, len(table.sizes)))
     on = table.select(
         importances,
@@ -233,9 +237,12 @@ def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
     )
     kept: dict[str, float] = {}
     for name, blocks in manifest.block_groups("layer").items():
-        sizes, forced, weights = table.sizes[blocks], table.forced[blocks], table.sizes[blocks].sum()
+        sizes = table.sizes[blocks]
+        forced = table.forced[blocks]
+        weights = sizes.sum()
         mean = float((on[:, blocks] @ sizes).mean() / weights)
-        large = ~forced & (2 * sizes >= sizes[~forced].max(initial=1))  # not those of biases
+        # Excludes the blocks of biases.
+        large = ~forced & (2 * sizes >= sizes[~forced].max(initial=1))
         fits = sizes[forced].sum() + sizes[large].min(initial=weights) <= share * weights
         if mean < HALF * share or (fits and not on[:, blocks[large]].any()):
             kept[name] = mean
@@ -244,14 +251,14 @@ def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
     name = min(kept, key=kept.__getitem__)
     weights = table.sizes[manifest.block_groups("layer")[name]].sum()
     return (
-        f"a gate that has learned nothing keeps {kept[name]:.0%} of the {weights} weights of {name}, whose fair share "
-        f"of a budget of {share:g} is {share:.0%}: larger blocks lose against many small ones; give more blocks, "
-        f"another budget_per, or importance per_weight"
+        f"an untrained gate keeps {kept[name]:.0%} of the {weights} weights of {name}, whose fair share of a budget of "
+        f"{share:g} is {share:.0%}, because many small blocks win against larger ones; set more blocks, another "
+        f"budget_per, or importance per_weight"
     )
 
 
 def costs_of(manifest: Manifest, cost: str) -> Costs:
-    """Return what each block takes of a budget, [L]; seconds, which only a device can measure, go by FLOPs."""
+    """Return each block's cost, [L]; FLOPs replace seconds, which only a device can measure."""
     return manifest.block_table.sizes if cost == "parameters" else block_flops(manifest)
 
 
@@ -267,7 +274,8 @@ PFEDGATE = CoordinatorMethod(
     settings_type=PFedGateSettings,
     usable_global_model=False,
     personal_models=True,
-    always_sends_values=True,  # the newest θ is judged with the device's gate
+    # The newest θ is evaluated with the device's gate.
+    always_sends_values=True,
     manifest=manifest,
     start=start,
     masks=DeviceMasks(check=check_mask, type=BlockMask),
@@ -277,7 +285,7 @@ PFEDGATE = CoordinatorMethod(
         sums=sums_of,
         close=close,
         why_mean_only=why_mean_only,
-        why_not_private="which blocks changed follows from what devices' gates choose, and goes out without noise",
+        why_not_private="the changed blocks follow from devices' gates, and are sent without noise",
         why_not_buffered=None,
     ),
     warning=warning,

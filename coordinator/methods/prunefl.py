@@ -1,19 +1,18 @@
-"""PruneFL: one sparse model, pruned by what its weights gain for their time, server half.
+"""PruneFL, server half: one sparse model, pruned by the gain of each weight for its time.
 
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326. In round 0 one device trains alone and prunes (``edge_sdk.methods.prunefl``). Then
-devices train what exists, as in FedAvg, and in every ``adjust_interval``-th round also send g², the squared gradient of
-every weight, existing or not. With g² = Σ n_c g²_c / Σ n_c the server
+Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326. In round 0 one device trains locally and prunes
+(``edge_sdk.methods.prunefl``). Then devices train the sparse model as in FedAvg, and in every ``adjust_interval``-th
+round also send g², the squared gradient of every weight, existing or not. With g² = Σ n_c g²_c / Σ n_c the server
 
-    fixes        in each layer the weights that exist but for a share ρ = share·0.5^(r / half_life), smallest |θ| first
-    adds others  by g²_i / t_i, largest first, while g²_i / t_i > Σ g² / (t_0 + Σ t)     sums over what is kept so far
+    fixes        the existing weights of each layer except a share ρ = share·0.5^(r / half_life), smallest |θ| first
+    adds others  by g²_i / t_i, largest first, while g²_i / t_i > Σ g² / (t_0 + Σ t)     sums over those kept so far
 
-and stops at K = floor(density·n_w). What is new begins at 0 (``protocol.sparsity``: ``readjust``).
+and stops at K = floor(density·n_w). New weights start at 0 (``protocol.sparsity``: ``readjust``).
 
-Where the paper is silent, or measures what nobody else has: t_i is FLOPs, 6 per output position of the layer, not a
-Raspberry Pi's time; t_0 is a share of the dense network's, ``fixed_cost``. Devices take g² at the model received, in
-one pass, where the released code adds up squares of summed gradients. Biases and norms count neither as gain nor as
-time. The last round re-adjusts nothing: what is new would be zeros that nobody trains.
+Choices beyond the paper: t_i is FLOPs, 6 per output position of the layer, instead of a Raspberry Pi's time; t_0 is a
+share of the dense network's, ``fixed_cost``. Devices compute g² at the received model in one pass; the released code
+adds squares of summed gradients. Biases and norms count neither as gain nor as time. The last round re-adjusts nothing,
+since new weights would stay untrained zeros.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ class PruneFLSettings(PreparedSettings):
     """PruneFL's settings beyond those of prepared models."""
 
     prepare_rounds: int = Field(
-        default=1000, ge=1, le=1_000_000, description="Most rounds that the first device trains alone"
+        default=1000, ge=1, le=1_000_000, description="Largest number of local rounds of the first device"
     )
     adjust_interval: Interval = Field(
         default="auto",
-        description="Rounds between those that replace weights; auto: 50, or half of fewer than 100; 0: none does, and "
-        "the first device prunes once",
+        description="Rounds between replacements of weights; auto: 50, or half of fewer than 100; 0: never, and the "
+        "first device prunes once",
     )
-    share: float = Field(default=0.3, ge=0, le=1, description="Share of a layer's weights that may go at first, ρ")
+    share: float = Field(default=0.3, ge=0, le=1, description="Share of a layer's weights that may be dropped, ρ")
     half_life: float = Field(
-        default=10_000.0, gt=0, allow_inf_nan=False, description="Rounds after which half as many may go"
+        default=10_000.0, gt=0, allow_inf_nan=False, description="Number of rounds that halve the share"
     )
     fixed_cost: float = Field(
-        default=0.05, ge=0, allow_inf_nan=False, description="Time that no weight takes, t_0, of the dense network's"
+        default=0.05, ge=0, allow_inf_nan=False, description="Fixed time t_0, as a share of the dense network's time"
     )
 
 
 class SquaredGradientSums(ElementSums):
-    """Sums of a re-adjusting round: of its updates, and Σ n_c g²_c, float64 [n_w]."""
+    """Sums of a re-adjusting round: updates, and Σ n_c g²_c, float64 [n_w]."""
 
     def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
         super().__init__(manifest, mask)
@@ -83,45 +82,48 @@ class SquaredGradientSums(ElementSums):
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return the whole model. Raises BadContent where nothing can be sparse, or no round would replace weights."""
-    rounds, given = situation.settings.rounds, situation.own(PruneFLSettings).adjust_interval
+    """Return the whole model. Raises BadContent if no layer can be sparse, or no round would replace weights."""
+    rounds = situation.settings.rounds
+    given = situation.own(PruneFLSettings).adjust_interval
     between = prunefl_interval(given, rounds)
     if between >= rounds:
         raise BadContent(
-            f"method_settings.adjust_interval: every {between} rounds weights are replaced, but in the last one: in "
-            f"none of {rounds}. Give a lower adjust_interval, more than {between} rounds, or adjust_interval 0, if "
-            f"what the first device keeps is to stay"
+            f"method_settings.adjust_interval: weights are replaced every {between} rounds except in the last, so "
+            f"never in {rounds} rounds. Set a lower adjust_interval, more than {between} rounds, or adjust_interval 0 "
+            f"to keep the first device's mask"
         )
     return start_whole(tensors, situation)
 
 
 def work(situation: Situation) -> Work:
-    """Return whether this round replaces weights, and so wants gradients."""
-    number, settings = situation.round, situation.settings
+    """Return the round's work, with gradients if it replaces weights."""
+    number = situation.round
+    settings = situation.settings
     between = prunefl_interval(situation.own(PruneFLSettings).adjust_interval, settings.rounds)
     due = between and 0 < number < settings.rounds and number % between == 0
     return Work(plan={"gradients": True} if due else {})
 
 
 def wanted_gradients(manifest: Manifest, plan: Plan) -> int:
-    """Return how many squared gradients an update of a round so planned brings."""
+    """Return the number of squared gradients in an update of a round with this plan."""
     return all_maskable(manifest, plan) if plan.get("gradients") else 0
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
-    """Return sums with the squared gradients, where the round asks for them."""
+    """Return sums, with squared gradients if the round asks for them."""
     if model.mask is None or not wanted_gradients(situation.manifest, situation.plan):
         return sums_of_prepared(model, situation)
     return SquaredGradientSums(situation.manifest, model.mask)
 
 
 def close(model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situation) -> GlobalModel:
-    """Return FedAvg of what exists, of which then exists what is worth its time."""
+    """Return FedAvg of the sparse model, re-adjusted if gradients were sent."""
     averaged = close_prepared(model, sums, situation)
     if not isinstance(sums, SquaredGradientSums):
         return averaged
     assert averaged.mask is not None
-    rules, tensors = situation.own(PruneFLSettings), averaged.tensors
+    rules = situation.own(PruneFLSettings)
+    tensors = averaged.tensors
     mask = readjust(
         situation.manifest,
         {name: tensors[name].astype(np.float32, copy=False) for name in averaged.mask.exists},
@@ -131,7 +133,8 @@ def close(model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situatio
         share=rules.share * 0.5 ** (situation.round / rules.half_life),
         fixed_cost=rules.fixed_cost,
     )
-    came, went = mask.without(averaged.mask).count, averaged.mask.without(mask).count
+    came = mask.without(averaged.mask).count
+    went = averaged.mask.without(mask).count
     notes = {"positions_replaced": came, "positions_changed": came + went, "weights": mask.count}
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)
 

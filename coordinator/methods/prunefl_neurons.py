@@ -1,9 +1,8 @@
-"""Neuron-wise PruneFL, server half: devices choose their neurons again in the rounds that ``adjust_interval`` divides.
+"""Neuron-wise PruneFL, server half: devices choose neurons anew in rounds that ``adjust_interval`` divides.
 
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326, for neurons, with a network of its own for each device. In these rounds, and in their
-first, devices are sent the whole model and may choose any neurons, as many as their budgets say; in others they are
-sent the values of the neurons chosen last. The server averages weight by weight over those who held it.
+Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326, applied to neurons, with a network for each device. In these rounds,
+and in their first, devices get the whole model and may choose any neurons within their budgets; in others they get the
+values of the neurons chosen last. The server averages each weight over the devices that have it.
 
 ``importance = once`` is the form that FedSPU's paper compares (section 5.1): devices choose once.
 """
@@ -33,7 +32,7 @@ class PruneFLNeuronsSettings(MethodSettings):
     """Neuron-wise PruneFL's settings."""
 
     importance: Literal["gathered", "once"] = Field(
-        default="gathered", description="Whether devices gather importance over rounds and choose again, or choose once"
+        default="gathered", description="Accumulate importance over rounds and choose again, or choose once"
     )
     adjust_interval: int = Field(
         default=5, ge=1, description="Rounds between those in which devices get the whole model and choose again"
@@ -47,7 +46,7 @@ def keeps(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
 
 
 def choice(settings: FederationSettings) -> DeviceChoice:
-    """Return how devices choose."""
+    """Return the devices' way of choosing."""
     gathered = own_settings(settings, PruneFLNeuronsSettings).importance == "gathered"
     return DeviceChoice(keeps=keeps) if gathered else DeviceChoice()
 

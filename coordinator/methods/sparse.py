@@ -1,4 +1,4 @@
-"""Helpers of methods of one sparse model, and the whole of those whose devices replace weights (FedDST, FedSGC)."""
+"""Helpers of methods with one sparse model, and the common part of FedDST and FedSGC, whose devices replace weights."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ from . import (
 )
 
 Interval = Annotated[int, Field(ge=0)] | Literal["auto"]
-"""Rounds between those that replace weights; 0: none does."""
+"""Rounds between replacements of weights; 0: never."""
 
 
 class OneSparseModelSettings(MethodSettings):
-    """The settings of methods of one sparse model, some of whose weights are replaced now and then."""
+    """The settings of methods with one sparse model and replacements."""
 
     density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
-    layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
-    initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
+    layer_sparsity: LayerSparsity = Field(default="erk", description="How the density is spread over the layers")
+    initial_mask: Literal["random", "magnitude"] = Field(default="random", description="Choice of the first mask")
     initial_scale: Literal["dense", "sparse"] = Field(
         default="dense",
-        description="Size of the first weights: as drawn for a dense layer, or larger by the root of its weights over "
-        "those that exist, so that outputs are as large as a dense layer's",
+        description="Scale of the first weights: as drawn for a dense layer, or larger by the root of all weights over "
+        "existing ones, so that outputs vary as a dense layer's",
     )
     adjust_interval: Interval = Field(
         default="auto",
-        description="Rounds between those that replace weights, ΔR; auto: 5, or half of fewer than 10; 0: none does",
+        description="Rounds between replacements of weights, ΔR; auto: 5, or half of fewer than 10; 0: never",
     )
-    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
+    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share replaced at first, α")
     proximal_weight: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull towards the received model"
     )
 
 
 class SparseTrainingSettings(OneSparseModelSettings):
-    """The settings of dynamic sparse training by devices, with or without a direction map."""
+    """The settings of dynamic sparse training on devices."""
 
     device_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -77,44 +77,45 @@ class SparseTrainingSettings(OneSparseModelSettings):
         default=0,
         ge=0,
         le=1_000_000,
-        description="Rounds of the run that both intervals are meant for: fewer shorten them alike; 0: as they are",
+        description="Number of rounds that both intervals are meant for; shorter runs shorten them; 0: fixed",
     )
     adjust_at: Literal["penultimate", "end"] = Field(
-        default="penultimate", description="Where a replacement due after a round's last epoch takes place"
+        default="penultimate", description="Time of a replacement that is due after a round's last epoch"
     )
-    grow_batches: int = Field(default=1, ge=1, le=1000, description="Batches whose gradient decides what grows")
+    grow_batches: int = Field(default=1, ge=1, le=1000, description="Batches in the gradient that decides growth")
     exploration: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Share of the positions, drawn anew each time, to take first where weights grow",
+        description="Share of positions, drawn anew each time, that growth prefers",
     )
 
 
 def rounds_between(settings: FederationSettings, rules: OneSparseModelSettings) -> int:
-    """Return ΔR, the rounds between those that replace weights; 0: none does."""
+    """Return ΔR, the rounds between replacements; 0: never."""
     share = shortening(settings.rounds, rules.of_rounds) if isinstance(rules, SparseTrainingSettings) else 1.0
     return interval(rules.adjust_interval, USUAL_INTERVAL, settings.rounds, share)
 
 
 def expected_epochs(settings: FederationSettings, devices: int) -> int:
-    """Return the epochs that each of so many devices is expected to train in all, T_c."""
+    """Return T_c, the expected total epochs of each device."""
     share = min(1.0, settings.cohort / max(1, devices))
     return max(1, round(settings.local_epochs * settings.rounds * share))
 
 
 def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) -> None:
-    """Raise BadContent for rounds and intervals by which no device could ever replace a weight, unless they say so. As
-    many devices are counted with as there are when the first round opens."""
+    """Raise BadContent if the intervals exclude any replacement, unless the settings ask for that. Assumes
+    ``min_devices`` devices."""
     if 0 in (rules.adjust_interval, rules.over_pruning) or rules.density == 1:
         return
-    rounds, between = settings.rounds, rounds_between(settings, rules)
-    instead = "or adjust_interval 0, if the first mask is to stay; of_rounds shortens both intervals with the run"
+    rounds = settings.rounds
+    between = rounds_between(settings, rules)
+    instead = "or adjust_interval 0 to keep the first mask; of_rounds shortens both intervals with the run"
     last = (rounds - 1) // between * between
     if not last:
         raise BadContent(
-            f"method_settings.adjust_interval: every {between} rounds weights are replaced, but in the last one: in "
-            f"none of {rounds}. Give a lower adjust_interval, more than {between} rounds, {instead}"
+            f"method_settings.adjust_interval: weights are replaced every {between} rounds except in the last, so "
+            f"never in {rounds} rounds. Set a lower adjust_interval, more than {between} rounds, {instead}"
         )
     expected = expected_epochs(settings, settings.min_devices)
     epochs = device_interval(rules.device_interval, rules.of_rounds, settings.rounds, expected)
@@ -123,33 +124,33 @@ def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) 
         lower = f"a device_interval below {most}, " if most > 1 else ""
         raise BadContent(
             f"method_settings.device_interval: a device replaces weights after every {epochs} of its epochs, until "
-            f"round {last} and before it has trained T_c = {expected} of them (rounds x local_epochs x cohort / "
-            f"min_devices, here {rounds} x {settings.local_epochs} x {settings.cohort} / {settings.min_devices}, the "
-            f"cohort at most once): never. Give {lower}more rounds, {instead}"
+            f"round {last} and before it has trained T_c = {expected} epochs (rounds x local_epochs x cohort / "
+            f"min_devices, here {rounds} x {settings.local_epochs} x {settings.cohort} / {settings.min_devices}, with "
+            f"cohort / min_devices at most 1): never. Set {lower}more rounds, {instead}"
         )
 
 
 def density_of(settings: FederationSettings) -> float:
-    """Return the share of the maskable weights that exist, at most: the smallest budget of a round."""
+    """Return the largest share of existing weights, which is the smallest budget."""
     return float(settings.method_settings["density"])
 
 
 def check_maskable(manifest: Manifest) -> None:
-    """Raise BadContent for a model of which nothing can be sparse."""
+    """Raise BadContent if no layer can be sparse."""
     if not manifest.maskable:
-        raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
+        raise BadContent("the model has no linear layer or convolution with shared weights, so no layer can be sparse")
 
 
 def weights_per_layer(situation: Situation, density: float, rule: LayerSparsity) -> dict[str, int]:
-    """Return K_l of every maskable tensor. Raises BadContent for a federation that cannot replace weights by epochs."""
+    """Return K_l of every maskable tensor. Raises BadContent if training is not counted in epochs."""
     if situation.settings.local_steps is not None:
-        raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
+        raise BadContent("local_steps: replacements are counted in epochs; set local_epochs instead")
     check_maskable(situation.manifest)
     return counts_of(situation.manifest, density, rule)
 
 
 def counts_of(manifest: Manifest, density: float, rule: LayerSparsity) -> dict[str, int]:
-    """Return K_l of every maskable tensor. Raises BadContent for a density that the rule cannot share out."""
+    """Return K_l of every maskable tensor. Raises BadContent for a density that the rule cannot spread."""
     try:
         return layer_counts(manifest, density, rule)
     except ValueError as error:
@@ -160,7 +161,9 @@ def check_counts(mask: ElementMask, wanted: dict[str, int]) -> None:
     """Raise BadContent unless the mask has K_l weights in each layer."""
     for name, count in wanted.items():
         if mask.counts[name] != count:
-            raise BadContent(f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what it drops")
+            raise BadContent(
+                f"mask: {name} has {mask.counts[name]} weights, but must have {count}; grow as many as drop"
+            )
 
 
 def replacing_method(
@@ -168,7 +171,7 @@ def replacing_method(
     close: Callable[[GlobalModel, ElementSums, Situation], GlobalModel],
     payload_parts: Callable[[GlobalModel, Situation], Mapping[str, Numbers]] | None = None,
 ) -> CoordinatorMethod:
-    """Return a method of one sparse model, K_l weights in layer l, in which devices replace weights now and then."""
+    """Return a method with one sparse model, K_l weights in layer l, whose devices replace weights."""
 
     def start(tensors: Tensors, situation: Situation) -> GlobalModel:
         rules = situation.own(settings_type)
@@ -187,7 +190,7 @@ def replacing_method(
 
     def why_not_secure(settings: FederationSettings) -> str | None:
         if rounds_between(settings, own_settings(settings, settings_type)):
-            return "devices replace weights, each its own; give method_settings.adjust_interval = 0"
+            return "devices replace different weights; set method_settings.adjust_interval = 0"
         return None
 
     return CoordinatorMethod(
@@ -200,8 +203,8 @@ def replacing_method(
         aggregation=Aggregation(
             sums=element_sums,
             close=close,
-            why_mean_only="the largest weights that any device holds are kept, so that one alone could place weights "
-            "that no rule sees a second value of",
+            why_mean_only="the largest weights of any device are kept, so that one device could place weights that a "
+            "robust rule cannot compare",
         ),
         warning=warning,
         why_not_secure=why_not_secure,
@@ -211,9 +214,10 @@ def replacing_method(
 def sparse_model(
     tensors: Tensors, situation: Situation, rules: OneSparseModelSettings, counts: dict[str, int]
 ) -> GlobalModel:
-    """Return weights · mask, of which ``counts`` exist. With ``initial_scale`` sparse a layer's are multiplied by √(W_l
-    / K_l), so that outputs vary as a dense layer's do (Evci et al., AAAI 2022, arXiv:2010.03533)."""
-    manifest, seed = situation.manifest, situation.settings.seed
+    """Return weights · mask with ``counts`` existing. ``initial_scale`` sparse multiplies a layer's by √(W_l / K_l), so
+    that outputs vary as a dense layer's (Evci et al., AAAI 2022, arXiv:2010.03533)."""
+    manifest = situation.manifest
+    seed = situation.settings.seed
     at_random = rules.initial_mask == "random"
     mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
     if rules.initial_scale == "sparse":
@@ -226,7 +230,7 @@ def sparse_model(
 
 
 def check_replaced(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-    """Raise BadContent unless the mask has K_l weights in each layer, and the round replaces weights."""
+    """Raise BadContent unless the round replaces weights and the mask has K_l weights in each layer."""
     if not situation.plan:
         refuse_mask()
     assert model.mask is not None
@@ -240,20 +244,22 @@ def element_sums(model: GlobalModel, situation: Situation) -> ElementSums:
 
 
 Movement = Callable[[str, NDArray[np.float64], NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]], Tensors]
-"""(name, old values, those before and after the global prune, which were trained; all [n]) -> arrays to keep."""
+"""(name, old values, values before and after the global prune, trained; all [n]) -> arrays to keep."""
 
 
 def average_and_prune(
     model: GlobalModel, sums: ElementSums, rest: int = 0, movement: Movement | None = None
 ) -> GlobalModel:
-    """Return the mean over those who hold a weight, of which the K_l largest of each layer stay. rest: the examples of
-    devices that did not answer, and hold on to the old weights."""
+    """Return the mean over the devices that have a weight, pruned to the K_l largest of each layer. rest: the examples
+    of absent devices, which count with the old weights."""
     assert model.mask is not None
-    tensors, own = Tensors(), Tensors()
+    tensors = Tensors()
+    own = Tensors()
     exists: dict[str, Any] = {}
     union = 0
     for spec, numerator, weights in sums.totals():
-        old = model.tensors[spec.name].reshape(-1).astype(np.float64)  # 0 where nobody held it
+        # 0 at empty positions.
+        old = model.tensors[spec.name].reshape(-1).astype(np.float64)
         held = model.mask.exists.get(spec.name)
         trained = weights > 0
         if rest:
@@ -264,8 +270,10 @@ def average_and_prune(
             tensors[spec.name] = half.reshape(spec.shape)
             continue
         kept = trim(half, weights, weights > 0, model.mask.counts[spec.name])
-        new = np.where(kept, half, np.float32(0))  # a product would leave zeros of both signs
-        tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
+        # A product would leave zeros of both signs.
+        new = np.where(kept, half, np.float32(0))
+        tensors[spec.name] = new.reshape(spec.shape)
+        exists[spec.name] = kept.reshape(spec.shape)
         union += int(np.count_nonzero(weights))
         own |= movement(spec.name, old, half, new, trained) if movement else {}
     mask = ElementMask({name: exists[name] for name in model.mask.exists})
@@ -275,16 +283,17 @@ def average_and_prune(
 
 
 def warning_of(model: GlobalModel, situation: Situation, between: int) -> str | None:
-    """Return a warning where the mask has never changed, though it was to: that is no dynamic sparse training."""
+    """Return a warning if the mask has never changed although it should, or None."""
     if not between:
         return None
-    last = situation.settings.rounds - 1  # the last round re-adjusts nothing
+    # The last round re-adjusts nothing.
+    last = situation.settings.rounds - 1
     if last < between:
-        return f"of {last + 1} rounds none replaces weights; give an adjust_interval of less than {between}"
+        return f"none of {last + 1} rounds replaces weights; set an adjust_interval of less than {between}"
     adjusted = min(situation.round, last) // between
     if not adjusted or model.own["replaced"][0]:
         return None
     return (
-        f"no weight has been replaced in {adjusted} re-adjusting rounds: the mask is still the first one; lower "
-        f"device_interval, raise over_pruning, give rest none, or take it for a static mask"
+        f"no weight has been replaced in {adjusted} re-adjusting rounds, so the mask is still the first one; lower "
+        f"device_interval, raise over_pruning, set rest to none, or treat it as a static mask"
     )

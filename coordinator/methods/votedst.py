@@ -1,20 +1,18 @@
-"""VoteDST: dynamic sparse training of one model by votes, server half.
+"""VoteDST, server half: dynamic sparse training of one model by votes.
 
-As in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824) in layer l exactly K_l weights exist, and every
-``adjust_interval`` rounds some of them are replaced. But all devices keep the round's mask, and vote for what is to
-grow (``edge_sdk.methods.votedst``). With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of what exists, the server in a round r
-with votes
+As in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824) layer l has exactly K_l weights, and some are replaced every
+``adjust_interval`` rounds. But all devices keep the round's mask, and vote for growth (``edge_sdk.methods.votedst``).
+With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of the sparse model, the server in a round r with votes
 
     drops    the q_l smallest |θ½| of each layer,        q_l = ⌊σ(r) K_l⌋,  σ(r) = α/2·(1 + cos(πr/R))
-    grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, beginning at 0
+    grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, starting at 0
 
-so that votes add up where devices agree on the sign, and cancel out where they do not. Candidates are drawn anew each
-time from what does not exist. One about which all votes cancel out does not grow; then as many fewer weights are
-dropped.
+so that votes of equal sign add up, and others cancel out. Candidates are drawn anew each time from empty positions. A
+candidate with a sum of 0 does not grow; then fewer weights are dropped.
 
-FedDST and FedSGC let each device grow by one batch of its own data; the server then sees new weights of single devices,
-and drops most of them. Votes take less than two bits for a candidate, and every update is a sum over all devices. The
-last round has no votes: what is new would be zeros that nobody trains.
+In FedDST and FedSGC each device grows weights by one batch of its own data, and the server drops most of these single
+devices' weights. Here every update is a sum over all devices, at less than two bits per candidate. The last round has
+no votes, since new weights would stay untrained zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from ..sums.averages import ElementSums
 from . import Aggregation, CoordinatorMethod, GlobalModel, Schedule, Situation, UpdatePart, Work, own_settings
 from .sparse import OneSparseModelSettings, check_maskable, counts_of, density_of, rounds_between, sparse_model
 
-VOTED = "votes decide which weights exist, and no rule bounds what one device's votes change"
+VOTED = "votes decide which weights exist, and no robust rule limits one device's votes"
 
 
 class VoteDSTSettings(OneSparseModelSettings):
@@ -46,12 +44,12 @@ class VoteDSTSettings(OneSparseModelSettings):
         default="sparse", description=OneSparseModelSettings.model_fields["initial_scale"].description
     )
     candidates: float = Field(
-        default=4.0, ge=1, le=1000, description="Positions that devices vote about, for each weight that is replaced"
+        default=4.0, ge=1, le=1000, description="Candidate positions in a vote, per replaced weight"
     )
 
 
 class VoteSums(ElementSums):
-    """Sums of a round with votes: of its updates, and Σ n_c v_c, float64 [candidates]."""
+    """Sums of a round with votes: updates, and Σ n_c v_c, float64 [candidates]."""
 
     def __init__(self, manifest: Manifest, mask: ElementMask, candidates: int) -> None:
         super().__init__(manifest, mask)
@@ -63,48 +61,52 @@ class VoteSums(ElementSums):
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return θ_1 = weights · m_1. Raises BadContent where nothing can be sparse, or no round would replace weights."""
-    rules, manifest, rounds = situation.own(VoteDSTSettings), situation.manifest, situation.settings.rounds
+    """Return θ_1 = weights · m_1. Raises BadContent if no layer can be sparse, or no round would replace weights."""
+    rules = situation.own(VoteDSTSettings)
+    manifest = situation.manifest
+    rounds = situation.settings.rounds
     check_maskable(manifest)
     between = rounds_between(situation.settings, rules)
     if between >= rounds and rules.over_pruning and rules.density < 1:
         raise BadContent(
-            f"method_settings.adjust_interval: every {between} rounds devices vote, but not in the last one: in none "
-            f"of {rounds}. Give a lower adjust_interval, more than {between} rounds, or adjust_interval 0, if the "
-            f"first mask is to stay"
+            f"method_settings.adjust_interval: devices vote every {between} rounds except in the last, so never in "
+            f"{rounds} rounds. Set a lower adjust_interval, more than {between} rounds, or adjust_interval 0 to keep "
+            f"the first mask"
         )
     return sparse_model(tensors, situation, rules, counts_of(manifest, rules.density, rules.layer_sparsity))
 
 
 def work(situation: Situation) -> Work:
-    """Return whether devices vote in this round: σ(r), and about how many candidates."""
+    """Return the round's work: σ(r) and the number of candidates if it has a vote."""
     share = _share(situation)
     votes = sum(vote.candidates for vote in _elections(situation, share).values()) if share else 0
     return Work(plan={"votes": votes, "share": share} if votes else {})
 
 
 def wanted_votes(manifest: Manifest, plan: Plan) -> int:
-    """Return how many votes an update of a round so planned brings."""
+    """Return the number of votes in an update of a round with this plan."""
     return int(plan.get("votes", 0))
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> ElementSums:
-    """Return Σ n_c θ_c, with votes where the round asks for them."""
+    """Return Σ n_c θ_c, with votes if the round asks for them."""
     assert model.mask is not None
     votes = wanted_votes(situation.manifest, situation.plan)
     return VoteSums(situation.manifest, model.mask, votes) if votes else ElementSums(situation.manifest, model.mask)
 
 
 def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
-    """Return FedAvg of what exists, of which the smallest give way to what was voted for."""
-    tensors, before = sums.mean(model.tensors), model.mask
+    """Return FedAvg of the sparse model, with the smallest weights replaced by elected ones."""
+    tensors = sums.mean(model.tensors)
+    before = model.mask
     if not isinstance(sums, VoteSums):
         return GlobalModel(tensors, before, model.own)
     assert before is not None
     exists: dict[str, Any] = dict(before.exists)
     votes = _elections(situation, float(situation.plan["share"]))
     candidates = draw_candidates(before, votes, situation.settings.seed, situation.round)
-    replaced = start = 0
+    replaced = 0
+    start = 0
     for name, vote in votes.items():
         grown = candidates[name][elect(sums.tally[start : start + vote.candidates], vote.seats)]
         start += vote.candidates
@@ -116,7 +118,7 @@ def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> Global
 
 
 def _replaced(values: NDArray[Any], active: Index, grown: Index) -> NDArray[np.bool_]:
-    """Return what exists of a tensor whose smallest |values| among those ``active`` give way to as many ``grown``."""
+    """Return a tensor's new mask: the smallest |values| of ``active`` are replaced by as many ``grown``."""
     sizes = np.abs(np.take(values, active))
     exists = np.zeros(values.size, dtype=bool)
     exists[active[largest(sizes, len(active) - len(grown))]] = True
@@ -125,8 +127,9 @@ def _replaced(values: NDArray[Any], active: Index, grown: Index) -> NDArray[np.b
 
 
 def _share(situation: Situation) -> float:
-    """Return σ(r), the share of each layer's weights that this round replaces; 0: there is no vote."""
-    rules, settings = situation.own(VoteDSTSettings), situation.settings
+    """Return σ(r), the share of each layer's weights to replace in this round; 0: no vote."""
+    rules = situation.own(VoteDSTSettings)
+    settings = situation.settings
     between = rounds_between(settings, rules)
     if not between or situation.round % between or not 0 < situation.round < settings.rounds:
         return 0.0
@@ -134,14 +137,15 @@ def _share(situation: Situation) -> float:
 
 
 def _elections(situation: Situation, share: float) -> dict[str, Election]:
-    rules, manifest = situation.own(VoteDSTSettings), situation.manifest
+    rules = situation.own(VoteDSTSettings)
+    manifest = situation.manifest
     return elections(manifest, counts_of(manifest, rules.density, rules.layer_sparsity), share, rules.candidates)
 
 
 def why_not_secure(settings: FederationSettings) -> str | None:
-    """Return why votes cannot be counted without seeing one device's; None where there are none."""
+    """Return a reason if rounds have votes, which would be visible per device."""
     if rounds_between(settings, own_settings(settings, VoteDSTSettings)):
-        return "devices send votes beside their values; give method_settings.adjust_interval = 0"
+        return "devices send votes beside their values; set method_settings.adjust_interval = 0"
     return None
 
 
@@ -154,4 +158,4 @@ VOTEDST = CoordinatorMethod(
     aggregation=Aggregation(sums=sums_of, close=close, why_mean_only=VOTED),
     why_not_secure=why_not_secure,
 )
-"""FedAvg of what exists; now and then the smallest weights give way to those that the cohort votes for."""
+"""FedAvg of the sparse model; at times elected weights replace the smallest."""

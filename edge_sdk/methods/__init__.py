@@ -1,11 +1,8 @@
 """The device half of each method, one file each, named like its server half in ``coordinator/methods``.
 
-A method is a record of functions, ``DeviceMethod``. It is state in, state out: ``train`` gets a ``Job`` and returns
-what to keep and what to send. Session, transport and telemetry are not its business. All that a method does beyond that
-it declares as a field of the record; session, publisher and budget read these declarations alone. Methods share
-functions (``rounds``, ``whole``, ``narrow``, ``choosing``, ``parts`` and ``sparse`` here, and ``edge_sdk.training``);
-none is made of another. A method of another package registers its record under the entry point
-``sparrow.device_methods``.
+A method is a record of functions, ``DeviceMethod``. ``train`` takes a ``Job`` and returns the state to keep and the
+update to send; methods know no session, transport or telemetry. Session, publisher and budget only read the record's
+fields. Other packages register a record under the entry point ``sparrow.device_methods``.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ __all__ = [
 
 
 class MethodSettings(BaseModel):
-    """The settings of its own that a device half reads, all of which the coordinator has filled in."""
+    """A method's own settings that its device half reads; the coordinator has filled in defaults."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -70,9 +67,9 @@ Own = TypeVar("Own", bound=MethodSettings)
 class DeviceState:
     """The state that a device keeps between rounds.
 
-    personal: every kept tensor of the personal model, or None before the first download. memory: the method's own
-    JSON-able notes. own: its arrays. model: the SHA-256 of the global model that the method can rebuild from these.
-    neurons: those that the device has chosen for itself.
+    personal: every kept tensor of the personal model, or None before the first download. memory: JSON-able notes. own:
+    the method's arrays. model: the SHA-256 of the global model that the method can rebuild from these. neurons: the
+    device's own choice.
     """
 
     personal: Tensors | None = None
@@ -84,11 +81,10 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class Job:
-    """One assignment with all that a method needs to carry it out.
+    """An assignment and everything that a method needs to do it.
 
-    task: has the device's data. engine: trains and judges the model, whose tensors the method overwrites. received: the
-    decoded payload. progress: is called with (steps done, steps in all, running loss). federation, device: names.
-    budget: what the device can afford.
+    received: the decoded payload. progress: called with (steps done, total steps, running loss). budget: the largest
+    that the device can afford.
     """
 
     assignment: Assignment
@@ -103,33 +99,33 @@ class Job:
     budget: float = 1.0
 
     def own(self, kind: type[Own]) -> Own:
-        """Return the settings of its own that the method reads here. Raises UnknownWork where one is missing."""
+        """Return the method's own settings as ``kind``. Raises UnknownWork if one is missing."""
         return own_settings(self.assignment.settings, kind)
 
     def planned(self, name: str, most: float) -> float:
-        """Return a number of the round's plan, 0 where it has none. Raises ProtocolError unless it is in 0..most."""
+        """Return a number of the round's plan, or 0 if it has none. Raises ProtocolError unless it is in 0..most."""
         value = self.assignment.plan.get(name, 0)
         if isinstance(value, str) or not 0 <= value <= most:
-            raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; a number from 0 to {most:g} is wanted")
+            raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; expected a number from 0 to {most:g}")
         return value
 
     def with_settings(self, **changed: object) -> Job:
-        """Return the same work with other settings of the federation."""
+        """Return the same job with changed federation settings."""
         settings = self.assignment.settings.model_copy(update=changed)
         return replace(self, assignment=self.assignment.model_copy(update={"settings": settings}))
 
     def seed(self, purpose: str) -> int:
-        """Return a seed for torch that follows from federation, its seed, device, round and ``purpose`` alone."""
+        """Return a seed for torch, derived from the federation, its seed, the device, the round and ``purpose``."""
         assignment = self.assignment
         return derive_seed(f"{self.federation}:{assignment.settings.seed}", self.device, assignment.round, purpose)
 
 
 @dataclass(frozen=True)
 class Update:
-    """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
+    """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form, if any.
 
-    parts: the method's, by name: float32 [n], or signs, int8 [n] in -1..1. base: the global model that the round
-    started from, if the payload was another part of it. extras: words after masked values (``secure.fine``).
+    parts: by name, float32 [n], or signs, int8 [n] in -1..1. base: the round's starting model, if the payload was
+    another part of it. extras: words after masked values (``secure.fine``).
     """
 
     values: Array
@@ -142,11 +138,11 @@ class Update:
 
 @dataclass(frozen=True)
 class Trained:
-    """Outcome of local training: the state to keep, what to report, and what to send.
+    """Outcome of local training.
 
-    update: None for ``personalise``. flops: as in ``protocol.flops``. validation: the model as training has left it;
-    personal_validation: the personal model that is kept; both on validation data, None if not measured. stopped: early
-    stopping ends this device's training. counts: for the round's record.
+    update: None for ``personalise``. flops: as in ``protocol.flops``. validation: of the trained model;
+    personal_validation: of the personal model that is kept. Both use validation data and are None if not measured.
+    stopped: early stopping ends this device's training. counts: for the round's record.
     """
 
     state: DeviceState
@@ -164,8 +160,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Outcome of an evaluation on held-out data. validation: the personal, or else the global model on validation data.
-    others: other ways to predict, by name. flops: of what was trained to be judged."""
+    """Outcome of an evaluation on held-out data. validation: of the personal model, or else the global one, on
+    validation data. others: other ways to predict, by name. flops: of training before the evaluation."""
 
     personal: Evaluation | None
     global_model: Evaluation | None
@@ -178,33 +174,33 @@ Compose = Callable[[Manifest, Mapping[GraphName, bytes], FederationSettings], tu
 
 
 class UnknownWork(ProtocolError):
-    """The coordinator asks for work that the method does not have on this device; it is handed back."""
+    """The method cannot do this work on this device; the assignment is handed back."""
 
     failure = Failure("unknown-work")
 
 
 class BudgetTooSmall(ProtocolError):
-    """The method cannot work within the device's budget; the work is handed back."""
+    """The method needs a larger budget; the assignment is handed back."""
 
     exit_code = Exit.CANNOT
     failure = Failure("budget-too-small")
 
 
 def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
-    """Return the own settings of a federation's method, read as ``kind``. Raises UnknownWork where one is missing."""
+    """Return the own settings of a federation's method as ``kind``. Raises UnknownWork if one is missing."""
     try:
         return kind.model_validate(settings.method_settings)
     except ValidationError as error:
         name = ".".join(map(str, error.errors()[0]["loc"]))
         raise UnknownWork(
-            f"method_settings.{name} is missing or is not what {settings.method} expects; use the same version of the "
+            f"method_settings.{name} is missing or not valid for {settings.method}; use the same version of the "
             f"method on the coordinator and on this device",
             failure=Failure("unknown-work/settings"),
         ) from None
 
 
 def torch_engine(job: Job) -> TorchEngine:
-    """Return the job's engine. Raises UnknownWork where it is not PyTorch's."""
+    """Return the job's engine. Raises UnknownWork unless it is PyTorch's."""
     from ..training.engine import TorchEngine
 
     if not isinstance(job.engine, TorchEngine):
@@ -216,19 +212,19 @@ def torch_engine(job: Job) -> TorchEngine:
 
 
 def hand_back(job: Job) -> Trained:
-    """Raise UnknownWork: the method has no work of this kind."""
+    """Raise UnknownWork: the method does not support this kind of work."""
     raise UnknownWork(
-        f"{job.assignment.settings.method} on this device has no work of kind {job.assignment.kind.value}; update this "
-        f"SDK"
+        f"{job.assignment.settings.method} does not support work of kind {job.assignment.kind.value} on this device; "
+        f"update this SDK"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
-    """Rounds train some neurons of each layer, as many as the budget says; the server half declares the same.
+    """Rounds train some neurons of each layer, depending on the budget; the server half declares the same.
 
-    The manifest then says which neurons feed which weights. sample: returns a mask as rounds at a budget have it, to
-    predict what they take. narrow: what the mask leaves out is gone while training, and not frozen.
+    The manifest must then say which neurons feed which weights. sample: a mask like those of rounds at a budget, for
+    predictions of cost. narrow: neurons outside the mask are removed while training, not frozen.
     """
 
     sample: Callable[[Manifest, float], NeuronMask]
@@ -239,28 +235,26 @@ class ActiveNeurons:
 class DeviceMethod:
     """A method's device half. Work of a kind that it does not declare is handed back.
 
-    Each function raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run with
-    fewer neurons, TrainingDiverged when the work failed.
+    Functions raise BundleError for a payload that does not fit, CannotNarrow for a model that does not run with fewer
+    neurons, TrainingDiverged if training failed.
 
-    evaluate: judges the personal and, if the payload brings one, the global model on held-out data. adapt: makes a
-    personal model from the finished global one. train: merges the payload, trains under the assignment's mask, says
-    what to keep and to send. personalise: trains what stays on the device. prepare: makes the model that the federation
-    begins with. active: rounds train some neurons of each layer.
+    evaluate: evaluates the personal and, if the payload has one, the global model on held-out data. adapt: makes a
+    personal model from the finished global one. train: merges the payload and trains under the assignment's mask.
+    personalise: trains the part that stays on the device. prepare: makes the federation's first model.
 
     check: raises ManifestError if rounds would fail with a model, tried on an example [N, ...] at publication.
-    check_data: raises BadArgument if rounds would fail with a device's data. network: returns the task with the model
-    that the server half ``compose``s, for PyTorch. effort: returns what rounds at a budget have to do, to be tried; by
-    default what ``active`` says. compose: makes manifest and graphs of the federation's model of the published ones.
+    check_data: raises BadArgument if rounds would fail with a device's data. compose: builds manifest and graphs of the
+    federation's model from the published ones; network: the task with that model, for PyTorch. effort: the work of
+    rounds at a budget, for rehearsals; by default derived from ``active``.
 
-    picks_best: the personal model of any round can be used later; otherwise a device keeps the last. mixes_global: a
-    mixture of the personal and the global model is a personal model; the server half says the same. finish: trains a
-    mixture once more, at the end; returns model and FLOPs. payload_parts: what payloads may bring beside values, with
-    ``Part.count`` at most. sums: the server half needs sums of updates' values only, so that secure rounds are
-    possible. engines: that can train its rounds. adds_local_noise: rounds send only values, under a mask that does not
-    depend on the data (``device.local_noise``).
+    picks_best: personal models of earlier rounds stay usable; otherwise a device keeps the last. mixes_global: a
+    mixture of the personal and the global model is a valid personal model; the server half declares the same. finish:
+    trains such a mixture once more; returns model and FLOPs. payload_parts: what payloads may have beside values, with
+    ``Part.count`` at most. sums: the server half only needs sums of updates' values, so that secure aggregation is
+    possible. adds_local_noise: rounds send only values, under a mask independent of the data (``device.local_noise``).
 
-    acts: names of counts, or of the server half's notes, that prove that the method acted: if one is zero, the bench
-    says so. act_on: such counts -> the count of all that they might have been.
+    acts: counts, or names in the server half's notes, that prove an effect; the bench reports a zero. act_on: such a
+    count -> the count that bounds it.
     """
 
     evaluate: Callable[[Job], Evaluated]
@@ -291,39 +285,40 @@ class DeviceMethod:
 
     @property
     def narrow(self) -> bool:
-        """True if rounds train a network of the active neurons alone."""
+        """True if rounds train a network of only the active neurons."""
         return self.active is not None and self.active.narrow
 
     @property
     def forward_stays(self) -> bool:
-        """True if a smaller budget leaves the forward pass as it is, so that it saves little."""
+        """True if a smaller budget leaves the forward pass unchanged, so that it saves little."""
         return self.active is not None and not self.active.narrow
 
     @property
     def takes_any_model(self) -> bool:
-        """True if no model is refused at publication."""
+        """True if publication accepts any model."""
         return self.active is None and self.check is None
 
     def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
-        """Raise ManifestError where rounds would fail with ``model``, tried on ``example`` [N, ...]."""
+        """Raise ManifestError if rounds would fail with ``model``, tried on ``example`` [N, ...]."""
         if self.narrow:
-            from ..training.narrow import check_narrow  # here, because devices need no PyTorch
+            # Devices may lack PyTorch.
+            from ..training.narrow import check_narrow
 
             check_narrow(model, manifest, example)
         if self.check is not None:
             self.check(model, manifest, example)
 
     def task_of(self, task: Task, manifest: Manifest, seed: int) -> Task:
-        """Return the task with the model of a federation of this ``manifest`` and ``seed``. Raises BadArgument."""
+        """Return the task with the model of a federation with this ``manifest`` and ``seed``. Raises BadArgument."""
         task = task.seeded(seed)
         return self.network(task, manifest) if self.network else task
 
     def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """Return a mask as rounds at ``budget`` have it; None: the whole model is trained."""
+        """Return a mask like those of rounds at ``budget``; None if the whole model is trained."""
         return self.active.sample(manifest, budget) if self.active and budget < FULL_RATIO else None
 
     def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:
-        """Return what rounds at ``budget`` have to do, to be tried on this device. Raises BudgetTooSmall."""
+        """Return the work of rounds at ``budget``, for rehearsals on this device. Raises BudgetTooSmall."""
         if self.effort is not None:
             return self.effort(rehearsal, budget)
         from ..engines.rehearsal import MaskedEffort
@@ -332,13 +327,14 @@ class DeviceMethod:
 
 
 class UnknownMethod(SdkError):
-    """This installation does not have the method."""
+    """The method is not installed."""
 
     exit_code = Exit.NOT_FOUND
 
 
-@cache  # looking through the installed packages takes 20 ms: a device-round of a fleet
+# Searching the installed packages takes 20 ms, which every device-round of a fleet would pay.
+@cache
 def load_method(name: str) -> DeviceMethod:
-    """Return the device half registered as ``name``. Raises UnknownMethod, which names what is installed."""
+    """Return the device half registered as ``name``. Raises UnknownMethod, which lists the installed methods."""
     advice = "; update this SDK, or install the package that provides it"
     return load_method_record("sparrow.device_methods", name, DeviceMethod, UnknownMethod, advice=advice)

@@ -1,13 +1,11 @@
-"""Choosing between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
+"""Choice between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
 
-Any pair of models will do: DM-PFL's own, or a global model and its fine-tuned copy.
-
-A model that knows an input is surer of it than usual: its entropy lies below its base entropy, the mean over data of
-the device's own. Personal is chosen where
+It works for any pair of models, also a global model and its fine-tuned copy. A model's base entropy is its mean
+entropy on the device's training data. The personal model is chosen if
 
     H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g
 
-so that base entropies count the more, the less the two models agree; ties go to the global one.
+so that base entropies count more if the two models disagree. Ties go to the global model.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Similarity = Literal["logits", "probabilities"]
 Scores = NDArray[np.float32]
 
 SMALLEST_NORM = 1e-12
-"""Scores of a smaller 2-norm are like nothing: a similarity of 0."""
+"""Scores of a smaller 2-norm have a similarity of 0."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def entropy(scores: Scores) -> NDArray[np.float32]:
 def prefers_personal(
     personal: Scores, global_scores: Scores, base: BaseEntropies, similarity: Similarity = "logits"
 ) -> NDArray[np.bool_]:
-    """Return for which samples the personal model's scores [N, C] are chosen over the global one's [N, C]."""
+    """Return for each sample whether the personal scores [N, C] are chosen over the global ones [N, C]."""
     one, other = (each if similarity == "logits" else np.exp(_log_softmax(each)) for each in (personal, global_scores))
     norms = [np.linalg.norm(each, axis=1) for each in (one, other)]
     product = np.maximum(norms[0] * norms[1], np.float32(SMALLEST_NORM**2))
@@ -62,7 +60,7 @@ def prefers_personal(
 
 
 def base_entropies(engine: Engine, batches: Batches, *, personal: Tensors, global_model: Tensors) -> BaseEntropies:
-    """Return both models' mean entropies on the device's training data; ``engine`` runs them."""
+    """Return both models' mean entropies on training data."""
     means = []
     for tensors in (global_model, personal):
         engine.load(tensors)
@@ -79,7 +77,7 @@ def judge_choice(
     base: BaseEntropies,
     similarity: Similarity = "logits",
 ) -> Evaluation:
-    """Return loss and accuracy on held-out data of the choice between both models, sample by sample."""
+    """Return loss and accuracy of the sample-wise choice between both models."""
     scores: list[tuple[NDArray[Any], NDArray[Any]]] = []
     for tensors in (personal, global_model):
         engine.load(tensors)

@@ -1,8 +1,8 @@
-"""A model that a device trains alone, beside the federation's, which it may take at the end.
+"""A local-only model that a device trains beside the federation's, and may use at the end.
 
-It begins as the first model that the device has received whole, and in each of its rounds is trained as long as the
-round's, by the same settings and within the budget. Nothing of it is sent. Where devices share little it is the best
-that there is; elsewhere it costs as much as the round's own training, and is left out with ``alone=false``.
+It starts as the first whole model received. Each round trains it as long as the federation's model, with the same
+settings and budget; it is never sent. It is the best model if devices have little in common. It costs as much as the
+round's own training; ``alone=false`` turns it off.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PREFIX = "alone:"
 
 
 class AloneSettings(MethodSettings):
-    """The setting of methods that can train a model alone, too."""
+    """The setting of methods that can also train a local-only model."""
 
     alone: bool = False
 
 
 def alone_of(state: DeviceState) -> Tensors | None:
-    """Return the model that a device has trained alone; None where it has none."""
+    """Return the device's local-only model, or None."""
     found = {name.removeprefix(PREFIX): array for name, array in state.own.items() if name.startswith(PREFIX)}
     return found or None
 
 
 def with_alone(job: Job, start: Tensors, trained: Trained, mask: NeuronMask | None) -> Trained:
-    """Return the outcome of a round with another round of the model that is trained alone, from ``start`` on, under
-    ``mask``."""
+    """Train the local-only model for a round under ``mask``, the first time from ``start``; return the combined
+    outcome."""
     if not job.own(AloneSettings).alone:
         return trained
     before = alone_of(job.state)

@@ -1,14 +1,13 @@
-"""APFL, the device half: a mixture of a personal and a global model, and a weight that is learned, too.
+"""APFL, the device half: a mixture of a personal and a global model with a learned weight.
 
-Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461. In each step of a round (its
-Algorithm 1), with v̄ = αv + (1-α)w,
+Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, Algorithm 1. In each step, with
+v̄ = αv + (1-α)w,
 
-    w ← w - η∇F(w)          what is sent, and averaged
-    v ← v - ηα∇F(v̄)         what stays
+    w ← w - η∇F(w)          sent and averaged
+    v ← v - ηα∇F(v̄)         kept
 
-and once in a round, at its end, α ← clip(α - η⟨v - w, ∇F(v̄)⟩, 0, 1) on the last batch. v̄ is the personal model: with it
-the device predicts, and is judged. v and α start as the model received and ``mixing_weight``. A step costs twice
-FedAvg's.
+and at the end of a round α ← clip(α - η⟨v - w, ∇F(v̄)⟩, 0, 1) on the last batch. v̄ is the personal model. v starts as
+the model received, α as ``mixing_weight``. A step costs twice FedAvg's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def train(job: Job) -> Trained:
     job.engine.load(received)
     trained = train_mixture(job, dict(job.state.own) or received, weight)
     update = Update(pack(job.manifest, job.engine.read(), None))
-    # The weight itself, too, in millionths: its mean over a round's devices is this sum divided by the updates.
+    # The weight itself in millionths: the sum over a round divided by the updates is the mean.
     counts = {"weight_moved": int(trained.weight != weight), "weight_millionths": round(1e6 * trained.weight)}
     concluded = conclude(job, trained.result, personal=None, update=update, counts=counts)
     memory = {**concluded.state.memory, "mixing_weight": trained.weight}

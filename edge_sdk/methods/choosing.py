@@ -1,4 +1,4 @@
-"""Helpers of methods whose devices choose their neurons by a score: PruneFL, and the simple forms of Hermes, FedMP."""
+"""Helpers of methods whose devices choose neurons by a score: neuron-wise PruneFL and simple forms of Hermes, FedMP."""
 
 from __future__ import annotations
 
@@ -31,27 +31,32 @@ STEP = 0.005
 """Learning rate of the step before scoring (FedSPU, section 5.1)."""
 
 Score = Callable[[Weights, Weights], Weights]
-"""(weight, its gradient) -> what each weight adds to the score of its neuron."""
+"""(weight, its gradient) -> each weight's contribution to its neuron's score."""
 
 
 def train_chosen(job: Job, score: Score) -> Trained:
-    """Train one round on the neurons that the device has chosen, once, on one mini-batch of its first round. Counts
-    ``neurons_pruned``, those left out by a choice."""
-    mask, ratio, flops, pruned = job.state.neurons, drawn(job).ratio, 0, 0
+    """Train one round on neurons chosen once, on one mini-batch of the device's first round. Counts ``neurons_pruned``
+    by this choice."""
+    mask = job.state.neurons
+    ratio = drawn(job).ratio
+    flops = 0
+    pruned = 0
     if mask is None or not fits_ratio(job.manifest, mask, ratio):
         scores, flops = measure(job, score, batches=1)
         mask = best_neurons(scores, counts_at(job.manifest, ratio))
         pruned = count_neurons(job.manifest, None) - count_neurons(job.manifest, mask)
     trained = train_narrow(job, mask)
-    state, counts = replace(trained.state, neurons=mask), {**trained.counts, "neurons_pruned": pruned}
+    state = replace(trained.state, neurons=mask)
+    counts = {**trained.counts, "neurons_pruned": pruned}
     return replace(trained, state=state, flops=trained.flops + flops, counts=counts)
 
 
 def measure(job: Job, score: Score, *, batches: int | None = None) -> tuple[Scores, int]:
-    """Return the scores of the neurons of the model received, and FLOPs. batches: the first so many of the training
-    data, each by itself; None: all."""
+    """Return the scores of the received model's neurons, and FLOPs. batches: use only the first so many of the training
+    data; None: all."""
     job.engine.load(whole_model(job.manifest, job.received))
-    scores, tensors = no_scores(job.manifest), job.engine.read()
+    scores = no_scores(job.manifest)
+    tensors = job.engine.read()
     weights = {spec.name: (spec, axis) for spec, axis in incoming(job.manifest) if spec.trainable}
 
     def add(name: str, gradient: Weights) -> None:

@@ -1,4 +1,4 @@
-"""From an ``nn.Module`` to the manifest that a method needs of it."""
+"""Conversion of an ``nn.Module`` to the manifest that a method needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..publishing.untraced import describe_whole
 from . import DeviceMethod, load_method
 
 LEAST_MASKED = 0.1
-"""The share of a model's trained weights that a method which trains some neurons must be able to leave out."""
+"""Smallest share of a model's trained weights that a neuron-wise method must be able to leave out."""
 
 
 def describe_for(
@@ -31,7 +31,7 @@ def describe_for(
     running_statistics: RunningStatistics = "shared",
 ) -> Manifest:
     """Return the manifest of ``model`` that ``method`` needs, found by running it on ``example`` [N, ...]. Raises
-    UnsupportedLayer, naming method and layer, and UnknownMethod."""
+    UnknownMethod and UnsupportedLayer, which names method and layer."""
     if method == AUTO:
         try:
             return describe_for(FOR_NEURONS, model, example, task=task, running_statistics=running_statistics)
@@ -50,7 +50,6 @@ def describe_for(
 
 
 def _for_any_model() -> list[str]:
-    """Return the names of the installed methods that take any model."""
     methods = {entry.name: entry.load() for entry in entry_points(group="sparrow.device_methods")}
     return sorted(
         name for name, method in methods.items() if isinstance(method, DeviceMethod) and method.takes_any_model

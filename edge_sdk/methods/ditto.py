@@ -1,12 +1,12 @@
-"""Ditto, the device half: FedAvg for everybody, and beside it a personal model that is pulled to the global one.
+"""Ditto, the device half: FedAvg, plus a personal model that is pulled towards the global one.
 
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
-arXiv:2012.04221. In each round of its Algorithm 1 a device trains the global model received, w^t, and sends it, and for
-as many epochs its own:
+arXiv:2012.04221, Algorithm 1. In each round a device trains and sends the global model w^t, and for as many epochs
+trains its own, which starts as the first global model received:
 
     v_k ← v_k - η(∇F_k(v_k) + λ(v_k - w^t))
 
-so that a round costs twice FedAvg's. A device's first personal model is the global one that it received.
+A round costs twice FedAvg's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train both models for one round. Early stopping goes by the losses of the model that is sent."""
+    """Train both models for one round. Early stopping uses the losses of the model that is sent."""
     received = whole_model(job.manifest, job.received)
-    job.engine.load(job.state.personal or {})  # what never travels (local running statistics)
+    # For tensors that never travel (local running statistics).
+    job.engine.load(job.state.personal or {})
     trained = train_whole(job)
     job.engine.load(received if job.state.personal is None else job.state.personal)
     weight = job.own(Settings).proximal_weight
@@ -48,7 +49,7 @@ DITTO = DeviceMethod(
     evaluate=evaluate_both,
     adapt=adapt_as_in_a_round,
     mixes_global=True,
-    # Not of the paper.
+    # An addition to the paper.
     finish=train_once_more,
     acts=("pulled_steps",),
     sums=True,

@@ -1,24 +1,22 @@
-"""DM-PFL, the device half: a personal and a global sparse model that share weights where both masks have them.
+"""DM-PFL, the device half: a personal and a global sparse model that share the weights in both masks.
 
 Zhang, Zhou, Wang, Tong, "DM-PFL: Hitchhiking Generic Federated Learning for Efficient Shift-Robust Personalization",
-KDD 2023. With the global mask m_g and weights w_g, the device's own m_c and w_c,
+KDD 2023. With global mask m_g and weights w_g, the device's own m_c and w_c,
 
-    θ_c = w_g where m_g and m_c;  w_c where m_c alone;  0 elsewhere                                        (Eq. 4)
+    θ_c = w_g in m_g and m_c;  w_c in m_c only;  0 elsewhere                                               (Eq. 4)
 
-and a round's plan says which stage it is:
+A round's plan names its stage:
 
-    masks     w_c ← w_g where both are; train θ_c; now and then drop the smallest of each layer and revive as many by
-              gradient; send w_c and m_c                                                            (Algorithm 1)
-    global    train a copy of w_g under m_g; send it; θ_c stays                                     (Algorithm 2)
-    personal  w_c ← w_g where both are; train what m_c alone has; send nothing                      (Algorithm 3)
+    masks     w_c ← w_g in both masks; train θ_c; at times drop the smallest weights of each layer and revive as many
+              by gradient; send w_c and m_c                                                         (Algorithm 1)
+    global    train a copy of w_g under m_g; send it; keep θ_c                                      (Algorithm 2)
+    personal  w_c ← w_g in both masks; train the weights in m_c only; send nothing                  (Algorithm 3)
 
-DM-PFL+ predicts, sample by sample, with the model whose entropy lies further below what it usually is (Algorithm 4,
-``adaptive``). What both models share is stored once (``dual``).
+DM-PFL+ chooses a model per sample (Algorithm 4, ``adaptive``). Shared weights are stored once (``dual``).
 
-Choices where the paper is silent or errs: replacing one epoch before the round's last; biases and norms are shared
-until stage ``personal``, which trains them too (``personal_unmasked``); a device without a state begins with m_c = m_g,
-filled up at random to K_l weights; base entropies are those of the training data, similarity is that of scores before
-the softmax.
+Choices beyond the paper: weights are replaced one epoch before the round's end; biases and norms are shared until stage
+``personal``, which trains them too (``personal_unmasked``); a device without a state begins with m_c = m_g, filled up
+at random to K_l weights; base entropies use training data, similarity uses scores before the softmax.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def train(job: Job) -> Trained:
 
 
 def _refine(job: Job, m_g: ElementMask) -> Trained:
-    """Train one round of the stage ``global``. A device without a state has the global model for its own from then
-    on."""
+    """Train one round of the stage ``global``. A device without a state takes the global model for its personal one."""
     state = job.state
     if state.personal is None:
         first = _composed(job, m_g)
@@ -90,7 +87,7 @@ def _refine(job: Job, m_g: ElementMask) -> Trained:
 
 
 def personalise(job: Job) -> Trained:
-    """Carry out the stage ``personal``: train what is private as long as the plan says, and measure base entropies."""
+    """Train private weights for the planned epochs (stage ``personal``), and measure base entropies."""
     dual = _composed(job, sparse_mask(job))
     personal_unmasked = job.own(Settings).personal_unmasked
     trains = dict(dual.private.exists)
@@ -114,7 +111,7 @@ def personalise(job: Job) -> Trained:
 
 
 def evaluate_all(job: Job) -> Evaluated:
-    """Judge the personal model, the global one, and the choice between them (``adaptive``), where there are any."""
+    """Evaluate the personal model, the global one, and the choice between them (``adaptive``), if present."""
     global_model = None
     if job.received is not None:
         job.engine.load(_global_model(job))
@@ -129,7 +126,7 @@ def evaluate_all(job: Job) -> Evaluated:
 
 
 def _adaptive(job: Job) -> dict[str, Evaluation]:
-    """Judge DM-PFL+ on held-out data; nothing before the first base entropies, or where there are no classes."""
+    """Evaluate DM-PFL+ on held-out data; {} without base entropies or classes."""
     memory, personal = job.state.memory, job.state.personal
     if personal is None or "entropy_personal" not in memory or not job.task.classification:
         return {}
@@ -145,12 +142,12 @@ def _adaptive(job: Job) -> dict[str, Evaluation]:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Carry out the stage ``personal`` after the end, with nothing private but biases and norms."""
+    """Run the stage ``personal`` after the end; only biases and norms are private then."""
     return personalise(job).state
 
 
 def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
-    """Conclude the round without early stopping and without a choice among rounds: losses are not of one series."""
+    # Losses of different stages are not comparable, so no early stopping and no choice among rounds.
     return conclude(job.with_settings(early_stopping="off", personal_model="last"), result, **outcome)
 
 
@@ -162,22 +159,24 @@ def _train(job: Job, part: Part, adjustment: Replacing | None = None) -> LocalRe
 
 
 def _moves(job: Job, part: Part) -> bool:
-    """Return whether anything of the model trains at all."""
-    trained, exist = part.trained or {}, part.elements or {}
+    """Return whether any weight of the model trains."""
+    trained = part.trained or {}
+    exist = part.elements or {}
     names = [spec.name for spec in job.manifest.tensors if spec.trainable]
     return any(name not in trained or (trained[name] & exist.get(name, True)).any() for name in names)
 
 
 def _global_model(job: Job) -> Tensors:
-    """Return θ_g as received; what never travels (local running statistics) is the personal model's."""
+    """Return θ_g as received, with the personal model's local running statistics."""
     return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
 
 
 def _composed(job: Job, m_g: ElementMask) -> Dual:
-    """Return both models with what was received: w_c ← w_g where both are; of biases and norms, the global ones."""
+    """Return both models after receiving: w_c ← w_g in both masks; biases and norms are the global ones."""
     received = whole_model(job.manifest, job.received)
     if job.state.personal is None:
-        kept = job.engine.read() | received  # what never travels begins as the task has it
+        # Tensors that never travel start as the task has them.
+        kept = job.engine.read() | received
         return Dual.of(job.manifest, kept, _filled(job, m_g), received, m_g)
     before = Dual.load(job.manifest, job.state.personal, job.state.own)
     shared = {
@@ -188,7 +187,7 @@ def _composed(job: Job, m_g: ElementMask) -> Dual:
 
 
 def _filled(job: Job, m_g: ElementMask) -> ElementMask:
-    """Return the first mask of a device: the global one, filled up to K_l weights with others at random."""
+    """Return a device's first mask: the global one, filled up at random to K_l weights."""
     own = job.own(Settings)
     counts = layer_counts(job.manifest, own.density, own.layer_sparsity)
     chance = np.random.Generator(np.random.PCG64(job.seed("fill")))
@@ -201,18 +200,20 @@ def _filled(job: Job, m_g: ElementMask) -> ElementMask:
 
 
 def _sizes(dual: Dual) -> dict[str, int]:
-    """Return what to report beside every result: how much of the personal model is private at all."""
+    """Return the counts that show the private share of the personal model."""
     return {"private": dual.private.count, "personal": dual.mask.count}
 
 
 def _replacing(job: Job, mask: ElementMask) -> Replacing:
-    """Return what replaces weights: the ceil(share · K_l) smallest of each layer by as many of the steepest."""
+    """Replace the ceil(share · K_l) smallest weights of each layer by as many of steepest gradient."""
     share = job.planned("replace", 1)
-    epochs, at = job.assignment.settings.local_epochs, job.own(Settings).adjust_at
+    epochs = job.assignment.settings.local_epochs
+    at = job.own(Settings).adjust_at
     steps = [step for step, _ in adjustment_steps(0, epochs, len(job.task.train), epochs, epochs + 1, at)]
 
     def rule(step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:
-        count, nothing = mask.counts[name], np.zeros(weights.size, dtype=np.int8)
+        count = mask.counts[name]
+        nothing = np.zeros(weights.size, dtype=np.int8)
         left = count - math.ceil(share * count - 1e-9)
         pruned = prune(weights, np.zeros_like(weights), exists, nothing, left=left, share=0.0)
         return pruned, grow(gradient, pruned, nothing, count=count, share=0.0)
@@ -226,8 +227,9 @@ DMPFL = DeviceMethod(
     personalise=personalise,
     evaluate=evaluate_all,
     adapt=adapt,
-    picks_best=False,  # only the last stage makes a personal model of its own
+    # Only the last stage trains a separate personal model.
+    picks_best=False,
     acts=("replaced", "private", "personal_steps"),
     act_on={"private": "personal"},
 )
-"""Between rounds the device keeps both models, and their base entropies."""
+"""Between rounds the device keeps both models and their base entropies."""

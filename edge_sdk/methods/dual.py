@@ -1,4 +1,4 @@
-"""A personal and a global sparse model of one device that share weights where both masks have them (DM-PFL, Eq. 4)."""
+"""A device's personal and global sparse models, which share the weights in both masks (DM-PFL, Eq. 4)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sparrow.protocol.manifest import Manifest, Tensors
 
 @dataclass(frozen=True)
 class Dual:
-    """Both models, what they share stored once. personal: θ_c, zero outside ``mask``, m_c. global_mask: m_g. rest: the
-    global weights that ``mask`` does not have, packed. unmasked: the global biases, norms and buffers."""
+    """Both models; shared weights are stored once. personal: θ_c, zero outside ``mask``, m_c. global_mask: m_g. rest:
+    packed global weights outside ``mask``. unmasked: the global biases, norms and buffers."""
 
     personal: Tensors
     mask: ElementMask
@@ -25,31 +25,31 @@ class Dual:
 
     @classmethod
     def of(cls, manifest: Manifest, personal: Tensors, mask: ElementMask, received: Tensors, m_g: ElementMask) -> Dual:
-        """Return both models, from θ_c, and θ_g as received."""
+        """Return both models, from θ_c and the received θ_g."""
         rest = pack_weights(received, m_g.without(mask))
         unmasked = {spec.name: np.array(received[spec.name]) for spec in manifest.shared if spec.name not in m_g.exists}
         return cls(personal, mask, m_g, rest, unmasked)
 
     @classmethod
     def load(cls, manifest: Manifest, personal: Tensors, own: Mapping[str, NDArray[np.generic]]) -> Dual:
-        """Return what ``stored`` has kept beside the personal model. Raises ManifestError."""
+        """Return the models from the personal one and ``stored``. Raises ManifestError."""
         mask, m_g = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
         unmasked = {name.removeprefix("global:"): array for name, array in own.items() if name.startswith("global:")}
         return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)
 
     def stored(self) -> Tensors:
-        """Return all but the personal model, as arrays by name."""
+        """Return everything except the personal model, as arrays by name."""
         bits = {"mask": self.mask.bits, "global_mask": self.global_mask.bits}
         arrays: Tensors = {name: np.frombuffer(data, dtype=np.uint8) for name, data in bits.items()}
         return {**arrays, "rest": self.rest, **{f"global:{name}": array for name, array in self.unmasked.items()}}
 
     @property
     def private(self) -> ElementMask:
-        """The weights that the personal model alone has."""
+        """The weights in the personal mask only."""
         return self.mask.without(self.global_mask)
 
     def global_model(self) -> Tensors:
-        """Return θ_g by name: its own weights, and the personal model's where both masks have them."""
+        """Return θ_g by name."""
         tensors: Tensors = {name: np.array(tensor) for name, tensor in self.personal.items()} | self.unmasked
         tensors |= self.global_mask.apply(tensors)
         start = 0
@@ -60,6 +60,6 @@ class Dual:
 
 
 def pack_weights(tensors: Tensors, mask: ElementMask) -> NDArray[np.float32]:
-    """Return the weights of ``tensors`` that exist by ``mask``, tensor after tensor."""
+    """Return the weights of ``tensors`` in ``mask``, tensor after tensor."""
     parts = [np.take(tensors[name].reshape(-1), index) for name, index in mask.index.items()]
     return np.concatenate(parts).astype(np.float32, copy=False)

@@ -1,16 +1,13 @@
 """Early stopping, and the choice of a device's best model among its rounds.
 
-Models are compared by their loss on validation data: the few samples of a device tell models apart better by their loss
-than by how many they get right. The stop rules are two, which ask nothing of a method but its losses:
+Models are compared by validation loss: with few samples it is more precise than accuracy. Two stop rules:
 
-validation  The validation loss of the model as local training leaves it, smoothed over participations. The device stops
-            once the smoothed loss has not fallen below its lowest value by ``min_improvement`` of it in ``patience``
-            participations in a row, and not before ``min_participations``. A device whose smoothed loss has not yet
-            fallen by ``BEGUN`` of its first value has not begun to learn, and goes on.
+validation  Smooths the validation loss of the trained model over participations. A device stops if the smoothed loss
+            has not fallen below its minimum by the share ``min_improvement`` in ``patience`` participations in a row,
+            but not before ``min_participations``, nor before it has fallen by ``BEGUN`` of its first value.
 paper       FedSPU, arXiv:2403.11464, section 4 and Algorithm 1: L_t = λ·L_train + (1-λ)·L_val estimates the mean loss
-            over all of a device's data; ``patience`` rises in a row (the paper: 1), each against the device's own last
-            participation, stop it. Where paper and released code differ: strictly greater, as the paper's formula has
-            it; the code also stops on a tie.
+            over all of a device's data. A device stops after ``patience`` rises in a row (the paper: 1), each compared
+            to its own last participation. A tie is no rise, as in the paper's formula; its released code stops on one.
 """
 
 from __future__ import annotations
@@ -24,16 +21,16 @@ from sparrow.protocol.messages import Evaluation
 from sparrow.protocol.settings import FederationSettings
 
 SMOOTHING = 0.5
-"""Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""
+"""Weight of the newest validation loss in the smoothed one."""
 BEGUN = 0.1
-"""Share of the first validation loss by which it has fallen where a device has begun to learn."""
+"""Share of the first validation loss by which the loss must fall before learning counts as begun."""
 MAY_LOSE = 0.25
-"""Share of the lowest validation loss by which a newer round's may lie above it, its model still replacing an older."""
+"""Largest excess of a newer model's validation loss over the lowest one, as a share, to replace an older model."""
 
 
 @dataclass(frozen=True)
 class Smoothed:
-    """The memory of the rule ``validation``; lowest_loss: the lowest smoothed one that counted as an improvement."""
+    """State of the rule ``validation``. lowest_loss: of the smoothed losses that counted as an improvement."""
 
     participations: int = 0
     first_loss: float = 0.0
@@ -56,7 +53,7 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Rises:
-    """The memory of the rule ``paper``: the loss of the last participation, and the rises in a row."""
+    """State of the rule ``paper``."""
 
     last_loss: float | None = None
     increases: int = 0
@@ -69,7 +66,7 @@ class Rises:
 
 
 def stop_loss(train: float, validation: float, weight: float) -> float:
-    """Return L_t: the training loss weighted by λ = ``weight``, the validation loss by the rest."""
+    """Return L_t, with λ = ``weight``."""
     return weight * train + (1 - weight) * validation
 
 
@@ -80,7 +77,7 @@ def _check_finite(loss: float) -> None:
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgement after a round. stop_loss: what the rule went by, None without early stopping."""
+    """Result of a stop rule. stop_loss: the loss that it compared, None without early stopping."""
 
     memory: Mapping[str, Any]
     validation: Evaluation | None = None
@@ -96,8 +93,8 @@ def judge_round(
     *,
     validate: bool = False,
 ) -> Judged:
-    """Apply the stop rule to the model that a round has left, which ``judge`` measures on validation data. memory: the
-    device's notes, among them the rule's. validate: measure even if no rule asks for it."""
+    """Apply the stop rule to a round's model, whose validation loss ``judge`` measures. memory: the device's notes,
+    including the rule's. validate: measure even without a rule."""
     rule = settings.early_stopping
     validation = judge() if validate or rule != "off" else None
     if rule == "off" or validation is None:
@@ -115,6 +112,6 @@ def judge_round(
 
 
 def gives_way(found: Evaluation, lowest_loss: float) -> bool:
-    """Return whether a round's model gives way to the one kept before: only if its loss lies well above the lowest of
-    all rounds, since of many models the one with the lowest loss is often lucky in a few samples."""
+    """Return whether a round's model should yield to an older one: only if its loss is well above the lowest of all
+    rounds, since the lowest of many losses is often luck on a few samples."""
     return found.loss - lowest_loss > MAY_LOSE * abs(lowest_loss)

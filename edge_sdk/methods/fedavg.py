@@ -1,13 +1,12 @@
 """FedAvg, the device half: train the whole global model for some epochs, send it back, keep nothing.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017, arXiv:1602.05629. Of its Algorithm 1, ClientUpdate(k, w):
+Data", AISTATS 2017, arXiv:1602.05629, Algorithm 1, ClientUpdate(k, w):
 
     w_k ← w^t;   w_k ← w_k - η ∇F_k(w_k; b) for each batch b of E epochs;   send w_k and n_k
 
-With ``finetune_epochs`` this is FedAvg-FT (pFedGate, section 7.1): for each evaluation the device trains a
-*copy* of the global model on its own data, judges it beside the global one, and throws it away; when the federation has
-ended, ``adapt`` makes the one that it keeps.
+With ``finetune_epochs`` this is FedAvg-FT (pFedGate, section 7.1): each evaluation also trains a copy of the global
+model on the device's data and discards it. After the last round ``adapt`` makes the copy that the device keeps.
 """
 
 from __future__ import annotations
@@ -16,4 +15,4 @@ from . import DeviceMethod
 from .whole import adapt_global, evaluate_global, train_whole
 
 FEDAVG = DeviceMethod(train=train_whole, evaluate=evaluate_global, adapt=adapt_global, adds_local_noise=True, sums=True)
-"""A device that stops early contributes no more, and gets the last global model like all others."""
+"""A device that stops early no longer trains, but gets the last global model."""

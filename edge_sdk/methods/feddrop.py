@@ -1,21 +1,21 @@
-"""Random federated dropout, the device half: each round another narrow network of the one global model.
+"""Random federated dropout, the device half: each round trains another narrow part of the global model.
 
 Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a dropout rate for each
-device. Neurons are drawn anew in each round as FedSPU draws them, but inactive ones are dropped and not frozen, and
-there is no personal model:
+device. Neurons are drawn per round as in FedSPU, but inactive ones are dropped instead of frozen, and there is no
+personal model:
 
-    w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A alone;   send w_k and n_k
+    w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A;   send w_k and n_k
 
-*Scaled* (Wen and others; inverted dropout): what is left of a layer's activations is multiplied by n / |A|, which is 1
-/ (1 - dropout rate), where the next layer takes it: by the columns of its weight, unless that is an embedding's, too.
-The global model is not scaled. The paper draws each neuron by itself; convolutions' channels are neurons here.
+``scaled`` (Wen et al.; inverted dropout): a layer's remaining activations are multiplied by n / |A| = 1 / (1 - dropout
+rate), by scaling the columns of the next layer's weight, except if an embedding uses the same weight. The global model
+is not scaled. Here neurons are drawn as a set, and channels are the neurons of convolutions.
 
-Running statistics are to be those of the whole width, which no narrow device can run. So a scaled round of a narrow
-network ends with one pass over the device's data without gradients, and the means of its batches' statistics are sent.
-``scaled`` = false is the form that FedSPU's paper compares (section 5.1): neither scaling nor that pass.
+Running statistics must fit the whole width, which narrow devices cannot run. So a scaled round ends with a pass over
+the device's data without gradients; it sends the mean of the batches' statistics. ``scaled`` = false is the form that
+FedSPU's paper compares (section 5.1): no scaling and no such pass.
 
-Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` of weights in training steps.
+Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` in training steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round; a device keeps nothing but its notes for early stopping."""
+    """Train one round; a device only keeps its notes for early stopping."""
     draw = drawn(job)
     mask = draw_neurons(job.manifest, draw)
     scales = job.own(Settings).scaled and count_values(job.manifest, mask) < job.manifest.shared_values
@@ -54,7 +54,7 @@ def train(job: Job) -> Trained:
 
 
 def _train_scaled(job: Job, whole: Manifest) -> Trained:
-    """Train the narrow network that is loaded, what each layer takes from dropped-out ones being scaled."""
+    """Train the loaded narrow network with scaled inputs of each layer."""
     factors = factors_of(job.manifest, whole)
     result = train_loaded(job, Part(factors=factors))
     counts = {"columns_scaled": result.steps * sum(factor.size for factor in factors.values())}
@@ -65,9 +65,10 @@ def _train_scaled(job: Job, whole: Manifest) -> Trained:
 
 
 def factors_of(narrow: Manifest, whole: Manifest) -> dict[str, NDArray[np.float32]]:
-    """Return by what the columns of each layer's weight are multiplied: name -> [1, columns, 1, ...]."""
+    """Return the factors of each weight's columns: name -> [1, columns, 1, ...]."""
     specs = {spec.name: spec for spec in narrow.tensors}
-    found, looked_up = {}, {name for layer in narrow.layers if layer.kind == "embedding" for name in layer.tensors}
+    found = {}
+    looked_up = {name for layer in narrow.layers if layer.kind == "embedding" for name in layer.tensors}
     for layer in narrow.layers:
         weight = next((specs[name] for name in layer.tensors if any(specs[name].axes[1:2])), None)
         if layer.kind in MULTIPLYING and weight is not None and weight.name not in looked_up:

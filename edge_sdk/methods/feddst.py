@@ -1,9 +1,8 @@
-"""FedDST, the device half: train the weights that exist, and now and then replace the smallest by the steepest.
+"""FedDST, the device half: train the existing weights; at times replace the smallest by those of steepest gradient.
 
 Bibikar, Vikalo, Wang, Chen, "Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning
-Better", AAAI 2022, arXiv:2112.09824. FedSGC's device half without a direction map: of its four rules (Eq. 1-4) the
-second and the fourth are left, which are RigL's. The cosine is of the device's own epochs, as in FedSGC; its paper
-anneals over rounds, its released code not at all.
+Better", AAAI 2022, arXiv:2112.09824. This is FedSGC's device half without a direction map: Eq. 2 and 4, as in RigL. The
+cosine anneals over the device's own epochs, as in FedSGC; the paper anneals over rounds, its released code not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from .whole import adapt_global, evaluate_global
 
 
 def train(job: Job) -> Trained:
-    """Train one round, in which nothing is guided."""
+    """Train one round without guided replacements."""
     own = job.own(SparseTrainingSettings)
     return train_replacing(job, replacing_of(job, own), own.proximal_weight)
 
@@ -22,4 +21,4 @@ def train(job: Job) -> Trained:
 FEDDST = DeviceMethod(
     train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("replaced", "positions_replaced"), sums=True
 )
-"""Weights replaced by devices, of which the coordinator keeps some."""
+"""The coordinator keeps some of the weights that devices replaced."""

@@ -1,19 +1,18 @@
-"""FedEM, the device half: a mixture of models that all devices train, and each device's own weights of it.
+"""FedEM, the device half: a mixture of models that all devices train, with mixture weights of each device's own.
 
 Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
-arXiv:2108.10252. In each round of its Algorithm 1 device i has, for the components h_m received and its samples j,
+arXiv:2108.10252, Algorithm 1. In each round, for the components h_m received and its samples j, device i computes
 
     E-step   r_mj ∝ π_im exp(-loss(h_m(x_j), y_j)),  Σ_m r_mj = 1
-    M-step   π_im = mean of r_mj over j;  h_m is trained on Σ_j r_mj loss(h_m(x_j), y_j)
+    M-step   π_im = mean of r_mj over j;  train h_m on Σ_j r_mj loss(h_m(x_j), y_j)
 
-with the loss -ln softmax(h_m(x))_y, and predicts Σ_m π_im softmax(h_m(x)). The components go up; π stays, and begins
-uniform. The personal model is the mixture as training has left it; beside it the components received are judged, with
-the device's π. A device without a model of its own finds its π by E- and M-steps that leave the components as they are.
+with the loss -ln softmax(h_m(x))_y, and predicts Σ_m π_im softmax(h_m(x)). Components are sent; π is kept and starts
+uniform. The personal model is the trained mixture; the received components are evaluated with the device's π. A device
+without its own model finds π by E- and M-steps with fixed components.
 
-Departures: the r of a batch are computed when it comes, by the components received, which gives the same r as computing
-all of them first: a task's data may come in any order. So π is the mean over the samples that the round trains on, in
-whole epochs all alike, and each epoch after the first costs a forward pass more. A task's loss other than cross-entropy
-is what components are trained on, while r goes by their probabilities.
+Departures: r is computed batch by batch from the components received, since a task's data may come in any order; r is
+the same, but each epoch after the first costs one more forward pass. π is the mean over the round's samples. If a
+task's loss is not cross-entropy, it trains the components, while r uses their probabilities.
 """
 
 from __future__ import annotations
@@ -41,13 +40,15 @@ from .rounds import conclude, evaluate_both, fine_tuning, judge_held_out
 Weights = NDArray[np.float64]
 """π, or the responsibilities of samples: [..., M], of sum 1."""
 
-MOST_STEPS, SETTLED = 100, 1e-4
-"""Of EM on components that stay: so many steps, or until no weight moves by more."""
+# EM with fixed components ends after so many steps, or once no weight moves by more.
+MOST_STEPS = 100
+SETTLED = 1e-4
 
 
 def network(task: Task, manifest: Manifest) -> Task:
-    """Return the task with the mixture in its model's place. Raises BadArgument where it is no classification."""
-    from ..training.mixture import Mixture  # here, because devices need no PyTorch
+    """Return the task with the mixture as its model. Raises BadArgument unless it is a classification."""
+    # Devices may lack PyTorch.
+    from ..training.mixture import Mixture
 
     if not task.classification:
         raise BadArgument("fedem mixes classifiers, and this task has no classes; join a federation of another method")
@@ -63,15 +64,16 @@ class Components(MethodSettings):
 def compose(
     manifest: Manifest, graphs: Mapping[GraphName, bytes], settings: FederationSettings
 ) -> tuple[Manifest, dict[GraphName, bytes]]:
-    """Return the mixture's manifest, and its graphs of those of one model."""
-    from sparrow.graphs.mixture import mix_all  # here, because it needs onnx
+    """Return manifest and graphs of the mixture, built from those of one model."""
+    # Devices may lack onnx.
+    from sparrow.graphs.mixture import mix_all
 
     number = own_settings(settings, Components).components
     return mixture_of(manifest, number), {**graphs, **mix_all(graphs, manifest, number)}
 
 
 def responsibilities(likelihoods: NDArray[np.floating], weights: Weights) -> Weights:
-    """Return the E-step: r [N, M], of ln p(y | x) under each component [N, M], and π [M]."""
+    """Return r [N, M] of the E-step, from ln p(y | x) under each component [N, M], and π [M]."""
     joint = likelihoods.astype(np.float64) + np.log(np.maximum(weights, SMALLEST_WEIGHT))
     shares = np.exp(joint - joint.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
@@ -90,14 +92,15 @@ def train(job: Job) -> Trained:
         "components_used": int((after >= 0.5 / len(after)).sum()),
     }
     concluded = conclude(job, result, personal=mixture, update=Update(pack(job.manifest, mixture, None)), counts=counts)
-    # Every component is trained on each sample, and judges it before.
-    component, samples = first_component(job.manifest), result.samples
+    # Each sample trains every component, after one forward pass for r.
+    component = first_component(job.manifest)
+    samples = result.samples
     once = training_flops(component, samples) + samples * forward_flops(component)
     return replace(concluded, flops=components_of(job.manifest) * once)
 
 
 def evaluate(job: Job) -> Evaluated:
-    """Judge the personal mixture and, where the payload brings them, the global components under the device's π."""
+    """Evaluate the personal mixture and, if received, the global components under the device's π."""
     if job.state.personal is not None or job.received is None:
         return evaluate_both(job)
     _find_weights(job)
@@ -106,7 +109,7 @@ def evaluate(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Find π for the finished components and, with ``finetune_epochs``, train a copy of these as in a round."""
+    """Find π for the finished components and, with ``finetune_epochs``, train a copy of them."""
     weights = _find_weights(job)
     if job.assignment.settings.finetune_epochs:
         _train_components(fine_tuning(job), weights, purpose="adapt")
@@ -119,12 +122,13 @@ def _uniform(manifest: Manifest) -> Weights:
 
 
 def _find_weights(job: Job) -> Weights:
-    """Load the components received, and the π that fits them best on training data; return it."""
+    """Load the components received and the π that best fits the training data; return π."""
     weights = _uniform(job.manifest)
     job.engine.load({**whole_model(job.manifest, job.received), WEIGHTS: weights})
     likelihoods = job.engine.likelihoods(job.task.train)
     for _ in range(MOST_STEPS):
-        before, weights = weights, responsibilities(likelihoods, weights).mean(axis=0)
+        before = weights
+        weights = responsibilities(likelihoods, weights).mean(axis=0)
         if np.abs(weights - before).max() <= SETTLED:
             break
     job.engine.load({WEIGHTS: weights})
@@ -132,8 +136,10 @@ def _find_weights(job: Job) -> Weights:
 
 
 def _train_components(job: Job, weights: Weights, purpose: str = "train") -> tuple[LocalResult, Weights]:
-    """Train the components that are loaded, each sample by its responsibilities; return the mean of these, too."""
-    trained, received, shares_sum = trained_weights(job.engine), job.engine.twin(), np.zeros(len(weights))
+    """Train the loaded components, weighting samples by responsibilities; also return the mean of these."""
+    trained = trained_weights(job.engine)
+    received = job.engine.twin()
+    shares_sum = np.zeros(len(weights))
     optimiser = optimiser_of(job, trained)
 
     def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:

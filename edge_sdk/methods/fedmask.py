@@ -1,4 +1,4 @@
-"""FedMask, the device half: weights stay as they began, and a device learns which of its last layers' weights exist.
+"""FedMask, the device half: weights stay fixed, and a device learns a binary mask of the last layers' weights.
 
 Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
 Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers has
@@ -6,17 +6,16 @@ a real score s. The network computes with
 
     ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):
 
-the threshold passes gradients straight through. No weight, bias or norm is ever moved; running statistics stay on the
-device. Before its first upload a device prunes once: of each layer it keeps the share ``density`` of the weights, those
-of the largest scores.
+the threshold is a straight-through estimator. Weights, biases and norms never change; running statistics stay on the
+device. Before its first upload a device prunes once: in each layer it keeps the share ``density`` of largest scores.
 
-What travels is a sign of each maskable weight: 1 and -1 for a bit of 1 and 0, and 0 for a pruned weight. The server's
-mean of bits comes back as a sign, too, 1 where it is at least 1/2. A device takes it for the weights that it keeps: a
-score has then the sign of the mean, and the magnitude that the device has learned.
+Devices send a sign per maskable weight: 1 and -1 for bits 1 and 0, and 0 for a pruned weight. The server's mean of bits
+comes back as a sign, 1 if it is at least 1/2. A device gives its kept weights' scores that sign, and keeps their
+magnitude.
 
-Departures. The paper's scores, threshold and pruning step are not published as code. Here pruning is by single weights
-and no term for structured sparsity is added to the loss. All scores begin at ``first_score``, so that every weight
-exists. The optimiser is the federation's, for scores.
+Departures: the paper has no code for scores, threshold and pruning. Here single weights are pruned, and the loss has no
+term for structured sparsity. All scores start at ``first_score``, so all weights exist. The federation's optimiser
+trains the scores.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .parts import own_tensors
 from .rounds import conclude, evaluate_both, fine_tuning
 
 LEAST = np.float32(1e-12)
-"""The least magnitude of a score whose sign comes from the server: 0 counts as positive."""
+"""The least magnitude of a score whose sign comes from the server, because 0 counts as positive."""
 
 
 class Settings(MethodSettings):
@@ -56,7 +55,7 @@ class Settings(MethodSettings):
 
 @dataclass
 class Masks:
-    """The masks of a model's last layers, by name: w, which nobody writes to, s, and what was not pruned."""
+    """The masks of a model's last layers, by name: the fixed weights w, the scores s, and the unpruned positions."""
 
     weights: dict[str, Array]
     scores: dict[str, Array]
@@ -64,7 +63,8 @@ class Masks:
 
     def bits(self, name: str) -> NDArray[np.bool_]:
         """Return b of one tensor."""
-        on: NDArray[np.bool_] = self.scores[name] >= 0  # σ(s) ≥ 1/2
+        # σ(s) ≥ 1/2
+        on: NDArray[np.bool_] = self.scores[name] >= 0
         return on if self.kept is None else on & self.kept[name]
 
     def masked(self) -> Tensors:
@@ -72,17 +72,19 @@ class Masks:
         return {name: np.where(self.bits(name), weight, np.float32(0)) for name, weight in self.weights.items()}
 
     def gradient(self, name: str, outer: NDArray[Any]) -> Array:
-        """Return ∂L/∂s of one tensor, of ``outer``, ∂L/∂ŵ: 0 where it is pruned."""
-        share = (1 + np.tanh(self.scores[name] / 2)) / 2  # σ(s), without an overflow
+        """Return ∂L/∂s of one tensor from ``outer``, ∂L/∂ŵ; 0 for pruned weights."""
+        # σ(s), without overflow
+        share = (1 + np.tanh(self.scores[name] / 2)) / 2
         slope: Array = (outer * self.weights[name] * share * (1 - share)).astype(np.float32)
         return slope if self.kept is None else slope * self.kept[name]
 
     def take(self, signs: Signs) -> int:
-        """Give scores of kept weights the signs that are not 0; return how many bits that turned."""
+        """Give scores of kept weights the signs other than 0; return the number of changed bits."""
         wanted = sum(score.size for score in self.scores.values())
         if len(signs) != wanted:
             raise BundleError(f"the payload has {len(signs)} signs for {wanted} weights; fetch it again")
-        turned, start = 0, 0
+        turned = 0
+        start = 0
         for name, score in self.scores.items():
             sign = signs[start : start + score.size].reshape(score.shape)
             start += score.size
@@ -93,7 +95,7 @@ class Masks:
         return turned
 
     def prune(self, density: float) -> int:
-        """Keep this share of each tensor, the largest scores, at least one; return how many weights are gone."""
+        """Keep the share ``density`` of each tensor, at least one weight; return the number of pruned weights."""
         self.kept = {}
         for name, score in self.scores.items():
             count = max(1, round(density * score.size))
@@ -103,7 +105,7 @@ class Masks:
         return sum(int(np.count_nonzero(~flags)) for flags in self.kept.values())
 
     def signs(self) -> Signs:
-        """Return what goes up: 1 or -1 for a bit of 1 or 0, and 0 where a weight is pruned, packed."""
+        """Return the packed signs to send: 1 or -1 for bits 1 or 0, and 0 for pruned weights."""
         return np.concatenate(
             [
                 np.where(self.kept[name] if self.kept else True, np.where(self.bits(name), 1, -1), 0).reshape(-1)
@@ -123,13 +125,13 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a mask of one's own, beginning from the finished bits, as ``fine_tuning`` says, and prune it."""
+    """Train and prune the device's own mask, starting from the finished bits, as in ``fine_tuning``."""
     masks, _, _ = _train_scores(fine_tuning(job), purpose="adapt")
     return replace(job.state, personal=job.engine.read(), own=_packed(masks))
 
 
 def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResult, dict[str, int]]:
-    """Train scores as the settings say, prune where that was not done, and leave the masked model in the engine."""
+    """Train scores, prune on the first call, and leave the masked model in the engine."""
     masks = _masks_of(job)
     signs = job.received.parts.get("signs") if job.received is not None else None
     counts = {"bits_taken": 0 if signs is None else masks.take(signs)}
@@ -144,7 +146,7 @@ def _train_scores(job: Job, *, purpose: str = "train") -> tuple[Masks, LocalResu
 
 
 def _learn(job: Job, masks: Masks, purpose: str) -> LocalResult:
-    """Move scores by their gradients for a round's steps."""
+    """Train the scores for a round's steps."""
     optimiser = optimiser_of(job, masks.scores)
     scores = {f"the score of {name}": score for name, score in masks.scores.items()}
 
@@ -159,8 +161,9 @@ def _learn(job: Job, masks: Masks, purpose: str) -> LocalResult:
 
 
 def _masks_of(job: Job) -> Masks:
-    """Return this device's masks, with scores that may be written to."""
-    manifest, own = job.manifest, job.state.own
+    """Return writable copies of this device's masks."""
+    manifest = job.manifest
+    own = job.state.own
     if job.received is not None and is_whole(manifest, job.received):
         weights = whole_model(manifest, job.received)
     elif "weights" in own:
@@ -178,7 +181,7 @@ def _masks_of(job: Job) -> Masks:
 
 
 def _packed(masks: Masks) -> Tensors:
-    """Return what a device keeps beside its personal model."""
+    """Return the arrays that a device keeps beside its personal model."""
     assert masks.kept is not None, "pruned before"
     weights, scores, kept = (
         np.concatenate([each.reshape(-1) for each in of.values()]) for of in (masks.weights, masks.scores, masks.kept)

@@ -1,21 +1,20 @@
-"""FedMD, the device half: devices learn from the mean of what their models answer on samples that all of them have.
+"""FedMD, the device half: devices learn from the mean of their models' scores on common public samples.
 
 Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019, arXiv:1910.03581. No
-weight leaves a device. In its first round a device trains on the public samples, with their labels, and then on its own
-("transfer learning"). In each round of the paper's Algorithm 1 it
+weight leaves a device. In its first round a device trains on the labelled public samples, then on its own ("transfer
+learning"). In each round of Algorithm 1 it
 
     digests      trains its model towards the mean scores of all devices on the public samples,
     revisits     trains on its own samples for a round's epochs, and
     communicates sends its model's class scores (logits) on the public samples.
 
-The mean of a round comes down with the next one. The public set (``Task.public``, ``--data ...,public=0.1``) is the
-same on every device and in the same order: the first ``public_samples`` of it are used.
+A round's mean comes with the next payload. The public set (``Task.public``, ``--data ...,public=0.1``) must be the
+same, in the same order, on every device; its first ``public_samples`` are used.
 
-Departures. The paper draws another public subset for each round; here it is the same in all rounds, so that a mean is
-always of what a device digests, whatever rounds it has missed. Its code's loss on scores is the mean absolute
-difference; here it is T² KL(softmax(z'/T) ‖ softmax(z/T)) of the mean scores z' and one's own z, as distillation has it
-(Hinton and others, arXiv:1503.02531). Transfer learning takes ``public_epochs``, and does not go on to convergence.
-Devices of one federation have one architecture here, since its manifest describes one.
+Departures: the paper draws a public subset per round; here it is fixed, so that a device that missed rounds can still
+use the mean. The digest loss is T² KL(softmax(z'/T) ‖ softmax(z/T)) of mean scores z' and own scores z (Hinton et al.,
+arXiv:1503.02531); the paper's code uses the mean absolute difference. Transfer learning takes ``public_epochs``, not
+until convergence. All devices of a federation have one architecture, as its manifest describes one.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ class Settings(MethodSettings):
 
 
 def check_data(task: Task, settings: FederationSettings) -> None:
-    """Raise BadArgument for a device without enough public samples, or whose targets are no classes."""
+    """Raise BadArgument without classes or without enough public samples."""
     wanted = own_settings(settings, Settings).public_samples
     if not task.classification:
-        raise BadArgument(f"{settings.method} compares scores of classes, and the task {task.name} has none")
+        raise BadArgument(f"{settings.method} compares class scores, and the task {task.name} has no classes")
     found = 0 if task.public is None else count_examples(task.public)
     if found < wanted:
         raise BadArgument(
-            f"{settings.method} needs a public set of {wanted} samples that all devices have alike, and here are "
-            f"{found}: add public=0.1 or a larger share to --data (arrays x_public and y_public to a file of this "
-            f"device's own, Task(..., public=...) in Python), on every device; or make the federation with a smaller "
+            f"{settings.method} needs {wanted} public samples, the same on all devices, and found {found}: add "
+            f"public=0.1 or a larger share to --data on every device (in a file of its own, the arrays x_public and "
+            f"y_public; in Python, Task(..., public=...)); or create the federation with a smaller "
             f"method_settings.public_samples"
         )
 
@@ -75,30 +74,35 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Make a model of one's own from the last mean scores, and fine-tune it, as ``fine_tuning`` says."""
+    """Make a personal model from the last mean scores, and fine-tune it, as in ``fine_tuning``."""
     _learn(fine_tuning(job))
     return replace(job.state, personal=job.engine.read())
 
 
 def _learn(job: Job) -> tuple[ArrayBatches, LocalResult, int, dict[str, int]]:
-    """Train on the public samples at first, digest the mean if there is one, and revisit. Returns the public samples,
-    the result of revisiting, how many samples were passed over, and counts."""
-    rules, public = job.own(Settings), _public(job)
+    """Train on public samples in the first round, digest the mean if there is one, and revisit. Returns the public
+    samples, the result of revisiting, the number of samples trained on, and counts."""
+    rules = job.own(Settings)
+    public = _public(job)
     mean = next(iter(whole_model(job.manifest, job.received).values()))
     passed = 0
     job.engine.load(own_tensors(job))
     if job.state.personal is None and rules.public_epochs:
         first = in_silence(job.with_settings(local_epochs=rules.public_epochs, local_steps=None))
         passed += train_loaded(replace(first, task=replace(job.task, train=public)), purpose="public").samples
-    digested = _digest(job, public, mean.astype(np.float32)) if mean.any() else 0  # before the first mean all are zero
+    # The mean is all zero before any device has sent scores.
+    digested = _digest(job, public, mean.astype(np.float32)) if mean.any() else 0
     result = train_loaded(job)
     return public, result, passed + digested + result.samples, {"digested": digested}
 
 
 def _digest(job: Job, public: ArrayBatches, mean: NDArray[np.float32]) -> int:
-    """Train the model that is loaded towards ``mean`` [public samples, classes]; return how many samples that took."""
-    rules, weights, count = job.own(Settings), trained_weights(job.engine), public.num_examples
-    optimiser, once = optimiser_of(job, weights), in_silence(job.with_settings(local_epochs=1, local_steps=None))
+    """Train the loaded model towards ``mean`` [public samples, classes]; return the number of samples used."""
+    rules = job.own(Settings)
+    weights = trained_weights(job.engine)
+    count = public.num_examples
+    optimiser = optimiser_of(job, weights)
+    once = in_silence(job.with_settings(local_epochs=1, local_steps=None))
     for epoch in range(rules.digest_epochs):
         order = np.random.Generator(np.random.PCG64(job.seed(f"digest {epoch}"))).permutation(count)
         places = np.array_split(order, len(public))
@@ -119,9 +123,11 @@ def _digest(job: Job, public: ArrayBatches, mean: NDArray[np.float32]) -> int:
 
 
 def _public(job: Job) -> ArrayBatches:
-    """Return the public samples that are used, in their order, in batches as large as those of training."""
+    """Return the public samples in order, in batches as large as those of training."""
     assert job.task.public is not None, "checked before the device enrolled"
-    wanted, inputs, targets = job.own(Settings).public_samples, list[NDArray[np.generic]](), list[NDArray[np.generic]]()
+    wanted = job.own(Settings).public_samples
+    inputs = list[NDArray[np.generic]]()
+    targets = list[NDArray[np.generic]]()
     for some, classes in map(as_arrays, job.task.public):
         inputs.append(some)
         targets.append(classes)

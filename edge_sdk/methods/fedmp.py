@@ -1,14 +1,13 @@
 """FedMP, the device half: each round trains the network that the coordinator has pruned for the device.
 
 Jiang, Xu, Xu, Wang, Qiao, Qian, "FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge
-Computing", ICDE 2022. The coordinator chooses a ratio for the device with a bandit, prunes the global model to it by
-the l1 norm of each neuron's weights, and sends what is left with its mask; the device trains and returns that
-(``coordinator/methods/fedmp.py``). The paper judges the global model, which is reported here, too; a device is judged
-with the last narrow network that it trained, as those of FedSPU's other baselines are.
+Computing", ICDE 2022. The coordinator chooses the device's ratio with a bandit, prunes the global model by the l1 norm
+of each neuron's weights, and sends the pruned model with its mask (``coordinator/methods/fedmp.py``). The paper
+evaluates the global model; here a device is also evaluated with its last narrow network.
 
-``ratios = budget`` is the form in which FedSPU's paper (section 5.1) compares FedMP: devices prune themselves,
-once, to their budgets. Neuron i of layer l has the score ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₁ on one mini-batch B of the
-first participation, and of equal ones the first are kept.
+``ratios = budget`` is the form that FedSPU's paper compares (section 5.1): devices prune themselves once, to their
+budgets, by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₁ of neuron i of layer l on one mini-batch B of the first participation.
+Ties keep the first neurons.
 
 A device that adapts the finished model prunes it to its own budget.
 """
@@ -30,7 +29,7 @@ from .narrow import adapt_narrow, drawn, train_narrow
 from .rounds import evaluate_both
 
 RATIO = "ratio"
-"""The device's note of its last active ratio."""
+"""The device's note of its last budget."""
 
 
 class Settings(MethodSettings):
@@ -40,24 +39,25 @@ class Settings(MethodSettings):
 
 
 def score(weight: Weights, gradient: Weights) -> Weights:
-    """Return what each weight adds to the score of its neuron, where devices prune themselves."""
+    """Return each weight's contribution to its neuron's score, for devices that prune themselves."""
     return np.abs(weight - np.float32(STEP) * gradient)
 
 
 def train(job: Job) -> Trained:
-    """Train one round on the neurons received. Counts ``neurons_pruned``, those that its network lacks, and
+    """Train one round on the received neurons. Counts ``neurons_pruned`` from the whole network and
     ``ratio_changes``."""
     if job.own(Settings).ratios == "budget":
         return train_chosen(job, score)
-    manifest, ratio = job.manifest, drawn(job).ratio
+    manifest = job.manifest
+    ratio = drawn(job).ratio
     mask = job.received.mask if job.received else None
-    if not isinstance(mask, NeuronMask):  # the whole model: the device adapts it
+    # A payload of the whole model: the device is adapting the finished one.
+    if not isinstance(mask, NeuronMask):
         scores = norm_scores(manifest, whole_model(manifest, job.received), 1)
         mask = best_neurons(scores, counts_at(manifest, ratio))
     if not fits_ratio(manifest, mask, ratio):
         raise BundleError(
-            f"the payload's mask has not the neurons of an active ratio of {ratio:g}; fetch the assignment and its "
-            f"payload again"
+            f"the payload's mask does not fit an active ratio of {ratio:g}; fetch the assignment and its payload again"
         )
     trained = train_narrow(job, mask)
     return replace(
@@ -72,7 +72,7 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Prune the finished global model to the budget, and train what is left."""
+    """Prune the finished global model to the budget, and train the rest."""
     return adapt_narrow(job, train)
 
 

@@ -1,11 +1,10 @@
-"""FedPer, the device half: a shared body and a head of one's own, trained together.
+"""FedPer, the device half: a shared body and a personal head, trained together.
 
-Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. Of its
-Algorithm 2: (W_B, W_Pj) ← SGD on both for some epochs, from the body received and one's own personal layers; send W_B.
+Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. Algorithm
+2: (W_B, W_Pj) ← SGD on both for some epochs, from the received body and the personal layers; send W_B.
 
-Which layers are personal the server half says: their tensors are ``personal`` in the federation's manifest, so that
-nothing that packs a payload or an update ever sees them. A device's personal part starts as its task initialises it,
-from the federation's seed. A device is judged by its model as a round has left it.
+The server half chooses the personal layers: the manifest marks their tensors ``personal``, so they are never packed. A
+personal part is initialised by the task from the federation's seed. A device is evaluated with its model after a round.
 """
 
 from __future__ import annotations

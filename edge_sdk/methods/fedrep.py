@@ -1,9 +1,8 @@
-"""FedRep, the device half: first the head on a body that stands still, then the body under that head.
+"""FedRep, the device half: train the head with a fixed body, then the body under that head.
 
 Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
-2021, arXiv:2102.07078. Of its Algorithm 1: h_i ← the head trained for the given body, φ ← the body trained for that
-head; send φ. Here each takes the federation's local epochs, with an optimiser of its own, so that a round costs up to
-twice FedPer's.
+2021, arXiv:2102.07078. Algorithm 1: h_i ← the head trained for the given body, φ ← the body trained for that head; send
+φ. Each phase takes the federation's local epochs with its own optimiser, so that a round costs up to twice FedPer's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_pa
 
 
 def train(job: Job) -> Trained:
-    """Train head, then body; the loss reported is the latter's."""
+    """Train head, then body; the reported loss is the body's."""
     job.engine.load(joined(job))
     head = train_part(job, shared=False)
     body = train_part(job, shared=True)

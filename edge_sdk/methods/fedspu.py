@@ -1,25 +1,27 @@
-"""FedSPU, the device half: each device trains the weights that join randomly chosen neurons, the rest stays personal.
+"""FedSPU, the device half: each device trains the weights between randomly chosen neurons; the rest stays personal.
 
 *FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter Update.* Ziru Niu,
-Hai Dong, A. K. Qin. arXiv:2403.11464. Of its Algorithm 1 this is the part that runs on a device:
+Hai Dong, A. K. Qin. arXiv:2403.11464. The device's part of Algorithm 1, with m the parameters whose neurons are all
+active:
 
-    ŵ = where(m, w^t, w_k^t)            merge: what is not received keeps its personal value
-    w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train, frozen parameters taking part in the forward pass (Eq. 5)
-    L_t = λ·L_train + (1-λ)·L_val       leave for good when it exceeds that of the last participation, where the
-                                        federation has ``early_stopping=paper``
+    ŵ = where(m, w^t, w_k^t)            merge: values not received stay personal
+    w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train; frozen parameters take part in the forward pass (Eq. 5)
+    L_t = λ·L_train + (1-λ)·L_val       stop for good if it exceeds that of the last participation
+                                        (``early_stopping=paper``)
 
-with m the parameters whose neurons are all active. The server half draws the neurons and averages.
+The server half draws the neurons and averages.
 
-Where paper and released code differ, or are silent:
+Differences between paper and released code, and choices beyond both:
 
-- A device begins with the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0.
+- A device starts from the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0.
 - The mask follows Eq. 5 everywhere, also behind a flatten, where the code has bugs. The output layer's rows are always
-  active. The error signal passes through frozen neurons (Eq. 5 and the code).
-- Whatever the optimiser, frozen entries are put back after its step, and it starts afresh each round.
+  active. Errors propagate through frozen neurons (Eq. 5 and the code).
+- With any optimiser, frozen entries are restored after its step, and it starts anew each round.
 - Running statistics of frozen channels move too, on the device only.
-- L_val is measured in evaluation mode on data of its own; the code does so in training mode on the reported share.
-- With ``alone`` a device trains another model beside it, which the federation never touches (``methods.alone``).
-- A device stops on L_t > L_last (the paper's formula; the code: also on a tie). n_k counts samples (the code: batches).
+- L_val is measured in evaluation mode on separate data; the code measures it in training mode on the reported share.
+- With ``alone`` a device also trains a local-only model (``methods.alone``).
+- A device stops on L_t > L_last (the paper's formula; the code also stops on a tie). n_k counts samples (the code:
+  batches).
 """
 
 from __future__ import annotations
@@ -48,8 +50,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round. A device that stops sends this round's values, keeps its personal model and is not drawn
-    again."""
+    """Train one round. A device that stops still sends this round's values."""
     draw, mask = _assigned(job)
     start = _starting_point(job, mask)
     job.engine.load(start)
@@ -61,7 +62,7 @@ def train(job: Job) -> Trained:
 
 
 def _frozen(job: Job, update: Update) -> dict[str, int]:
-    """Return how many neurons and values of the model stood still in a round; nothing where all were trained."""
+    """Return the numbers of frozen neurons and values; {} if all were trained."""
     if not isinstance(update.mask, NeuronMask):
         return {}
     sizes = job.manifest.group_sizes
@@ -77,7 +78,7 @@ def adapt(job: Job) -> DeviceState:
 def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
     """Train a model once more under a draw of this device's own at its budget; return it and the FLOPs.
 
-    Not of the paper. What stands still keeps a small budget's model from fitting its few samples too closely.
+    An addition to the paper: with a small budget, frozen weights reduce overfitting to few samples.
     """
     mask = None
     if job.budget < FULL_RATIO:
@@ -87,8 +88,8 @@ def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return steps as rounds take them: twice as many where a model is trained alone beside the federation's."""
-    # Here, because a rehearsal is of devices that choose their budget.
+    """Return the effort of rounds: twice the steps with a local-only model."""
+    # Only devices that choose their budget rehearse.
     from ..engines.rehearsal import MaskedEffort
 
     mask = FEDSPU.sample_mask(rehearsal.manifest, budget)
@@ -96,7 +97,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
-    """Return the draw and the mask of this assignment; None and None where everything is trained."""
+    """Return the assignment's draw and mask; None and None if the whole model is trained."""
     if job.assignment.work is None:
         return None, None
     draw = NeuronDraw(**job.assignment.work.model_dump())
@@ -104,8 +105,8 @@ def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
 
 
 def _starting_point(job: Job, mask: NeuronMask | None) -> Tensors:
-    """Return ŵ: the personal model with the active values received; at first all that was received, or w^0 with the
-    active."""
+    """Return ŵ: the personal model with the received active values. At first it is the received model, or w^0 with the
+    active values."""
     if job.state.personal is None:
         received = whole_model(job.manifest, job.received)
         if mask is None or job.own(Settings).start == "current":

@@ -1,26 +1,26 @@
 """FjORD, the device half: a narrow network of each layer's first neurons, trained at random widths up to its own.
 
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
-heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451. A device of budget p receives, trains and
-sends the network of the first max(1, floor(p n_l)) neurons of each layer, and is judged with it. *Ordered dropout*
-(Algorithm 1): each local step draws a width q uniformly from those of {1/K, 2/K, .., 1} (``width_steps`` K) that are
-below p, and p itself, and trains the first neurons at that width alone. *Self-distillation* (section 3.2): the outputs
-z_p of the device's widest network teach those of the drawn one,
+heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451. A device of budget p receives, trains,
+sends and uses the network of the first max(1, floor(p n_l)) neurons of each layer. *Ordered dropout* (Algorithm 1):
+each local step draws a width q uniformly from p and those of {1/K, 2/K, .., 1} (``width_steps`` K) below p, and trains
+the first neurons at that width. *Self-distillation* (section 3.2): the outputs z_p of the device's widest network teach
+the drawn one,
 
-    L = CE(z_p, y) + (1 - α) CE(z_q, y) + α T² KL(softmax(z_p / T) ‖ softmax(z_q / T))        where q < p
-    L = CE(z_p, y)                                                                            where q = p
+    L = CE(z_p, y) + (1 - α) CE(z_q, y) + α T² KL(softmax(z_p / T) ‖ softmax(z_q / T))        if q < p
+    L = CE(z_p, y)                                                                            if q = p
 
 with α = ``distil_weight`` and T = ``distil_temperature``, by default 1 as in the paper. Without ``distil``, or without
-classes, a step is one on L = CE(z_q, y). ``widths`` = fixed is the form that FedSPU's paper compares (section 5.1): the
-device's own width in every step, and no distillation.
+classes, L = CE(z_q, y). ``widths`` = fixed is the form that FedSPU's paper compares (section 5.1): always the device's
+own width, without distillation.
 
-Where the paper is silent, or a choice is ours:
+Choices beyond the paper:
 
 - The teacher's outputs are constants in the KL term. T² keeps its gradients as large at any T (arXiv:1503.02531).
-- Weights beyond the drawn width have a gradient of zero in that step; momentum and weight decay move them all the same.
-- Only steps of the device's own network, the teacher's included, move running statistics; others keep nothing.
+- Weights beyond the drawn width have a zero gradient in that step; momentum and weight decay still move them.
+- Only steps of the device's own network, including the teacher's, move running statistics.
 
-Counts: ``narrow_steps``, on fewer neurons than there were to choose from; ``widths_drawn``, ``distilled_steps``.
+Counts: ``narrow_steps`` at less than the full width, ``widths_drawn`` and ``distilled_steps``.
 """
 
 from __future__ import annotations
@@ -79,15 +79,16 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 
 
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
-    """Train the network that is loaded, at widths drawn from its own and those ``below``."""
-    generator, below = np.random.default_rng(job.seed("widths")), _narrower(job.manifest, below)
+    """Train the loaded network at widths drawn from its own and those ``below``."""
+    generator = np.random.default_rng(job.seed("widths"))
+    below = _narrower(job.manifest, below)
     done = take_steps_at(job, below, lambda: int(generator.integers(len(below) + 1)))
     concluded = conclude(job, done.result, personal=None, update=None)
     return replace(concluded, flops=done.flops, counts=done.counts)
 
 
 def _narrower(manifest: Manifest, masks: Sequence[NeuronMask]) -> list[NeuronMask]:
-    """Return those of the masks that leave any neuron of the manifest's out."""
+    """Return the masks that omit at least one neuron."""
     return [mask for mask in masks if count_values(manifest, mask) < manifest.shared_values]
 
 
@@ -101,15 +102,23 @@ class AtWidths:
 
 
 def take_steps_at(job: Job, below: Sequence[NeuronMask], draw: Callable[[], int]) -> AtWidths:
-    """Train the network that is loaded as in a round. draw: returns the place in ``below`` of a step's width; the
-    network's own is the one after the last."""
-    engine, own, widest = job.engine, job.own(Settings), len(below)
-    distils, weights = job.task.classification and own.distil, trained_weights(engine)
-    optimiser, inner = optimiser_of(job, weights), dict[int, _Inner]()
-    steps, samples = Counter[int](), Counter[int]()
+    """Train the loaded network as in a round. draw: returns the index in ``below`` of a step's width; the network's own
+    is ``len(below)``."""
+    engine = job.engine
+    own = job.own(Settings)
+    widest = len(below)
+    distils = job.task.classification and own.distil
+    weights = trained_weights(engine)
+    optimiser = optimiser_of(job, weights)
+    inner = dict[int, _Inner]()
+    steps = Counter[int]()
+    samples = Counter[int]()
 
     def step(gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
-        batch, width, found, loss = next(batches), draw(), Weights(), 0.0
+        batch = next(batches)
+        width = draw()
+        found = Weights()
+        loss = 0.0
         teacher: Teacher | None = None
         if width == widest or distils:
             loss, found = gradients.of(batch, weights, moves=True)
@@ -137,7 +146,7 @@ def take_steps_at(job: Job, below: Sequence[NeuronMask], draw: Callable[[], int]
 
 
 class _Inner:
-    """The network of some neurons of an engine's. Its running statistics are forgotten."""
+    """A network of some neurons of an engine's. Its running statistics are discarded."""
 
     def __init__(self, engine: Engine, mask: NeuronMask) -> None:
         self._engine = engine.narrow(mask, None).engine
@@ -145,7 +154,7 @@ class _Inner:
         self.manifest = self._engine.manifest
 
     def add(self, batch: Batch, weights: Weights, gradients: Weights, teacher: Teacher | None) -> float:
-        """Return the loss on a batch, where the whole network has ``weights``; add its gradients to theirs."""
+        """Return the loss on a batch at the whole network's ``weights``; add the gradients to ``gradients``."""
         specs = {spec.name: spec for spec in self.manifest.tensors if spec.name in weights}
         self._engine.load({name: self._narrowing.take(spec, weights[name]) for name, spec in specs.items()})
 
@@ -159,15 +168,16 @@ class _Inner:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train the narrow part of the finished global model that a device of this budget has, as in a round."""
+    """Train the narrow part of the finished global model that fits the device's budget."""
     return adapt_narrow(job, train)
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return steps as rounds at ``budget`` take them."""
+    """Return the effort of rounds at ``budget``."""
     from ..engines.rehearsal import MaskedEffort
 
-    own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)
+    own = own_settings(rehearsal.settings, Settings)
+    mask = first_neurons(rehearsal.manifest, budget)
     fixed = MaskedEffort(rehearsal, mask)
     if own.widths == "fixed":
         return fixed
@@ -176,11 +186,14 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 class _WidthsEffort:
-    """Steps at each width in turn: the first two hold the most at once. fixed: at the device's own width alone."""
+    """Steps at each width in turn; the first two need the most memory. fixed: only the device's own width."""
 
     def __init__(self, rehearsal: Rehearsal, fixed: Effort, mask: NeuronMask, below: Sequence[NeuronMask]) -> None:
-        self._rehearsal, self._mask, self._below = rehearsal, mask, below
-        self.values, self.judge = fixed.values, fixed.judge
+        self._rehearsal = rehearsal
+        self._mask = mask
+        self._below = below
+        self.values = fixed.values
+        self.judge = fixed.judge
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
         """Take steps, the widest first."""
@@ -197,7 +210,7 @@ class _WidthsEffort:
         return sum(found) // len(found)
 
     def _job(self, steps: int, samples: int | None) -> tuple[Job, list[NeuronMask]]:
-        """Return so many steps of the device's own network, and the narrower ones."""
+        """Return a job of ``steps`` steps on the device's own network, and the narrower masks."""
         engine = self._rehearsal.engine(self._mask)
         return rehearsed(self._rehearsal, engine, steps, samples), _narrower(engine.manifest, self._below)
 

@@ -1,4 +1,4 @@
-"""Helpers of methods that take gradients themselves: for steps of their own, or to learn what weights are worth."""
+"""Helpers of methods that use gradients directly: for their own steps, or to score weights."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from ..engines.rehearsal import Rehearsal
 
 Weights = dict[str, NDArray[np.float32]]
-"""Trained parameters, or gradients of them, by name."""
+"""Trained parameters, or their gradients, by name."""
 
 STANDSTILL = 1e-30
-"""A learning rate at which no weight moves: that of rehearsals."""
+"""A learning rate that moves no weight, for rehearsals."""
 
 
 def trained_weights(engine: Engine) -> Weights:
-    """Return copies of the parameters that the engine's model trains."""
+    """Return copies of the model's trained parameters."""
     tensors = engine.read()
     return {spec.name: np.array(tensors[spec.name], np.float32) for spec in engine.manifest.tensors if spec.trainable}
 
 
 def optimiser_of(job: Job, weights: Weights) -> Optimiser:
-    """Return the federation's optimiser of ``weights``, which it moves in place, for this round."""
+    """Return this round's optimiser, which moves ``weights`` in place."""
     settings = job.assignment.settings
     return Optimiser(rule_of(settings, settings.learning_rate_of(job.assignment.round)), weights)
 
 
 def in_silence(job: Job) -> Job:
-    """Return the same work, of whose progress nobody hears."""
+    """Return the same job without progress reports."""
     return replace(job, progress=lambda done, total, loss: None)
 
 
@@ -51,7 +51,7 @@ def in_silence(job: Job) -> Job:
 class Gradients:
     """Gradients of the engine's model with respect to the parameters ``names``.
 
-    samples: those of all gradients so far, for FLOPs. step: of the round, from 1. outputs: those of the last batch.
+    samples: total over all gradients, for FLOPs. step: of the round, from 1. outputs: of the last batch.
     """
 
     engine: Engine
@@ -62,8 +62,8 @@ class Gradients:
     outputs: NDArray[Any] | None = None
 
     def of(self, batch: Batch, at: Mapping[str, NDArray[Any]], **how: Any) -> tuple[float, Weights]:
-        """Return loss and gradient on a batch with the parameters ``at``, which the model has from now on. how: as
-        ``Engine.differentiate`` takes it. A parameter that the loss does not depend on may be missing."""
+        """Load the parameters ``at``; return loss and gradient on a batch. how: arguments of ``Engine.differentiate``.
+        Parameters that the loss does not depend on may be missing."""
         found: Weights = {}
 
         def keep(name: str, gradient: NDArray[Any]) -> None:
@@ -76,14 +76,15 @@ class Gradients:
         return loss, found
 
     def check(self, loss: float, batch: Batch) -> None:
-        """Raise TrainingDiverged for a loss that is not finite."""
+        """Raise TrainingDiverged if a loss is not finite."""
         if not math.isfinite(loss):
-            finite = bool((batch[0] - batch[0] == 0).all())  # of an array or a tensor, wherever it is
+            # Works for arrays, and for tensors on any device.
+            finite = bool((batch[0] - batch[0] == 0).all())
             raise self.diverged.of_loss(loss, self.step, inputs_finite=finite)
 
 
 Step = Callable[[Gradients, Iterator[Batch]], tuple[float, int]]
-"""Takes a step, of gradients on as many of the batches to come as it takes; returns a loss, and of how many samples."""
+"""Takes one step, with gradients on one or more of the next batches; returns a loss and its number of samples."""
 
 
 def take_steps(
@@ -94,15 +95,19 @@ def take_steps(
     names: Sequence[str] | None = None,
     trained: Mapping[str, NDArray[Any]] | None = None,
 ) -> LocalResult:
-    """Take as many steps as ``Engine.train`` does from the model that is loaded. purpose: what batches and dropout are
-    drawn for. names: of the parameters to differentiate; by default all that train. trained: what must be finite in the
-    end; by default the model. The result's samples are those of all gradients."""
-    settings, engine, data = job.assignment.settings, job.engine, job.task.train
+    """Take as many steps as ``Engine.train``, from the loaded model. purpose: seeds batches and dropout. names: the
+    parameters to differentiate; by default all trained ones. trained: arrays that must be finite at the end; by default
+    the model. The result's samples are those of all gradients."""
+    settings = job.assignment.settings
+    engine = job.engine
+    data = job.task.train
     total = count_steps(settings, data)
     diverged = Divergence(settings, settings.learning_rate_of(job.assignment.round), total)
     names = names or [spec.name for spec in engine.manifest.tensors if spec.trainable]
-    gradients, coming = Gradients(engine, diverged, names), engine.epochs(data, job.seed(purpose))
-    seen, loss_sum = 0, 0.0
+    gradients = Gradients(engine, diverged, names)
+    coming = engine.epochs(data, job.seed(purpose))
+    seen = 0
+    loss_sum = 0.0
     for gradients.step in range(1, total + 1):
         loss, samples = step(gradients, coming)
         seen += samples
@@ -122,9 +127,10 @@ def pass_over(
     purpose: str,
     batches: int | None = None,
 ) -> int:
-    """Hand ``visit`` the gradients on each batch of the training data, or on the first so many; return how many
+    """Call ``visit`` with the gradients on each batch of the training data, or the first so many; return the number of
     samples."""
-    samples, count = 0, len(job.task.train)
+    samples = 0
+    count = len(job.task.train)
     for batch in islice(job.engine.epochs(job.task.train, job.seed(purpose)), min(batches or count, count)):
         job.engine.differentiate([batch], names, visit)
         samples += len(batch[1])
@@ -132,14 +138,14 @@ def pass_over(
 
 
 def check_finite(arrays: Mapping[str, NDArray[Any]], what: str, advice: str | None = None) -> None:
-    """Raise TrainingDiverged, naming it, for an array that is not finite."""
+    """Raise TrainingDiverged, naming the first array that is not finite."""
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             raise TrainingDiverged(f"{name}: {what} is not finite", advice, failure=GRADIENTS)
 
 
 def rehearsed(rehearsal: Rehearsal, engine: Engine, steps: int, samples: int | None, budget: float = 1.0) -> Job:
-    """Return a round of so many steps on so many samples, to be rehearsed: it leaves the engine's model as it is."""
+    """Return a round of ``steps`` on ``samples`` for a rehearsal; it leaves the model unchanged."""
     settings = rehearsal.settings.model_copy(update={"local_steps": steps, "learning_rate": STANDSTILL})
     assignment = Assignment(
         assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
@@ -149,10 +155,12 @@ def rehearsed(rehearsal: Rehearsal, engine: Engine, steps: int, samples: int | N
 
 
 class StepsEffort:
-    """Steps of a method's own: an ``Effort`` of the whole model. gradients: how many ``work`` takes in a step."""
+    """``Effort`` of the whole model for a method's own steps. gradients: number per step of ``work``."""
 
     def __init__(self, rehearsal: Rehearsal, work: Callable[[Job], object], gradients: int) -> None:
-        self._rehearsal, self._work, self._gradients = rehearsal, work, gradients
+        self._rehearsal = rehearsal
+        self._work = work
+        self._gradients = gradients
         self.values = count_values(rehearsal.manifest, None)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:

@@ -1,18 +1,18 @@
-"""GraSP, the device half: keep the weights that gradient flow needs, then train them as FedAvg does.
+"""GraSP, the device half: keep the weights that preserve gradient flow, then train them as in FedAvg.
 
 Wang, Zhang, Grosse, "Picking Winning Tickets Before Training by Preserving Gradient Flow", ICLR 2020, arXiv:2002.07376.
-To take weight i away, δ = -θ_i, changes the squared norm of the gradient, by which training lowers the loss, by 2 δ (H
-g)_i to first order. So the device that prepares the model scores all weights on its training data's loss F,
+Removing weight i, δ = -θ_i, changes the gradient's squared norm by 2 δ (H g)_i to first order. The preparing device
+scores all weights on its training data's loss F,
 
-    g = ∇F(θ),     H = ∇²F(θ),     score = θ ⊙ H g          with the outputs (logits) divided by a temperature, 200,
+    g = ∇F(θ),     H = ∇²F(θ),     score = θ ⊙ H g          with outputs (logits) divided by a temperature, 200,
 
-keeps the K = floor(density·n_w) largest scores over the whole network, and sends the weights it received under that
-mask. Ordinary rounds are FedAvg's, or with a ``proximal_weight`` FedProx's.
+keeps the K = floor(density·n_w) largest scores of the whole network, and sends the received weights under that mask.
+Ordinary rounds are FedAvg's, or with a ``proximal_weight`` FedProx's.
 
-Where the paper is silent, or its released code differs: F is the mean over all local samples, or those of
-``score_batches`` batches, and g is complete before H g begins. H g is exact: PyTorch differentiates twice, and with
-ONNX Runtime the step's graph is differentiated along g (``engines.tangents``). The network scores in training mode, in
-float32. A layer that would be left without a weight keeps its best one.
+Choices beyond the paper and its code: F is the mean over all local samples, or over ``score_batches`` batches, and g is
+complete before H g begins. H g is exact: PyTorch differentiates twice; for ONNX Runtime, ``engines.tangents``
+differentiates the step's graph along g. Scoring uses training mode and float32. Each layer keeps at least its best
+weight.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .gradients import check_finite
 from .merging import whole_model
 from .whole import adapt_global, evaluate_global, train_pulled
 
+# For g, for the gradient that H g is differentiated from, and two for that.
 PASSES = 4
-"""Training passes that scoring a sample takes: for g, for the gradient that H g is differentiated from, and two for
-that."""
+"""Cost of scoring a sample, in training passes."""
 
 
 class Settings(MethodSettings):
@@ -52,14 +52,14 @@ class Settings(MethodSettings):
 
 
 def prepare(job: Job) -> Trained:
-    """Score the weights and choose. Raises UnknownWork for a model that cannot be differentiated twice."""
+    """Score the weights and choose. Raises UnknownWork if the model cannot be differentiated twice."""
     received = whole_model(job.manifest, job.received)
     job.engine.load(received)
     try:
         scored = score(job)
     except NoCurvature as error:
         raise UnknownWork(
-            f"GraSP differentiates the loss twice, which this model does not take: {error}", failure=error.failure
+            f"GraSP differentiates the loss twice, which this model does not support: {error}", failure=error.failure
         ) from error
     mask = keep_by_score(scored.scores, weight_budget(job.manifest, job.own(Settings).density))
     return Trained(
@@ -75,7 +75,7 @@ def prepare(job: Job) -> Trained:
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of every maskable tensor, and the loss of the model without a temperature."""
+    """The scores of every maskable tensor, and the model's loss at temperature 1."""
 
     scores: dict[str, NDArray[np.float32]]
     samples: int
@@ -83,16 +83,18 @@ class Scored:
 
 
 def score(job: Job) -> Scored:
-    """Return θ ⊙ H g of the model that is loaded, which is left as it is. Raises ValueError without data,
-    NoCurvature."""
-    engine, batches, own = job.engine, job.task.train, job.own(Settings)
+    """Return θ ⊙ H g of the loaded model, which stays unchanged. Raises ValueError without data, NoCurvature."""
+    engine = job.engine
+    batches = job.task.train
+    own = job.own(Settings)
     number = min(own.score_batches or len(batches), len(batches))
     if number == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
     cool = engine.scaled(np.array(1 / own.temperature, np.float32))
     names = [spec.name for spec in engine.manifest.maskable]
     weights = {name: np.asarray(tensor, np.float32) for name, tensor in engine.read().items() if name in names}
-    seen, loss_sum = 0, 0.0
+    seen = 0
+    loss_sum = 0.0
 
     def mean(of_batch: Callable[[Batch, Callable[[str, NDArray[Any]], None]], None], done: int) -> dict[str, Any]:
         sums = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -135,4 +137,4 @@ GRASP = DeviceMethod(
     adapt=adapt_global,
     acts=("prepare_pruned",),
 )
-"""FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""
+"""Between rounds a device keeps nothing except the mask."""

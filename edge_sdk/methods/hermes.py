@@ -1,24 +1,24 @@
-"""Hermes, the device half: each device prunes its own network step by step, while its validation accuracy holds.
+"""Hermes, the device half: each device prunes its own network step by step, as long as validation accuracy holds.
 
 Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients", MobiCom
 2021. A device begins with the whole network. In each of its rounds it receives the values of its own neurons, A, and
 
     if  accuracy of w[A, A] on its validation data >= accuracy_threshold  and  A is larger than its budget allows:
-        in each hidden group, of the n neurons left the share ``prune_rate`` goes, smallest ‖w_l[i, ...]‖₂ first,
+        in each hidden group, drop the share ``prune_rate`` of the n remaining neurons, smallest ‖w_l[i, ...]‖₂ first,
         but never below max(1, floor(p_k N)) of the group's N
 
-Then it trains and sends w[A, A], and is judged with it. The server averages each weight over the devices that share it.
+Then it trains and sends w[A, A], and is evaluated with it. The server averages each weight over the devices sharing it.
 
-``pruning = once`` is the form in which FedSPU's paper (section 5.1) compares Hermes: at its first participation a
-device makes one step of SGD on one mini-batch B, scores neuron i of layer l by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂ and
-keeps its budget's best for the whole federation.
+``pruning = once`` is the form that FedSPU's paper compares (section 5.1): at its first participation a device takes one
+SGD step on one mini-batch B, scores neuron i of layer l by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂, and keeps the best within
+its budget for the whole federation.
 
-Where the paper is silent:
+Choices beyond the paper:
 
-- The defaults of threshold and rate are ours. Accuracy is that of the network as received.
+- The defaults of threshold and rate. Accuracy is that of the received network.
 - **Until a device has reached its budget, it trains a larger network, at first the whole one**, which it must afford.
-- A device that is sent the whole model, though it has neurons, prunes nothing in that round: its last update did not
-  arrive. One whose budget has grown begins anew with the whole network.
+- If the whole model comes to a device with neurons, its last update was lost, and it prunes nothing in that round. If
+  its budget has grown, it begins anew with the whole network.
 - Scores are sums of squares over the weights of layers that share their neurons. A late device prunes at once.
 """
 
@@ -63,7 +63,7 @@ class Settings(MethodSettings):
 
 
 def score(weight: Weights, gradient: Weights) -> Weights:
-    """Return what each weight adds to the score of its neuron, where devices choose once."""
+    """Return each weight's contribution to its neuron's score, for ``pruning = once``."""
     return np.square(weight - np.float32(STEP) * gradient)
 
 
@@ -71,18 +71,21 @@ train_once = partial(train_chosen, score=score)
 
 
 def train(job: Job) -> Trained:
-    """Train one round; prune before, if that is due. Counts ``pruning_steps``, ``pruning_steps_rejected`` (accuracy
-    below the threshold) and ``neurons_pruned``. Raises UnknownWork for a task without accuracy."""
+    """Prune if due, then train one round. Counts ``pruning_steps``, ``pruning_steps_rejected`` (accuracy below the
+    threshold) and ``neurons_pruned``. Raises UnknownWork for a task without accuracy."""
     rules = job.own(Settings)
     if rules.pruning == "once":
         return train_once(job)
-    manifest, ratio, received = job.manifest, drawn(job).ratio, job.received
+    manifest = job.manifest
+    ratio = drawn(job).ratio
+    received = job.received
     sent = received.mask if received and isinstance(received.mask, NeuronMask) else None
     mask = sent or job.state.neurons
     if mask is None or not reaches_ratio(manifest, mask, ratio):
         mask = first_neurons(manifest, 1.0)
     tensors = merge(manifest, {spec.name: np.zeros(spec.shape, spec.dtype) for spec in manifest.shared}, received, mask)
-    smaller, flops = mask, 0
+    smaller = mask
+    flops = 0
     due = same_mask(sent, job.state.neurons) and not fits_ratio(manifest, mask, ratio)
     if due:
         accuracy, flops = _accuracy(job, tensors, mask)
@@ -108,7 +111,7 @@ def train(job: Job) -> Trained:
 
 
 def pruned(manifest: Manifest, tensors: Tensors, mask: NeuronMask, ratio: float, rate: float) -> NeuronMask:
-    """Return the neurons of ``mask`` that are left when the share ``rate`` of each group goes, not below ``ratio``."""
+    """Return the neurons of ``mask`` after dropping the share ``rate`` of each group, but not below ``ratio``."""
     counts = {
         name: max(count, math.floor(len(mask.active[name]) * (1 - rate) + 1e-9))
         for name, count in counts_at(manifest, ratio).items()
@@ -117,10 +120,10 @@ def pruned(manifest: Manifest, tensors: Tensors, mask: NeuronMask, ratio: float,
 
 
 def _accuracy(job: Job, tensors: Tensors, mask: NeuronMask) -> tuple[float, int]:
-    """Return the accuracy on validation data of the network received, and the FLOPs of finding it."""
+    """Return the received network's accuracy on validation data, and the FLOPs."""
     if not job.task.classification:
         raise UnknownWork(
-            "hermes prunes while accuracy on validation data holds, and this task has no accuracy; ask the operator to "
+            "hermes prunes as long as validation accuracy holds, and this task has no accuracy; ask the operator to "
             "set pruning = once"
         )
     job.engine.load({**(job.state.personal or {}), **tensors})
@@ -129,12 +132,12 @@ def _accuracy(job: Job, tensors: Tensors, mask: NeuronMask) -> tuple[float, int]
 
 
 def adapt(job: Job) -> DeviceState:
-    """Prune the finished global model to the budget at once, and train what is left."""
+    """Prune the finished global model to the budget at once, and train the rest."""
     return adapt_narrow(job, train_once)
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return what rounds have to do until the device has pruned: the whole network, whatever its budget."""
+    """Return the effort of rounds before the device has pruned: the whole network at any budget."""
     from ..engines.rehearsal import MaskedEffort
 
     once = rehearsal.settings.method_settings.get("pruning") == "once"

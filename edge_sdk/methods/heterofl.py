@@ -1,19 +1,19 @@
-"""HeteroFL, the device half: a narrow network of each layer's first neurons, trained to be part of a wider one.
+"""HeteroFL, the device half: a narrow network of each layer's first neurons, trained as part of a wider one.
 
 Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
 ICLR 2021, arXiv:2010.01264:
 
 - a device of width ratio r has the first ceil(r n_l) neurons of each hidden layer, all inputs and all classes;
-- *scaler*: what a hidden layer answers is divided by r while the narrow network trains and is judged for early
-  stopping, by its weights and biases; the global model is not scaled;
-- *masked loss*: scores of classes that a device has no training sample of count as 0 in the training loss;
-- the output layer's rows of these classes are not sent (the released code's ``label_split``): the mask of an update
-  names the rows that it brings, and so tells which classes the device has. With ``rows`` = all, all are sent;
-- batch norm knows no running averages while it trains. Each round ends with one pass over the device's data without
-  gradients, behind the scaler, and the means of its batches' statistics are sent and averaged like weights. The paper
-  asks for them with the finished model.
+- *scaler*: a hidden layer's weights and biases are divided by r during training and evaluation of the narrow network;
+  the global model is not scaled;
+- *masked loss*: scores of classes without a training sample on the device count as 0 in the training loss;
+- the output layer's rows of these classes are not sent (the released code's ``label_split``). The update's mask names
+  its rows, and so reveals the device's classes. With ``rows`` = all, all are sent;
+- batch norm has no running averages during training. Each round ends with a pass over the device's data without
+  gradients, with the scaler; the mean of the batches' statistics is sent and averaged like weights. The paper computes
+  them for the finished model.
 
-Counts: ``neurons_left_out`` of the network, and ``rows_left_out`` of the update. What is judged is the global model.
+Counts: ``neurons_left_out`` of the network, and ``rows_left_out`` of the update. The global model is evaluated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from .whole import adapt_global, evaluate_global
 
 def train(job: Job) -> Trained:
     """Train one round."""
-    ratio, seen = drawn(job).ratio, _seen(job)
+    ratio = drawn(job).ratio
+    seen = _seen(job)
     mask = first_neurons_up(job.manifest, ratio)
     sent = NeuronMask({**mask.active, CLASSES: seen}) if CLASSES in mask.active else mask
     divisor = 1.0 if ratio >= FULL_RATIO else ratio
@@ -50,7 +51,7 @@ def train(job: Job) -> Trained:
 
 
 def _seen(job: Job) -> NDArray[np.int64]:
-    """Return the classes that the device has a training sample of, sorted; of other tasks all outputs."""
+    """Return the sorted classes of the device's training samples; all outputs for other tasks."""
     outputs = np.arange(job.manifest.output_shape[0])
     if not job.task.classification:
         return outputs
@@ -60,7 +61,7 @@ def _seen(job: Job) -> NDArray[np.int64]:
 
 
 def _train(job: Job, ratio: float, seen: NDArray[np.int64]) -> Trained:
-    """Train the narrow network that is loaded."""
+    """Train the loaded narrow network."""
     engine = job.engine
     hidden = {
         spec.name

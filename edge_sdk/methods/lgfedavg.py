@@ -1,9 +1,9 @@
-"""LG-FedAvg, the device half: features of one's own, and a shared head on top of them.
+"""LG-FedAvg, the device half: personal features under a shared head.
 
 Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with
-Local and Global Representations", arXiv:2001.01523. FedPer the other way round: the device keeps its representation,
-both parts are trained together, and the server averages the head. Where FedAvg trains the whole model first, the
-representation is FedAvg's until the round in which they go apart, and the manifest has a block for each of its tensors.
+Local and Global Representations", arXiv:2001.01523. The reverse of FedPer: the device keeps its representation, both
+parts are trained together, and the server averages the head. With initial FedAvg rounds, the manifest has a block for
+each tensor of the representation, which is shared until the models part.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from .rounds import conclude, train_loaded
 
 
 def train(job: Job) -> Trained:
-    """Train both parts together for one round; send both in FedAvg's rounds, and else the head."""
+    """Train both parts together for one round; send both in FedAvg's rounds, otherwise the head."""
     if not job.manifest.blocks or not job.planned("apart", 1):
         return train_together(job)
-    received, own = _newest(job), job.state.personal
+    received = _newest(job)
+    own = job.state.personal
     if job.state.model is not None and own is not None:
         job.engine.load(_with_head(job, own, received))
     else:
@@ -35,7 +36,7 @@ def train(job: Job) -> Trained:
     result = train_loaded(job)
     personal = job.engine.read()
     head = BlockMask(np.zeros(len(job.manifest.blocks), bool))
-    # Running statistics travel with any blocks; those of one's own body stay, too, and what came goes back.
+    # Running statistics travel with any blocks: the body's stay local, so the received ones go back.
     update = Update(pack(job.manifest, _with_head(job, received, personal), head), head)
     body = sum(sum(sizes) for sizes in job.manifest.blocks.values())
     trained = conclude(job, result, personal=personal, update=update, counts={"private_values": body})
@@ -44,7 +45,7 @@ def train(job: Job) -> Trained:
 
 
 def _newest(job: Job) -> Tensors:
-    """Return the global model, by name; where only its head came, with what lies here in the place of the body."""
+    """Return the global model by name; if only its head came, with the local body."""
     if job.received is None or job.state.personal is None or is_whole(job.manifest, job.received):
         return whole_model(job.manifest, job.received)
     newest = {name: np.array(tensor) for name, tensor in job.state.personal.items()}
@@ -58,7 +59,7 @@ def _with_head(job: Job, body: Tensors, head: Tensors) -> Tensors:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a part of one's own for the finished head, which stays as it is; FedAvg's body, where there is one."""
+    """Train the personal part for the finished head, which stays fixed, starting from FedAvg's body if there is one."""
     return adapt_part(job, job.manifest.blocks) if job.manifest.blocks else adapt_own_part(job)
 
 

@@ -1,8 +1,7 @@
-"""Local training alone, the device half: the same data, epochs and stop rule as in a federation, and no exchange.
+"""Local training, the device half: the same data, epochs and stop rule as in a federation, without exchange.
 
-The baseline "Local" of pFedGate (section 7.1) and DM-PFL (section 4.1.1): every device starts from
-the common initial weights and goes on from its own model in each round that it is called for. Nothing that another
-device does moves it.
+The baseline "Local" of pFedGate (section 7.1) and DM-PFL (section 4.1.1): every device starts from the common initial
+weights and continues its own model in each of its rounds.
 """
 
 from __future__ import annotations

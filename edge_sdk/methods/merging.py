@@ -1,4 +1,4 @@
-"""From a payload to the weights a round starts from."""
+"""Conversion of payloads to the weights that a round starts from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["merge", "mixed", "whole_model"]
 
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
-    """Return a full payload as tensors by name, views into it if it is dense. What does not exist of a sparse model is
-    zero; tensors that never travel are left out. Raises BundleError."""
+    """Return a full payload as tensors by name; dense ones are views. Missing weights of a sparse model are zero;
+    tensors that never travel are left out. Raises BundleError."""
     if received is None:
         raise BundleError("the assignment came without its payload; fetch the payload and try again")
     if not is_whole(manifest, received):
         wanted = "hand the assignment back, so that the coordinator sends the whole model"
-        raise BundleError(f"the payload holds a part of the model, with nothing here to merge it into; {wanted}")
+        raise BundleError(f"the payload has only a part of the model, and this device has no base for it; {wanted}")
     if isinstance(received.mask, ElementMask):
         tensors: Tensors = {spec.name: np.zeros(spec.shape, dtype=np.float32) for spec in manifest.shared}
         merge_in_place(manifest, tensors, received.values, received.mask)
@@ -30,7 +30,7 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
-    """Return what was received where ``mask`` is, packed, and 0 elsewhere: what an update differs from. Raises
+    """Return the received values under ``mask``, packed, 0 for those not received: the base of an update. Raises
     BundleError."""
     if received is not None and same_mask(received.mask, mask):
         return received.values
@@ -52,7 +52,7 @@ def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: 
 
 
 GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
+"""Shares of the global model to try in a mixture with the personal one; ties take the first."""
 
 
 def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
@@ -65,5 +65,5 @@ def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
 
 
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
-    """Return whether nothing is left out: a sparse model, no mask, or one whose neurons are all active."""
+    """Return whether a payload has the whole model: it is sparse, or has no mask, or has all neurons active."""
     return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

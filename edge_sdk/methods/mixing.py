@@ -1,4 +1,4 @@
-"""Training two models together with their mixture (APFL, arXiv:2003.13461, Algorithm 1)."""
+"""Joint training of two models and their mixture (APFL, arXiv:2003.13461, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .gradients import Gradients, optimiser_of, take_steps, trained_weights
 
 @dataclass(frozen=True)
 class Mixed:
-    """The result: v by name, v̄ by name, α, and what was done; losses are those of the model that is sent."""
+    """Result: v and v̄ by name, α, and the training; losses are those of the sent model."""
 
     own: Tensors
     mixture: Tensors
@@ -27,9 +27,12 @@ class Mixed:
 
 
 def train_mixture(job: Job, own: Tensors, weight: float) -> Mixed:
-    """Train the model that is loaded, w, and v, from ``own`` on, in the same steps; ``weight`` is α."""
-    settings, before, mixture = job.assignment.settings, job.engine.read(), job.engine.twin()
-    total, rate = count_steps(settings, job.task.train), settings.learning_rate_of(job.assignment.round)
+    """Train the loaded model w together with v, which starts as ``own``; ``weight`` is α."""
+    settings = job.assignment.settings
+    before = job.engine.read()
+    mixture = job.engine.twin()
+    total = count_steps(settings, job.task.train)
+    rate = settings.learning_rate_of(job.assignment.round)
     shared = trained_weights(job.engine)
     private = {name: np.array(own[name], np.float32) for name in shared}
     optimisers = optimiser_of(job, shared), optimiser_of(job, private)
@@ -49,12 +52,13 @@ def train_mixture(job: Job, own: Tensors, weight: float) -> Mixed:
         mixture.load(_mix(private, shared, weight))
         return loss, len(batch[1])
 
-    result, tensors = take_steps(job, step), mixture.read()
+    result = take_steps(job, step)
+    tensors = mixture.read()
     if not (math.isfinite(weight) and all(np.isfinite(tensors[name]).all() for name in shared)):
         raise TrainingDiverged(f"a weight is not finite after {total} steps", failure=WEIGHTS)
     return Mixed({**before, **own, **private}, tensors, weight, result)
 
 
 def _mix(private: Mapping[str, Array], shared: Mapping[str, Array], weight: float) -> dict[str, Array]:
-    """Return v̄ = αv + (1-α)w; its running statistics are its own."""
+    """Return v̄ = αv + (1-α)w, without running statistics."""
     return {name: each + np.float32(weight) * (private[name] - each) for name, each in shared.items()}

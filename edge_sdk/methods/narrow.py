@@ -1,7 +1,7 @@
-"""Helpers of methods that train some neurons of each layer; in a narrow network the others are gone.
+"""Helpers of methods that train some neurons of each layer, in a narrow network without the others.
 
-The weights of dropped neurons are zero in whatever is kept, judged or exported whole, so the whole network then answers
-what the narrow one does (``training.narrow``). What goes up are the values between active neurons.
+Weights of dropped neurons are zero in every whole model that is kept, evaluated or exported, so that it computes the
+same as the narrow one (``training.narrow``). Updates hold the values between active neurons.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .rounds import conclude, fine_tuning, train_loaded
 
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
-    """Return a mask as rounds at ``budget`` draw it: which neurons changes from round to round, how many does not."""
+    """Return a mask as rounds at ``budget`` draw it: the count is fixed, the neurons change from round to round."""
     return draw_neurons(manifest, NeuronDraw("sample", budget))
 
 
 def drawn(job: Job) -> NeuronDraw:
-    """Return the seed of the neurons that this assignment trains."""
+    """Return the seed of this assignment's neurons."""
     if job.assignment.work is None:
         raise BundleError("the assignment does not say how many neurons to train; update the coordinator, or this SDK")
     return NeuronDraw(**job.assignment.work.model_dump())
 
 
 def train_plainly(job: Job) -> Trained:
-    """Train the network that is loaded, and judge it by the rule of early stopping."""
+    """Train the loaded network, and apply the stop rule."""
     result = train_loaded(job)
     return conclude(job, result, personal=None, update=None)
 
@@ -53,8 +53,8 @@ def train_narrow(
 ) -> Trained:
     """Receive, train with ``train`` and send the network of ``mask``; count ``neurons_left_out``.
 
-    draw: the mask's seed form. sent: what of it goes up, if less. ``train`` is given the same job of the narrow
-    network, whose FLOPs count. The state that comes back has the whole personal model, zero where neurons are dropped.
+    draw: the mask's seed form. sent: the smaller mask to send, if any. ``train`` gets the same job on the narrow
+    network, whose FLOPs count. The result's state has the whole personal model, zero for dropped neurons.
     """
     start = merge(job.manifest, _nothing(job), job.received, mask)
     job.engine.load(start)
@@ -73,7 +73,7 @@ def train_narrow(
 
 @contextmanager
 def multiplied(engine: Engine, factors: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
-    """Multiply tensors of the model by ``factors``, which have their names; afterwards they are what they were."""
+    """Multiply tensors of the model by ``factors``, by name; restore them on exit."""
     tensors: dict[str, NDArray[Any]] = engine.read()
     engine.load({name: tensors[name] * factor for name, factor in factors.items()})
     try:
@@ -83,12 +83,12 @@ def multiplied(engine: Engine, factors: Mapping[str, NDArray[np.float32]]) -> It
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
-    """Train a narrow part of the finished global model, as ``fine_tuning`` says."""
+    """Train a narrow part of the finished global model, as in ``fine_tuning``."""
     return train(fine_tuning(job).with_settings(early_stopping="off")).state
 
 
 def _nothing(job: Job) -> Tensors:
-    """Return zeros for what is shared; what never travels (local running statistics) is the device's own."""
+    """Return zeros for shared tensors, and the device's own for those that never travel (local running statistics)."""
     shared = {spec.name for spec in job.manifest.shared}
     own = job.state.personal or job.engine.read()
     return {

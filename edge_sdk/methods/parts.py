@@ -1,4 +1,4 @@
-"""Helpers of methods that share a part of the model: the manifest says which tensors are shared."""
+"""Helpers of methods that share a part of the model; the manifest marks the shared tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rounds import conclude, evaluate_both, fine_tune, judge_choice_of_copy, tr
 
 
 def only(manifest: Manifest, *, shared: bool) -> dict[str, Flags]:
-    """Return what ``Part`` takes as ``trained`` to train the shared part alone, or the device's own alone."""
+    """Return ``Part.trained`` for training only the shared part, or only the device's own."""
     return _flags(manifest, {spec.name for spec in manifest.tensors if (spec.policy == "shared") == shared})
 
 
@@ -27,30 +27,30 @@ def _flags(manifest: Manifest, names: Collection[str]) -> dict[str, Flags]:
 
 
 def joined(job: Job) -> Tensors:
-    """Return the device's model with what was received in its place."""
+    """Return the device's model updated with the received tensors."""
     return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
 
 
 def own_tensors(job: Job) -> Tensors:
-    """Return the device's model as it was kept, or its own part as it begins, alike on all devices."""
+    """Return the device's model, or its initial own part, which is the same on all devices."""
     if job.state.personal is not None:
         return job.state.personal
     return own_initial_values(job.manifest, job.assignment.settings.seed, job.engine.read())
 
 
 def train_together(job: Job) -> Trained:
-    """Train both parts together for one round, and send the shared one."""
+    """Train both parts together for one round, and send the shared part."""
     job.engine.load(joined(job))
     return send_shared(job, train_loaded(job))
 
 
 def train_part(job: Job, *, shared: bool) -> LocalResult:
-    """Train one part of the model that is loaded, with an optimiser of its own."""
+    """Train one part of the loaded model with a separate optimiser."""
     return train_loaded(job, Part(trained=only(job.manifest, shared=shared)), purpose="body" if shared else "head")
 
 
 def send_shared(job: Job, result: LocalResult) -> Trained:
-    """Return the outcome of a round: the whole model stays, its shared part is sent."""
+    """Return the outcome of a round that keeps the whole model and sends its shared part."""
     personal = job.engine.read()
     private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
     update = Update(pack(job.manifest, personal, None))
@@ -58,8 +58,8 @@ def send_shared(job: Job, result: LocalResult) -> Trained:
 
 
 def evaluate_tuned(job: Job) -> Evaluated:
-    """Judge the device's model and, with ``finetune_epochs``, what ``choose_copy`` chooses of it and a copy that a last
-    local stage has trained. ``others`` has the first as ``untuned``, and the copy if another was chosen."""
+    """Evaluate the device's model and, with ``finetune_epochs``, the choice of ``choose_copy`` between it and a
+    fine-tuned copy. ``others`` has the model as ``untuned``, and the copy if it was not chosen."""
     untuned = evaluate_both(job)
     if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
         return untuned
@@ -71,12 +71,12 @@ def evaluate_tuned(job: Job) -> Evaluated:
 
 
 def adapt_own_part(job: Job) -> DeviceState:
-    """Train a part of one's own for the finished shared one, which stays as it is."""
+    """Train the device's own part for the finished shared one, which stays fixed."""
     return adapt_part(job, {spec.name for spec in job.manifest.tensors if spec.policy != "shared"})
 
 
 def adapt_part(job: Job, names: Collection[str]) -> DeviceState:
-    """Train the tensors so named for the finished others, which stay as they are."""
+    """Train the named tensors; the others stay fixed at the finished model."""
     job.engine.load(joined(job))
     fine_tune(job, Part(trained=_flags(job.manifest, names)))
     return replace(job.state, personal=job.engine.read())

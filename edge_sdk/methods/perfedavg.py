@@ -1,30 +1,30 @@
 """Per-FedAvg, the device half: a global model trained so that one gradient step on a device's data makes it personal.
 
 Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, arXiv:2002.07948. Each local step of its Algorithm 1 takes batches D, D' and D'', and moves w
-along the gradient of f(w - α∇f(w)):
+Approach", NeurIPS 2020, arXiv:2002.07948. Each local step of Algorithm 1 takes batches D, D' and D'', and moves w along
+the gradient of f(w - α∇f(w)):
 
     u = w - α∇f(w; D)                                        α: ``inner_rate``
     w ← w - β(I - α∇²f(w; D''))∇f(u; D')                     β: ``learning_rate``
 
-``hessian`` = first_order leaves the Hessian and D'' out (FO-MAML): two gradients a step. With hessian_free (HF-MAML)
-its product with g = ∇f(u; D') is
+``hessian`` = first_order omits the Hessian and D'' (FO-MAML): two gradients a step. With hessian_free (HF-MAML) its
+product with g = ∇f(u; D') is
 
     [∇f(w + δg; D'') - ∇f(w - δg; D'')] / 2δ                 δ: ``difference``
 
-which makes four. w goes up. A device is judged by w after ``adaptation_steps`` steps of α on its training data, and
-keeps that at the end; w itself is judged as the global model.
+which makes four gradients. w is sent. A device is evaluated with, and at the end keeps, w after ``adaptation_steps``
+steps of α on its training data; w itself is evaluated as the global model.
 
-Departures, and choices where the paper is silent:
+Departures and choices beyond the paper:
 
-- A local step takes batches one after the other. Local steps are as many as FedAvg's, so a round goes through the data
+- A local step takes consecutive batches. There are as many local steps as in FedAvg, so a round passes over the data
   two or three times as often.
-- The step of β is the federation's optimiser's; β decays as the learning rate does, α is constant.
-- Both gradients of the difference see the same dropout. Running statistics move in ∇f(w; D) alone.
-- Losses are f(u; D'). Early stopping goes by w adapted, on validation data.
-- With ``finetune_epochs`` w is adapted for so many epochs, at ``finetune_learning_rate`` if that is set.
+- The federation's optimiser takes the step of β; β decays as the learning rate does, α is constant.
+- Both gradients of the difference use the same dropout. Running statistics move only in ∇f(w; D).
+- Losses are f(u; D'). Early stopping uses the adapted w on validation data.
+- With ``finetune_epochs`` w is adapted for that many epochs, at ``finetune_learning_rate`` if it is set.
 
-Counts: ``meta_steps``, the local steps whose u was not w; ``hessian_steps``, those with a Hessian's part.
+Counts: ``meta_steps``, local steps with u ≠ w; ``hessian_steps``, those with a Hessian term.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Settings(MethodSettings):
 
 @dataclass
 class Meta:
-    """A round's local steps. weights: w, which ``optimiser`` moves. seed: for dropout of differences. moved: steps
-    whose u was not w; curved: those with a Hessian's part."""
+    """A round's local steps. weights: w, moved by ``optimiser``. seed: for dropout of differences. moved: steps with
+    u ≠ w; curved: those with a Hessian term."""
 
     weights: Weights
     optimiser: Optimiser
@@ -72,7 +72,7 @@ class Meta:
     curved: int = field(default=0, init=False)
 
     def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
-        """Take a local step; the engine has w then."""
+        """Take a local step; afterwards the engine holds w."""
         rate = self.own.inner_rate
         _, inner = gradients.of(next(batches), self.weights, moves=True)
         ahead = moved(self.weights, inner, -rate)
@@ -88,10 +88,11 @@ class Meta:
         return loss, len(judged[1])
 
     def _product(self, gradients: Gradients, batch: Batch, direction: Weights) -> Weights:
-        """Return the Hessian's product with ``direction``, by the difference of two gradients."""
-        length, seed = self.own.difference, derive_seed(self.seed, gradients.step)
+        """Return the Hessian's product with ``direction`` as a difference of two gradients."""
+        length = self.own.difference
+        seed = derive_seed(self.seed, gradients.step)
         (_, above), (_, below) = (
-            # The batch comes from ``epochs`` again, because that decides what is drawn for it.
+            # The batch passes through ``epochs`` again, which seeds its random inputs.
             gradients.of(next(gradients.engine.epochs([batch], seed)), moved(self.weights, direction, each))
             for each in (length, -length)
         )
@@ -99,7 +100,7 @@ class Meta:
 
 
 def moved(weights: Weights, direction: Weights, length: float) -> Weights:
-    """Return weights + length·direction, where ``direction`` has them."""
+    """Return weights + length·direction; weights without a direction stay."""
     return {
         name: each + np.float32(length) * direction[name] if name in direction else each
         for name, each in weights.items()
@@ -107,7 +108,7 @@ def moved(weights: Weights, direction: Weights, length: float) -> Weights:
 
 
 def take_meta_steps(job: Job) -> tuple[LocalResult, Meta]:
-    """Take a round's steps from the model that is loaded."""
+    """Take a round's steps from the loaded model."""
     weights = trained_weights(job.engine)
     meta = Meta(weights, optimiser_of(job, weights), job.own(Settings), job.seed("train"))
     return take_steps(job, meta.step), meta
@@ -117,7 +118,8 @@ def train(job: Job) -> Trained:
     """Train one round."""
     job.engine.load(whole_model(job.manifest, job.received))
     result, meta = take_meta_steps(job)
-    trained, adapting = job.engine.read(), 0
+    trained = job.engine.read()
+    adapting = 0
 
     def judge() -> Evaluation:
         nonlocal adapting
@@ -133,7 +135,7 @@ def train(job: Job) -> Trained:
 
 
 def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
-    """Take so many plain gradient steps from the model that is loaded; the same ones whenever a round asks."""
+    """Take plain gradient steps from the loaded model; repeated calls in a round take the same ones."""
     inner = in_silence(job.with_settings(local_steps=steps, learning_rate=rate, learning_rate_decay=1.0))
     weights = trained_weights(job.engine)
 
@@ -148,14 +150,15 @@ def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
 
 
 def adapt_loaded(job: Job) -> LocalResult:
-    """Adapt the global model, which the engine holds, to the device's data."""
-    settings, own = job.assignment.settings, job.own(Settings)
+    """Adapt the loaded global model to the device's data."""
+    settings = job.assignment.settings
+    own = job.own(Settings)
     steps = settings.finetune_epochs * len(job.task.train) or own.adaptation_steps
     return take_inner_steps(job, steps, settings.finetune_learning_rate or own.inner_rate)
 
 
 def evaluate(job: Job) -> Evaluated:
-    """Judge the global model on held-out data, and a copy of it that is adapted to the device's training data."""
+    """Evaluate the global model on held-out data, and its copy adapted to the device's training data."""
     job.engine.load(whole_model(job.manifest, job.received))
     global_model = job.engine.evaluate(job.task.held_out, metrics=True)
     result = adapt_loaded(job)
@@ -164,14 +167,14 @@ def evaluate(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Keep the finished global model, adapted as it is to be judged."""
+    """Keep the finished global model, adapted."""
     job.engine.load(whole_model(job.manifest, job.received))
     adapt_loaded(job)
     return replace(job.state, personal=job.engine.read())
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return steps as rounds take them."""
+    """Return the effort of rounds."""
     own = own_settings(rehearsal.settings, Settings)
     return StepsEffort(rehearsal, take_meta_steps, 4 if own.hessian == "hessian_free" else 2)
 

@@ -1,23 +1,21 @@
-"""pFedGate, the device half: a private gating layer picks and scales blocks of the shared model, batch by batch.
+"""pFedGate, the device half: a private gating layer selects and scales blocks of the shared model for each batch.
 
 Chen, Yao, Gao, Ding, Li, "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023,
-arXiv:2305.02776. In each batch of a round (its Algorithm 1)
+arXiv:2305.02776. For each batch of a round (Algorithm 1)
 
     (G, M) = gate(x);   I = knapsack(G) within the budget;   θ' = θ ⊛ M·I;   one step of gate and θ on f(θ'; x, y)
 
-with a knapsack for linear layers and one for the others (``BlockTable.select``), and what goes up is θ of the blocks
-that any batch has used. Gate, scales, importances and θ as trained here stay. What is kept: the personal model is θ
-under the device's mean gates, a plain model that export and prediction without a gate take; beside it θ as trained, the
-gate, and what was received of the blocks touched, from which the global model can be rebuilt, so that only what changed
-need come down.
+with a knapsack for linear layers and one for the others (``BlockTable.select``). Updates hold θ of the blocks that any
+batch used. The device keeps: as personal model θ under its mean gates, a plain model for export and prediction without
+a gate; θ as trained; the gate; and the received values of touched blocks, so that it can rebuild the global model and
+later payloads need only the changes.
 
-A device is judged as it would be used: on the newest θ, every sample with gates of its own. Beside that stand the
-batch's gates, as in the paper; the same on θ as trained here, before it is averaged, which is what the paper reports;
-and the mean gates.
+A device is evaluated as it would be used: on the newest θ with gates per sample. Also reported: gates per batch, as in
+the paper; both on θ as trained here before averaging, which the paper reports; and mean gates.
 
-Where paper and released code differ: gates of dropped blocks learn, too; importances
-are not clipped; momentum begins anew each round, and moves touched blocks alone; a batch of one sample, which the code
-skips, goes by the gate's running statistics.
+Differences between paper and released code: gates of dropped blocks learn too; importances are not clipped; momentum
+starts anew each round and moves only touched blocks; a batch of one sample, which the code skips, uses the gate's
+running statistics.
 """
 
 from __future__ import annotations
@@ -61,10 +59,10 @@ from .merging import is_whole, whole_model
 from .rounds import conclude, train_loaded
 
 ADAPT_EPOCHS = 5
-"""Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
+"""Largest number of epochs for a late device's gate; it stops earlier if the validation loss rises."""
 
 COUNTED_LAYERS = 12
-"""Layers whose kept values a report has for themselves: it has room for 32 counts."""
+"""Number of layers with their own counts of kept values, since a report has room for 32 counts."""
 
 
 class Settings(MethodSettings):
@@ -89,12 +87,12 @@ class Settings(MethodSettings):
 
 
 def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
-    """Raise CannotGate for a model that cannot be run block by block: torch.fx must be able to trace it."""
+    """Raise CannotGate if the model cannot run block by block: torch.fx must be able to trace it."""
     check_gated(model, example)
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return steps under a new gate, which picks blocks within ``budget``. Raises BudgetTooSmall."""
+    """Return the effort of steps under a new gate within ``budget``. Raises BudgetTooSmall."""
     assert isinstance(rehearsal, TorchRehearsal), "its engine is PyTorch's"
     return _GatedEffort(rehearsal, budget)
 
@@ -103,7 +101,8 @@ def train(job: Job) -> Trained:
     """Train one round. Raises BudgetTooSmall."""
     if job.planned("dense", 1):
         return _train_dense(job)
-    received, settings = newest_model(job), job.assignment.settings
+    received = newest_model(job)
+    settings = job.assignment.settings
     gated = gated_model(job, received)
     result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
     touched = BlockMask(gated.touched)
@@ -118,7 +117,7 @@ def train(job: Job) -> Trained:
 
 
 def _train_dense(job: Job) -> Trained:
-    """Train θ without gates for one epoch, for a global model (Table 10); what the device keeps stays."""
+    """Train θ without gates for one epoch, for a global model (Table 10); the device's state stays."""
     received = newest_model(job)
     job.engine.load({**(job.state.personal or {}), **received})
     once = job.with_settings(local_epochs=1, local_steps=None)
@@ -130,9 +129,11 @@ def _train_dense(job: Job) -> Trained:
 
 
 def _counts(job: Job, gated: Gated) -> dict[str, int]:
-    """Return a round's counts: values (all, of touched blocks, kept by a batch on average; also of the largest layers),
-    and what the gate chose."""
-    sizes, samples = gated.table.sizes, int(gated.used.max())  # first blocks are always on
+    """Return a round's counts: values (all, of touched blocks, mean per batch; also of the largest layers), and the
+    gate's choices."""
+    sizes = gated.table.sizes
+    # First blocks are always on.
+    samples = int(gated.used.max())
     counts = {
         "values": int(sizes.sum()),
         "values_touched": int(sizes[gated.touched].sum()),
@@ -142,24 +143,27 @@ def _counts(job: Job, gated: Gated) -> dict[str, int]:
     }
     layers = sorted(job.manifest.block_groups("layer").items(), key=lambda layer: -sizes[layer[1]].sum())
     for place, (name, blocks) in enumerate(layers):
-        name = name[-50:] if place < COUNTED_LAYERS else "other layers"  # names have at most 64 characters
+        # Names of counts have at most 64 characters.
+        name = name[-50:] if place < COUNTED_LAYERS else "other layers"
         for what, count in (("values", sizes[blocks].sum()), ("kept", gated.used[blocks] @ sizes[blocks] // samples)):
             counts[f"{what} of {name}"] = counts.get(f"{what} of {name}", 0) + int(count)
     return counts
 
 
 def evaluate_gated(job: Job) -> Evaluated:
-    """Judge the newest θ with the device's gate, in four ways; nothing before there is a gate. After a last round
-    without gates θ by itself is the global model."""
+    """Evaluate the newest θ with the device's gate, in four ways; nothing without a gate. After a dense last round θ
+    is also the global model."""
     if job.own(Settings).dense_last and job.assignment.round >= job.assignment.settings.rounds:
         return _evaluate_dense(job)
     if job.state.personal is None:
         return Evaluated(None, None)
     job = _reaching(job)
     newest = {name: np.array(tensor) for name, tensor in newest_model(job).items()}
-    gated, held_out = gated_model(job, newest), job.task.held_out
+    gated = gated_model(job, newest)
+    held_out = job.task.held_out
     judge = partial(evaluate, torch_engine(job).model, torch_engine(job).task)
-    fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
+    fresh = judge(held_out, gated.each)
+    batch = judge(held_out, gated)
     validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
     job.engine.load(_trained(job))
     others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
@@ -175,15 +179,16 @@ def _evaluate_dense(job: Job) -> Evaluated:
     if job.state.personal is None:
         return Evaluated(None, global_model)
     job = _reaching(job)
-    gated, judge = gated_model(job, _trained(job)), partial(evaluate, torch_engine(job).model, torch_engine(job).task)
+    gated = gated_model(job, _trained(job))
+    judge = partial(evaluate, torch_engine(job).model, torch_engine(job).task)
     local = judge(job.task.held_out, gated.each)
     validation = local if job.task.test is None else judge(job.task.validation, gated.each)
     return Evaluated(local, global_model, validation, {"local": local, "local batch": judge(job.task.held_out, gated)})
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a gate for the finished θ, which stays as it is. A device whose budget is too small has a gate of the
-    federation's smallest budget, which θ is cut for."""
+    """Train a gate for the finished θ, which stays fixed. If the device's budget is too small, the gate has the
+    federation's smallest budget."""
     job = _reaching(job)
     received = newest_model(job)
     gated = gated_model(job, received)
@@ -192,26 +197,26 @@ def adapt(job: Job) -> DeviceState:
     epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
     once = job.with_settings(local_epochs=1, local_steps=None)
     for epoch in range(epochs):
-        with buffers_kept(
-            torch_engine(job).model
-        ):  # running statistics of the model are no more the device's than its weights
+        # Running statistics stay fixed like the weights.
+        with buffers_kept(torch_engine(job).model):
             take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
         gates = gated.static()
         loss = evaluate(torch_engine(job).model, job.task, job.task.validation, gated.each).loss
         if loss > best:
             break
-        best, kept = loss, (gate_tensors(gated.gate), gates)
+        best = loss
+        kept = (gate_tensors(gated.gate), gates)
     load_gate(gated.gate, kept[0])
     return _state(job, gated, kept[1], job.engine.read(), received)
 
 
 def _reaching(job: Job) -> Job:
-    """Return the same work with the federation's smallest budget where the device's own is below it."""
+    """Return the same job with at least the federation's smallest budget."""
     return replace(job, budget=max(job.budget, job.own(Settings).smallest_budget))
 
 
 def newest_model(job: Job) -> Tensors:
-    """Return the newest θ: what came, or what changed of it on top of what the device holds."""
+    """Return the newest θ: the payload, or its changes applied to the device's copy."""
     if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
         return whole_model(job.manifest, job.received)
     held = _trained(job)
@@ -222,17 +227,19 @@ def newest_model(job: Job) -> Tensors:
 
 
 def _trained(job: Job) -> Tensors:
-    """Return θ as this device's last round left it, copied."""
+    """Return a copy of θ after this device's last round."""
     return {name: np.array(tensor) for name, tensor in unpack_whole(job.manifest, job.state.own["model"]).items()}
 
 
 def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
-    """Return the state to keep: θ as ``trained``, what was ``received`` where it has changed since, the gate, and the
-    model under the mean ``gates``, for which ``trained`` is overwritten."""
+    """Return the state to keep: θ as ``trained``, the ``received`` values of touched blocks, the gate, and the model
+    under the mean ``gates``, which overwrites ``trained``."""
     touched = BlockMask(gated.touched)
     own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
-    own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
-    own["touched"], own["static"] = gated.touched.astype(np.uint8), gates
+    own["model"] = pack(job.manifest, trained, None)
+    own["received"] = pack(job.manifest, received, touched)
+    own["touched"] = gated.touched.astype(np.uint8)
+    own["static"] = gates
     if job.own(Settings).cost == "seconds" and gated.budget.costs is not None:
         own["nanoseconds"] = gated.budget.costs
     gated.table.scale_in_place(trained, gates)
@@ -241,10 +248,13 @@ def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Ten
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:
     """Return the model with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
-    rules, manifest = job.own(Settings), job.manifest
+    rules = job.own(Settings)
+    manifest = job.manifest
     job.engine.load({**(job.state.personal or {}), **tensors})
-    table, paths = manifest.block_table, rules.gate_paths
-    length, shape = len(table.sizes), manifest.input_shape
+    table = manifest.block_table
+    paths = rules.gate_paths
+    length = len(table.sizes)
+    shape = manifest.input_shape
     gate = GatingLayer(
         shape,
         length,
@@ -283,10 +293,11 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
 
 
 def _mean_input(batches: Batches) -> torch.Tensor:
-    """Return the mean of all inputs."""
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for inputs, _ in batches:
-        total, count = total + as_tensor(inputs).float().sum(0), count + len(inputs)
+        total = total + as_tensor(inputs).float().sum(0)
+        count += len(inputs)
     return total / count
 
 
@@ -303,7 +314,7 @@ def _costs(job: Job) -> Costs | None:
 
 
 def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
-    """Take a round's steps of the gate and, at ``model_rate``, of the model."""
+    """Take a round's steps of the gate and, unless ``model_rate`` is None, of the model."""
     settings = job.assignment.settings
     rate = job.own(Settings).gate_learning_rate
     decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate
@@ -325,10 +336,11 @@ def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpos
 
 
 class _GatedEffort:
-    """Steps of the model under a gate that has learned nothing yet: how many blocks are on follows from the budget."""
+    """Steps of the model under an untrained gate: the budget decides the number of active blocks."""
 
     def __init__(self, rehearsal: TorchRehearsal, budget: float) -> None:
-        self._rehearsal, self._budget = rehearsal, budget
+        self._rehearsal = rehearsal
+        self._budget = budget
         rules = own_settings(rehearsal.settings, Settings)
         if budget < rules.smallest_budget - 1e-9:
             raise BudgetTooSmall(f"the federation's smallest budget is {rules.smallest_budget:g}; raise the budget")
@@ -362,7 +374,7 @@ class _GatedEffort:
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
-    """Return the FLOPs of blocks that were on: forward, and both gradients; the gate's input needs none."""
+    """Return the FLOPs of active blocks: forward, and both gradients; the gate's input needs no gradient."""
     rules = job.own(Settings)
     seen = {"batch": result.samples, "device": result.steps, "nothing": 0}[rules.gate_input]
     features = gated.gate.linear.in_features if seen else 0
@@ -375,8 +387,9 @@ PFEDGATE = DeviceMethod(
     adapt=adapt,
     check=check,
     effort=effort,
-    picks_best=False,  # the gate belongs to the newest θ
+    # The gate belongs to the newest θ.
+    picks_best=False,
     engines=("torch",),
     acts=("batches_decided",),
 )
-"""Between rounds the gate is in ``own``, with θ as it was left and as it came."""
+"""Between rounds ``own`` has the gate, θ as trained, and θ as received."""

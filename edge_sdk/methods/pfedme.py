@@ -1,23 +1,23 @@
-"""pFedMe, the device half: personal models near a global one, which follows them by their Moreau envelopes.
+"""pFedMe, the device half: personal models near a global one, which follows them through Moreau envelopes.
 
 T. Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, arXiv:2006.08848. In each
-local step of a round (its Algorithm 1) a device takes a batch D, approximates its personal model, and moves its local
-model w_i, which begins as the model received, along the gradient of the Moreau envelope, λ(w_i - θ_i):
+local step of Algorithm 1 a device takes a batch D, approximates its personal model, and moves its local model w_i,
+which starts as the received model, along the gradient of the Moreau envelope, λ(w_i - θ_i):
 
     θ_i ≈ argmin f(θ; D) + λ/2·|θ - w_i|²        K steps: ``inner_steps``, λ: ``proximal_weight``
     w_i ← w_i - ηλ(w_i - θ_i)                    η: ``outer_rate``
 
-w_i goes up; θ_i stays, and with it the device predicts. A device that comes later trains a θ for the finished model,
-pulled to it, for ``finetune_epochs`` or else as many epochs as in a round.
+w_i is sent; θ_i is kept as the personal model. A late device trains a θ for the finished model, pulled to it, for
+``finetune_epochs`` or else a round's epochs.
 
-Departures, and choices where the paper is silent:
+Departures and choices beyond the paper:
 
-- θ's steps are those of the federation's optimiser; its memory lasts a round. The pull counts in the norm of ``clip``.
-  η decays as the learning rate does; the paper's is constant.
-- θ begins a round as the model received and goes on from batch to batch, as in the released code.
-- The released code adds 0.001·θ to the gradient, and judges w_i as personal; here it is θ, as the paper has it.
-- Of the devices, the cohort alone trains. Running statistics are those that θ finds in the first of its K steps.
-- Early stopping goes by θ. Losses are those of θ as it is when a batch comes, without the pull.
+- The federation's optimiser moves θ; its memory lasts a round. The pull counts in the norm of ``clip``. η decays as the
+  learning rate does; the paper's is constant.
+- θ starts a round as the received model and continues from batch to batch, as in the released code.
+- The released code adds 0.001·θ to the gradient, and evaluates w_i as personal; here it is θ, as in the paper.
+- Only the cohort trains. Running statistics come from the first of the K steps of θ.
+- Early stopping uses θ. Losses are those of θ when a batch comes, without the pull.
 
 Counts: ``pulled_steps``, the steps of θ; ``envelope_steps``, the local steps in which w_i moved.
 """
@@ -66,8 +66,9 @@ class Envelope:
     moved: int = field(default=0, init=False)
 
     def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:
-        """Take a local step; the engine has θ then."""
-        batch, first = next(batches), 0.0
+        """Take a local step; afterwards the engine holds θ."""
+        batch = next(batches)
+        first = 0.0
         for inner in range(self.inner_steps):
             loss, found = gradients.of(batch, self.personal, moves=inner == 0)
             first = first if inner else loss
@@ -85,10 +86,12 @@ class Envelope:
 
 
 def take_envelope_steps(job: Job) -> tuple[LocalResult, Envelope]:
-    """Take a round's steps from the model that is loaded, which is θ afterwards."""
-    settings, own = job.assignment.settings, job.own(Settings)
+    """Take a round's steps from the loaded model; afterwards the engine holds θ."""
+    settings = job.assignment.settings
+    own = job.own(Settings)
     rate = own.outer_rate * settings.learning_rate_of(job.assignment.round) / settings.learning_rate
-    local, personal = trained_weights(job.engine), trained_weights(job.engine)
+    local = trained_weights(job.engine)
+    personal = trained_weights(job.engine)
     weight = own.proximal_weight
     envelope = Envelope(local, personal, optimiser_of(job, personal), weight, own.inner_steps, rate * weight)
     return take_steps(job, envelope.step), envelope
@@ -105,14 +108,14 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a personal model for the finished global one, pulled to it."""
+    """Train a personal model for the finished global one, pulled towards it."""
     job.engine.load(whole_model(job.manifest, job.received))
     train_loaded(fine_tuning(job), purpose="adapt", pull=pull_of(job.own(Settings).proximal_weight))
     return replace(job.state, personal=job.engine.read())
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return steps as rounds take them."""
+    """Return the effort of rounds."""
     return StepsEffort(rehearsal, take_envelope_steps, own_settings(rehearsal.settings, Settings).inner_steps)
 
 

@@ -1,18 +1,18 @@
-"""PruneFL, the device half: train the weights that exist, and tell now and then what every weight would gain.
+"""PruneFL, the device half: train the existing weights, and at times report every weight's importance.
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of what exists, or with a ``proximal_weight`` FedProx's.
-In re-adjusting rounds a device computes at the model received, before it trains, and sends beside its update
+IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of the sparse model, or with a ``proximal_weight``
+FedProx's. In re-adjusting rounds a device computes at the received model, before training, and sends beside its update
 
     g² = (1/B) Σ_b (∂F_b/∂θ)²      of all maskable weights, existing or not, over the B batches of its training data,
 
-by which the server chooses (``coordinator.methods.prunefl`` has the rule). One device prepares the model: from the
-dense one it trains alone, round after round, and every ``adjust_interval`` rounds chooses by its own g² with the same
-rule, until the number of weights has changed by less than a tenth five times running, or ``prepare_rounds`` are over.
+from which the server chooses (``coordinator.methods.prunefl``). One device prepares the model: starting dense, it
+trains locally and re-adjusts every ``adjust_interval`` rounds by its own g², until the number of weights has changed by
+less than a tenth five times in a row, or ``prepare_rounds`` are over.
 
-Where the paper is silent: training alone has the first round's learning rate, no pull, no early stopping, and ρ =
-share. It begins to prune after the first interval and ends with a choice, and K bounds all choices: the first goes by
-|θ| if the weights that it has to keep are more than K.
+Choices beyond the paper: preparation uses the first round's learning rate, no pull, no early stopping, and ρ = share.
+It starts to prune after the first interval and ends with a re-adjustment. K limits every choice: the first uses |θ| if
+more than K weights must be kept.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .merging import whole_model
 from .whole import adapt_global, evaluate_global, part_of, sparse_mask, train_pulled
 
 STEADY_CHANGE = 0.1
-"""A choice is steady that changes the number of weights by less than this share."""
+"""A choice is steady if the number of weights changes by less than this share."""
 
 STEADY_CHOICES = 5
-"""So many in a row end the preparation."""
+"""Number of steady choices in a row that end the preparation."""
 
 
 class Settings(MethodSettings):
@@ -69,11 +69,15 @@ def train(job: Job) -> Trained:
 
 
 def prepare(job: Job) -> Trained:
-    """Train alone and prune."""
+    """Train locally and prune."""
     own = job.own(Settings)
-    rounds, interval = own.prepare_rounds, prunefl_interval(own.adjust_interval, job.assignment.settings.rounds)
+    rounds = own.prepare_rounds
+    interval = prunefl_interval(own.adjust_interval, job.assignment.settings.rounds)
     job.engine.load(whole_model(job.manifest, job.received))
-    mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
+    mask = everything(job.manifest)
+    steady = 0
+    steps = 0
+    flops = 0
     number = 0
     while steady < STEADY_CHOICES and number < rounds:
         number += 1
@@ -84,7 +88,8 @@ def prepare(job: Job) -> Trained:
             continue
         squares, samples = squared_gradients(job, f"gradients {number}")
         flops += growth_flops(job.manifest, samples, mask)
-        before, mask = mask, _choose(job, squares, mask)
+        before = mask
+        mask = _choose(job, squares, mask)
         steady = steady + 1 if abs(mask.count - before.count) < STEADY_CHANGE * before.count else 0
     values = pack(job.manifest, job.engine.read(), mask)
     return Trained(
@@ -99,8 +104,7 @@ def prepare(job: Job) -> Trained:
 
 
 def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.float32]], int]:
-    """Return g² of every maskable tensor, and the samples it took. purpose: what shuffling and dropout are drawn
-    for."""
+    """Return g² of every maskable tensor, and the number of samples. purpose: seeds shuffling and dropout."""
     squares = {spec.name: np.zeros(spec.shape, np.float32) for spec in job.manifest.maskable}
 
     def add(name: str, gradient: NDArray[np.float32]) -> None:
@@ -126,7 +130,7 @@ def _train_alone(job: Job, number: int, rounds: int, mask: ElementMask) -> Local
 
 
 def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask) -> ElementMask:
-    """Return what exists from now on; what does not is made zero."""
+    """Return the re-adjusted mask; set all other weights to zero."""
     own = job.own(Settings)
     weights: dict[str, Any] = {
         name: np.asarray(tensor, np.float32) for name, tensor in job.engine.read().items() if name in squares
@@ -151,4 +155,4 @@ PRUNEFL = DeviceMethod(
     adapt=adapt_global,
     acts=("prepare_pruned", "positions_changed"),
 )
-"""FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""
+"""Between rounds a device keeps nothing except the mask."""

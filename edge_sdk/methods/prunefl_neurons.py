@@ -1,16 +1,15 @@
-"""Neuron-wise PruneFL, the device half: each device keeps the neurons whose gradients gather the most importance.
+"""Neuron-wise PruneFL, the device half: each device keeps the neurons with the largest accumulated importance.
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326, whose importance of a weight is here that of a neuron; each device has its own
-network. In every round whose number ``adjust_interval`` divides, and in its first one, a device receives the whole
-model w and adds to the importance of neuron i of layer l
+IEEE TNNLS 2022, arXiv:1909.12326, with its importance of weights applied to neurons, and a network for each device. In
+its first round, and in rounds whose number ``adjust_interval`` divides, a device receives the whole model w and adds to
+the importance of neuron i of layer l
 
     I_i ← I_i + mean over its mini-batches B of ‖(∇F(w; B))_l[i, ...]‖₂²
 
-of which, in each hidden group, the max(1, floor(p_k n)) best are kept until the next such round. In between it
-receives, trains and sends w[A, A] alone, and is judged with it. All neurons are measured on the same whole model, in
-one pass over the training data, for which a device needs the memory of the whole model. PruneFL itself is the method
-``prunefl``.
+Until the next such round it keeps the max(1, floor(p_k n)) best of each hidden group; it receives, trains, sends and is
+evaluated with w[A, A]. Importance takes one pass of the whole model over the training data, so a device needs memory
+for it. The method ``prunefl`` is PruneFL itself.
 
 ``importance = once`` is the form that FedSPU's paper compares (section 5.1): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch
 at the first participation chooses for the whole federation.
@@ -32,7 +31,7 @@ from .narrow import adapt_narrow, drawn, train_narrow
 from .rounds import evaluate_both
 
 IMPORTANCE = "importance"
-"""The device's own array: importance of the neurons, float64 [neurons], of one group after the other."""
+"""The device's own array: importance of the neurons, float64 [neurons], group after group."""
 
 
 class Settings(MethodSettings):
@@ -42,17 +41,19 @@ class Settings(MethodSettings):
 
 
 def score(weight: Weights, gradient: Weights) -> Weights:
-    """Return what each weight adds to the score of its neuron."""
+    """Return each weight's contribution to its neuron's score."""
     return np.square(gradient)
 
 
 def train(job: Job) -> Trained:
-    """Train one round; if the whole model comes, gather importance and choose before. Counts ``adjustments``, choices
-    after the first one; ``neurons_replaced`` by them; and ``neurons_pruned``, those or, by the choice once, those
-    beyond the budget."""
+    """Train one round; if the whole model comes, accumulate importance and choose before. Counts ``adjustments`` after
+    the first choice, ``neurons_replaced`` by them, and ``neurons_pruned``: the same, or with ``importance = once``
+    those beyond the budget."""
     if job.own(Settings).importance == "once":
         return train_chosen(job, score)
-    manifest, ratio, held = job.manifest, drawn(job).ratio, job.state.neurons
+    manifest = job.manifest
+    ratio = drawn(job).ratio
+    held = job.state.neurons
     if ratio >= FULL_RATIO:
         trained = train_narrow(job, mask := first_neurons(manifest, ratio))
         return replace(trained, state=replace(trained.state, neurons=mask))
@@ -84,7 +85,7 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Choose from the finished global model, and train what was chosen."""
+    """Choose neurons of the finished global model, and train them."""
     return adapt_narrow(job, train)
 
 

@@ -1,4 +1,4 @@
-"""Replacing weights of a sparse model while it trains: some of each layer go, as many others come."""
+"""Replacement of weights of a sparse model during training: some of each layer are dropped, as many are added."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..engines.training import GRADIENTS, Batch, Change, TrainingDiverged
 Flat = NDArray[np.float32]
 
 Rule = Callable[[int, str, Flat, Flat, Flags], tuple[Pruned, Grown]]
-"""(local step, tensor's name, weights [n], gradient of all of them [n], what exists [n]) -> what goes, what comes."""
+"""(local step, tensor's name, weights [n], gradient of all of them [n], existing [n]) -> dropped, added."""
 
 
 class Replacing:
-    """An ``Adjustment`` that replaces weights by ``rule`` after ``steps``, in every layer that is not dense. mask: what
-    exists now. counts: weights dropped, revived, guided, and new positions. flops: of whole gradients."""
+    """An ``Adjustment`` that applies ``rule`` after ``steps`` in every layer that is not dense. mask: the current one.
+    counts: weights dropped, revived, guided, and new positions. flops: of whole gradients."""
 
     def __init__(
         self, engine: Engine, mask: ElementMask, *, steps: Collection[int], rule: Rule, batches: int = 1
@@ -35,23 +35,27 @@ class Replacing:
         self.batches = batches
         self.counts: Counter[str] = Counter()
         self.flops = 0
-        self._engine, self._rule = engine, rule
+        self._engine = engine
+        self._rule = rule
 
     def decide(self, step: int, batches: Sequence[Batch]) -> Change:
         """Drop and revive."""
         sparse = [name for name, count in self.mask.counts.items() if count < self.mask.exists[name].size]
         exists: dict[str, Any] = dict(self.mask.exists)
         renewed: dict[str, Flags] = {}
-        weights, left = self._engine.read(), Tensors()
+        weights = self._engine.read()
+        left = Tensors()
 
         def visit(name: str, gradient: NDArray[Any]) -> None:
-            before, shape = self.mask.exists[name].reshape(-1), weights[name].shape
+            before = self.mask.exists[name].reshape(-1)
+            shape = weights[name].shape
             values, steepness = (np.asarray(each, np.float32).reshape(-1) for each in (weights[name], gradient))
             if not (np.isfinite(values).all() and np.isfinite(steepness).all()):
                 raise TrainingDiverged(f"{name} or its gradient is not finite after step {step}", failure=GRADIENTS)
             pruned, grown = self._rule(step, name, values, steepness, before)
             kept = grown.exists.copy()
-            kept[pruned.guided] = False  # were one of them taken back, it would start at 0
+            # A guided weight that was dropped and revived starts at 0.
+            kept[pruned.guided] = False
             left[name] = np.where(kept.reshape(shape), weights[name], np.float32(0))
             exists[name] = grown.exists.reshape(shape)
             renewed[name] = (~pruned.exists & (before | grown.exists)).reshape(shape)
@@ -63,7 +67,8 @@ class Replacing:
             )
 
         self._engine.differentiate(batches, sparse, visit)
-        self._engine.load(left)  # not before: the backward pass goes through weights as they were
+        # After differentiating, because the backward pass reads the old weights.
+        self._engine.load(left)
         self.counts.update(adjusted=1)
         self.flops += growth_flops(self._engine.manifest, sum(len(targets) for _, targets in batches), self.mask)
         self.mask = ElementMask(exists)

@@ -1,4 +1,4 @@
-"""Helpers that all methods share: training a round, concluding it, judging and adapting."""
+"""Helpers of all methods: train a round, conclude it, evaluate and adapt."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def train_loaded(
     pull: Pull | None = None,
     adjustment: Adjustment | None = None,
 ) -> LocalResult:
-    """Train a part of the model, loaded with what the round starts from, by the settings of this round. purpose: what
-    batches and dropout are drawn for."""
+    """Train a part of the loaded model by this round's settings. purpose: seeds batches and dropout."""
     settings = job.assignment.settings
     return job.engine.train(
         job.task.train,
@@ -46,15 +45,15 @@ def train_loaded(
 
 
 def fine_tune(job: Job, part: Part = EVERYTHING, *, purpose: str = "adapt") -> LocalResult:
-    """Train a part of the model, a global one loaded, as ``fine_tuning`` says."""
+    """Train a part of the loaded global model, as in ``fine_tuning``."""
     return train_loaded(fine_tuning(job), part, purpose=purpose)
 
 
 def fine_tuning(job: Job) -> Job:
-    """Return the same work, for ``finetune_epochs`` with ``finetune_learning_rate``; as in a round if they are
-    unset."""
+    """Return the same job for ``finetune_epochs`` with ``finetune_learning_rate``; unset ones stay as in a round."""
     settings = job.assignment.settings
-    epochs, rate = settings.finetune_epochs, settings.finetune_learning_rate
+    epochs = settings.finetune_epochs
+    rate = settings.finetune_learning_rate
     return job.with_settings(
         **({"local_epochs": epochs, "local_steps": None} if epochs else {}),
         **({"learning_rate": rate, "learning_rate_decay": 1.0} if rate else {}),
@@ -70,10 +69,10 @@ def conclude(
     counts: Mapping[str, int] | None = None,
     judge: Callable[[], Evaluation] | None = None,
 ) -> Trained:
-    """Return the outcome of a round whose training has left the engine's model as it is, judged by the stop rule.
+    """Apply the stop rule to the engine's trained model; return the outcome of the round.
 
-    personal: the model that the device keeps, which is the engine's. FLOPs are of the samples seen, weight gradients of
-    what the update's mask lets train. judge: measures the model on validation data.
+    personal: the model to keep, equal to the engine's. FLOPs count the samples seen, with weight gradients of the
+    update's mask. judge: measures the model on validation data.
     """
     settings = job.assignment.settings
     judged = judge_round(
@@ -99,13 +98,13 @@ def conclude(
 
 
 def evaluate_both(job: Job) -> Evaluated:
-    """Judge the personal model and, where the payload brings one, the global model on held-out data."""
+    """Evaluate the personal model and, if received, the global model on held-out data."""
     personal = global_model = validation = None
     if job.state.personal is not None:
         job.engine.load(job.state.personal)
         personal, validation = judge_held_out(job)
     if job.received is not None:
-        # Tensors that never travel (local running statistics) stay the personal model's: the global one has none.
+        # Tensors that never travel (local running statistics) stay the personal model's.
         job.engine.load(whole_model(job.manifest, job.received))
         if personal is None:
             return Evaluated(None, *judge_held_out(job))
@@ -114,21 +113,22 @@ def evaluate_both(job: Job) -> Evaluated:
 
 
 def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) -> tuple[Tensors, int]:
-    """Train a part of a model once more, at the end, as ``fine_tuning`` says; return the model and the FLOPs."""
+    """Train a part of a model once more, at the end, as in ``fine_tuning``; return the model and the FLOPs."""
     job.engine.load(tensors)
     result = fine_tune(job, Part(mask), purpose="finish")
     return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
 
 
 def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
-    """Return a fine-tuned copy, the model that it was made of, or one of their mixtures: the one of the least loss on
-    validation data, of equal ones with more of the copy. With ``personal_model=last``, as in the papers, the copy.
-    Raises TrainingDiverged if the copy's loss is not finite."""
+    """Return a fine-tuned copy, its starting model, or one of their mixtures: the one with the least validation loss;
+    ties prefer the copy. With ``personal_model=last``, as in the papers, the copy. Raises TrainingDiverged if the
+    copy's loss is not finite."""
     if job.assignment.settings.personal_model == "last":
         return copy
     job.engine.load(copy)
-    best, least = copy, job.engine.evaluate(job.task.validation).loss
-    # Whole numbers, such as an order of classes, have no mixture.
+    best = copy
+    least = job.engine.evaluate(job.task.validation).loss
+    # Integers, such as an order of classes, have no mixture.
     floats = {name: tensor for name, tensor in start.items() if np.issubdtype(tensor.dtype, np.floating)}
     for share in GLOBAL_SHARES:
         candidate = start if share == 1 else mixed(copy, floats, share)
@@ -138,15 +138,16 @@ def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
         except TrainingDiverged:
             continue
         if loss < least:
-            best, least = candidate, loss
+            best = candidate
+            least = loss
     return best
 
 
 def judge_choice_of_copy(
     job: Job, copy: Tensors, start: Tensors
 ) -> tuple[Evaluation, Evaluation, dict[str, Evaluation]]:
-    """Judge what ``choose_copy`` chooses on held-out and validation data and, as ``copy``, a copy that was not
-    chosen."""
+    """Evaluate the result of ``choose_copy`` on held-out and validation data; also the copy, if not chosen, as
+    ``copy``."""
     chosen = choose_copy(job, copy, start)
     others = {}
     if chosen is not copy:
@@ -157,12 +158,12 @@ def judge_choice_of_copy(
 
 
 def judge_held_out(job: Job) -> tuple[Evaluation, Evaluation]:
-    """Judge the model that is loaded on test and on validation data, once where they are the same."""
+    """Evaluate the loaded model on test and validation data, once if they are the same."""
     return evaluate_held_out(job.engine, job.task.validation, job.task.test)
 
 
 def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
-    """Fine-tune the received model under ``mask``, and keep what ``choose_copy`` makes of it."""
+    """Fine-tune the received model under ``mask``, and keep the result of ``choose_copy``."""
     job.engine.load(whole_model(job.manifest, job.received))
     start = job.engine.read()
     fine_tune(job, Part(mask))

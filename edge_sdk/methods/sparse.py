@@ -1,4 +1,4 @@
-"""Helpers of methods that replace weights of a sparse model while it trains (FedDST, FedSGC)."""
+"""Helpers of methods that replace weights of a sparse model during training (FedDST, FedSGC)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Directions = dict[str, NDArray[np.int8]]
 
 
 class SparseTrainingSettings(MethodSettings):
-    """The own settings of methods that replace weights while they train."""
+    """The own settings of methods that replace weights during training."""
 
     density: float
     layer_sparsity: LayerSparsity
@@ -50,7 +50,7 @@ class SparseTrainingSettings(MethodSettings):
 
 
 def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> Trained:
-    """Train what exists of the model received, replace weights on the way, and send what exists then."""
+    """Train the received sparse model, replace weights on the way, and send the result."""
     job.engine.load(whole_model(job.manifest, job.received))
     result = train_loaded(job, part_of(sparse_mask(job)), pull=pull_of(proximal_weight), adjustment=replacing)
     update = Update(pack(job.manifest, job.engine.read(), replacing.mask), replacing.mask)
@@ -67,21 +67,20 @@ def replacing_of(
     share: float = 0.0,
     basis: Literal["total", "moved"] = "total",
 ) -> Replacing:
-    """Return what replaces weights in this round: Eq. 1-4 of FedSGC, of which directions guide ``share``. basis: of
-    what that is a share. Raises BundleError."""
+    """Return this round's adjustment: Eq. 1-4 of FedSGC, with ``share`` guided by directions, as a share of ``basis``.
+    Raises BundleError."""
     mask = sparse_mask(job)
     rule = _Rule(job, mask, rules, share, basis)
     return Replacing(job.engine, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
 
 
 def _epochs(job: Job) -> int:
-    """Return how many epochs this device has trained in earlier rounds, e_c."""
+    """Return e_c, the number of epochs in this device's earlier rounds."""
     return int(job.state.memory.get("epochs", 0))
 
 
 class _Rule:
-    """Eq. 1-4 for a round. times: local step after which weights are replaced -> epochs of the device, by the cosine's
-    clock."""
+    """Eq. 1-4 for a round. times: local step of a replacement -> the device's epochs, for the cosine."""
 
     def __init__(
         self,
@@ -91,8 +90,11 @@ class _Rule:
         share: float,
         basis: Literal["total", "moved"],
     ) -> None:
-        self._job, self._rules, self._mask = job, rules, mask
-        self._share, self._basis = share, basis
+        self._job = job
+        self._rules = rules
+        self._mask = mask
+        self._share = share
+        self._basis = basis
         self._expected = int(job.planned("expected_epochs", 2**40))
         settings = job.assignment.settings
         plan = adjustment_steps(
@@ -103,7 +105,8 @@ class _Rule:
             self._expected,
             rules.adjust_at,
         )
-        self.times = dict(plan if mask.count < mask.size else [])  # where all exists, nothing is replaced
+        # A dense model has no weights to revive.
+        self.times = dict(plan if mask.count < mask.size else [])
         if self.times:
             self._start = whole_model(job.manifest, job.received)
             self._directions = _expand(job.received.parts.get("signs") if job.received else None, mask)
@@ -111,7 +114,8 @@ class _Rule:
 
     def __call__(self, step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:
         """Drop to D_l, revive to K_l."""
-        share, directions = self._share, self._directions[name]
+        share = self._share
+        directions = self._directions[name]
         sigma = over_pruning(self.times[step], self._expected, self._rules.over_pruning)
         left = math.floor((1 - sigma) * self._densities[name] * weights.size + 1e-9)
         moved = np.subtract(weights, self._start[name].reshape(-1), dtype=np.float32)
@@ -121,7 +125,7 @@ class _Rule:
         return pruned, grow(gradient, pruned, directions, count=count, share=share, candidates=explored)
 
     def _explored(self, step: int, name: str, size: int) -> Flags | None:
-        """Return the positions among which weights grow, drawn anew each time; None for all."""
+        """Draw the positions in which weights may grow, anew for each step; None for all."""
         share = self._rules.exploration
         if share == 1:
             return None
@@ -130,7 +134,7 @@ class _Rule:
 
 
 def _expand(signs: NDArray[np.int8] | None, mask: ElementMask) -> Directions:
-    """Return the direction map that was received: for weights that exist, or for all; zeros where there is none."""
+    """Return the received direction map, which covers existing or all weights; zeros if there is none."""
     directions = {name: np.zeros(flags.size, dtype=np.int8) for name, flags in mask.exists.items()}
     if signs is None:
         return directions

@@ -1,16 +1,15 @@
-"""VoteDST, the device half: train the weights that exist, and vote now and then for those that shall.
+"""VoteDST, the device half: train the existing weights, and at times vote for new ones.
 
-Dynamic sparse training as in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824), in which the cohort decides together
-what grows: no device replaces a weight by itself. In a round with votes a device goes through its training data once
-at the model received, and sends beside its update a vote for each of the round's candidates, positions at which nothing
-exists and which follow from the federation's seed:
+Dynamic sparse training as in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824), but the cohort decides together, and
+no device replaces weights by itself. In a round with votes a device passes over its training data once at the received
+model, and sends beside its update a vote for each of the round's candidates, empty positions drawn from the
+federation's seed:
 
     g_c = (1/B) Σ_b ∂F_b/∂θ      over all B batches of its training data
     v_c = sign(g_c) at the q_l largest |g_c| of a layer's candidates, 0 elsewhere
 
-That is two bits a candidate at most, where a gradient in int8 takes eight, and no device's vote counts for more than
-its examples (compare Bernstein et al., "signSGD with Majority Vote", ICLR 2019, arXiv:1810.05291). The server half has
-the rule by which votes decide.
+A vote takes at most two bits per candidate (a gradient in int8 takes eight) and counts by the device's examples
+(compare Bernstein et al., "signSGD with Majority Vote", ICLR 2019, arXiv:1810.05291). The server half counts votes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Settings(PullSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round, and vote if that is planned. Raises ProtocolError for a plan that does not fit."""
+    """Train one round, and vote if planned. Raises ProtocolError for a plan that does not fit."""
     if not job.assignment.plan.get("votes"):
         return train_pulled(job)
     job.engine.load(whole_model(job.manifest, job.received))
@@ -53,15 +52,16 @@ def train(job: Job) -> Trained:
 
 
 def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
-    """Return the votes for all candidates, layer by layer, int8 [n], by the model loaded; and the samples it took."""
-    mask, settings = sparse_mask(job), job.assignment.settings
+    """Return the loaded model's votes for all candidates, layer by layer, int8 [n], and the number of samples."""
+    mask = sparse_mask(job)
+    settings = job.assignment.settings
     share = job.planned("share", 1)
     votes = elections(job.manifest, mask.counts, share, job.own(Settings).candidates)
     candidates = draw_candidates(mask, votes, settings.seed, job.assignment.round)
     wanted = sum(map(len, candidates.values()))
     if wanted != job.planned("votes", mask.size):
         raise ProtocolError(
-            f"plan.votes is {job.assignment.plan['votes']!r}, by share and mask {wanted}; update the SDK"
+            f"plan.votes is {job.assignment.plan['votes']!r}, but share and mask give {wanted}; update the SDK"
         )
     sums = {name: np.zeros(len(places), np.float32) for name, places in candidates.items()}
 
@@ -76,4 +76,4 @@ def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
 VOTEDST = DeviceMethod(
     train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("votes", "positions_replaced"), sums=True
 )
-"""FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""
+"""Between rounds a device keeps nothing except the mask."""

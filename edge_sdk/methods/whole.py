@@ -1,4 +1,4 @@
-"""Helpers of methods with one global model: train it, judge it, and adapt it after the end."""
+"""Helpers of methods with one global model: train, evaluate, and adapt it after the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["adapt_global", "evaluate_global", "train_whole"]
 
 
 class PullSettings(MethodSettings):
-    """The setting of methods that can pull local training back to the model received."""
+    """The setting of methods that can pull local training towards the received model."""
 
     proximal_weight: float
 
 
 def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
-    """Train the model received, and send it; of a sparse one what exists. proximal_weight: μ of the pull back."""
+    """Train and send the received model; of a sparse one, its existing weights. proximal_weight: μ of the pull."""
     job.engine.load(whole_model(job.manifest, job.received))
     mask = existing(job)
     result = train_loaded(job, part_of(mask), pull=pull_of(proximal_weight))
@@ -35,32 +35,33 @@ def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
 
 
 def part_of(mask: ElementMask | None) -> Part:
-    """Return the part of a model that exists."""
+    """Return the existing part of a model."""
     return Part(elements=mask.exists if mask else None)
 
 
 def pull_of(weight: float, centre: Tensors | None = None) -> Pull | None:
-    """Return a pull to ``centre``, or to where training begins; None where it has no weight."""
+    """Return a pull to ``centre``, or to the start of training; None for weight 0."""
     return Pull(weight, centre) if weight else None
 
 
 def pulled(result: LocalResult, proximal_weight: float) -> dict[str, int]:
-    """Return what to report of a pull: the steps under it, nothing where there is none."""
+    """Return the count of steps under a pull, {} without one."""
     return {"pulled_steps": result.steps} if proximal_weight else {}
 
 
 def train_pulled(job: Job) -> Trained:
-    """Train the model received, pulled back to it by ``proximal_weight``, and send it."""
+    """Train and send the received model, pulled towards it by ``proximal_weight``."""
     return train_whole(job, job.own(PullSettings).proximal_weight)
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Judge the global model and, with ``finetune_epochs``, what ``choose_copy`` chooses of it and a fine-tuned copy.
+    """Evaluate the global model and, with ``finetune_epochs``, the result of ``choose_copy`` for a fine-tuned copy.
 
-    ``others`` has a ``copy`` that was not chosen and, of a classification, as ``adaptive`` DM-PFL+'s choice between
-    copy and global model, sample by sample (FedAvg+FT+).
+    ``others`` has the ``copy`` if it was not chosen and, for classification, as ``adaptive`` DM-PFL+'s sample-wise
+    choice between copy and global model (FedAvg+FT+).
     """
-    task, manifest = job.task, job.manifest
+    task = job.task
+    manifest = job.manifest
     job.engine.load(whole_model(manifest, job.received))
     if not job.assignment.settings.finetune_epochs:
         return Evaluated(None, *judge_held_out(job))
@@ -78,7 +79,7 @@ def evaluate_global(job: Job) -> Evaluated:
 
 
 def adapt_global(job: Job) -> DeviceState:
-    """Keep the finished global model or, with ``finetune_epochs``, what ``choose_copy`` makes of it."""
+    """Keep the finished global model or, with ``finetune_epochs``, the result of ``choose_copy``."""
     job.engine.load(whole_model(job.manifest, job.received))
     whole = job.engine.read()
     if not job.assignment.settings.finetune_epochs:
@@ -88,13 +89,13 @@ def adapt_global(job: Job) -> DeviceState:
 
 
 def existing(job: Job) -> ElementMask | None:
-    """Return what exists of the model received; None where all does."""
+    """Return the mask of the received model; None if it is dense."""
     mask = job.received.mask if job.received else None
     return mask if isinstance(mask, ElementMask) else None
 
 
 def sparse_mask(job: Job) -> ElementMask:
-    """Return what exists of a model that must be sparse."""
+    """Return the mask of the received model. Raises BundleError if it is dense."""
     mask = existing(job)
     if mask is None:
         raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
@@ -102,5 +103,5 @@ def sparse_mask(job: Job) -> ElementMask:
 
 
 def _fine_tune(job: Job) -> LocalResult:
-    """Fine-tune the loaded global model; the same copy whenever it is asked for in this round."""
+    # Called repeatedly in a round, this makes the same copy each time.
     return fine_tune(job, part_of(existing(job)), purpose="finetune")

@@ -10,13 +10,13 @@ from functools import lru_cache
 from .errors import MissingPart
 
 SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
-"""The largest difference between neighbours, in clips: one clipped update vanishes, or becomes another."""
+"""The largest difference between neighbours, in clips: an update vanishes, or is replaced."""
 
 
 @lru_cache(maxsize=1024)
 def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
-    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each a pair of its noise, the deviation over the
-    sensitivity, and how often it ran. Raises MissingPart."""
+    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each as (noise deviation / sensitivity, number of
+    runs). Raises MissingPart."""
     check_accountant()
     from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant
@@ -32,7 +32,8 @@ def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
 def check_accountant() -> None:
     """Raise MissingPart unless the accountant is installed."""
     try:
-        import dp_accounting.rdp  # noqa: F401  # takes a second, and most devices need none of it
+        # Takes a second, and most devices do not need it.
+        import dp_accounting.rdp  # noqa: F401
     except ImportError:
         raise MissingPart(
             "the accountant of differential privacy is not installed: pip install 'sparrow-fl[privacy]'"

@@ -1,4 +1,4 @@
-"""Addresses of this machine: those that mean another machine elsewhere, and the one by which its network calls it."""
+"""Addresses of this machine: those that mean the caller itself, and the one in its network."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from contextlib import suppress
 
 ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
-"""Addresses of nobody (RFC 5737, RFC 3849): the way there begins at this machine's own address. Nothing is sent."""
+"""Unused addresses (RFC 5737, RFC 3849): a route to them starts at this machine's own address. Nothing is sent."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether calls to this host never leave the machine that makes them."""
+    """Return whether calls to this host stay on the calling machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether this host stands for all addresses of a machine, on which a server listens: 0.0.0.0 or ::."""
+    """Return whether this host stands for all addresses of a machine: 0.0.0.0 or ::."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -27,16 +27,16 @@ def is_unspecified(host: str) -> bool:
 
 
 def means_caller(host: str) -> bool:
-    """Return whether this host is to each machine the machine itself, so that nobody else is reached by it."""
+    """Return whether this host means the calling machine itself, and so never another one."""
     return is_loopback(host) or is_unspecified(host)
 
 
 def in_network(*versions: int) -> str | None:
-    """Return the address of this machine in its network, of the first of these versions of IP that it has; None without
-    one."""
+    """Return this machine's address in its network, for the first available of these IP versions; None without one."""
     for version in versions or (4, 6):
         family = socket.AF_INET if version == 4 else socket.AF_INET6
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:  # no network, or none of this kind
+        # OSError: there is no network, or none of this version.
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
             way.connect((ELSEWHERE[version], 9))
             found: str = way.getsockname()[0]
             if not means_caller(found):
@@ -45,5 +45,5 @@ def in_network(*versions: int) -> str | None:
 
 
 def in_url(host: str) -> str:
-    """Return a host as a URL has it: IPv6 addresses in brackets."""
+    """Return a host as in a URL, with IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

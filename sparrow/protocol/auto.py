@@ -1,9 +1,9 @@
-"""The method ``auto``: a method with its settings, for people who do not want to choose one.
+"""The method ``auto``, which chooses a method and its settings.
 
-The choice is made once, when a federation is created, by what its model allows. What depends on devices and data is
-left to them: under FedSPU a device of a budget of 1 trains the whole model; outputs are adjusted by class frequencies
-if devices differ in these (``protocol.skew``); and at the end each device takes the model that all devices' validation
-data and its own speak for (``protocol.evidence``). docs/choosing.md has the measurements.
+It chooses once, when a federation is created, by the model. The rest depends on devices and data at run time: under
+FedSPU a device of budget 1 trains the whole model; outputs are adjusted by class frequencies if these differ between
+devices (``protocol.skew``); at the end each device takes the model that all devices' and its own validation data favour
+(``protocol.evidence``). docs/choosing.md has the measurements.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any
 from .manifest import Manifest
 from .settings import AUTO, FederationSettings
 
-FOR_NEURONS, FOR_ANY_MODEL = "fedspu", "fedavg"
+FOR_NEURONS = "fedspu"
+FOR_ANY_MODEL = "fedavg"
 FINETUNE_EPOCHS = 3
 LOGIT_ADJUSTMENT = 1.0
 LEAST_SKEW = 0.06
 """Label skew from which outputs are adjusted: that of a Dirichlet partition of ten classes with concentration 1.6."""
-AVERAGED_PART, AVERAGED_FROM = 3, 60
-"""FedSPU finishes with the mean of the last rounds' models, one in so many, but not of shorter runs, which still
-improve."""
+AVERAGED_PART = 3
+AVERAGED_FROM = 60
+"""FedSPU averages the last 1 / AVERAGED_PART of the rounds' models, in runs of at least AVERAGED_FROM rounds. Shorter
+runs still improve at the end."""
 
 
 def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -> FederationSettings:
-    """Return settings whose method is not ``auto``; those of another method as they are.
+    """Return the settings with a chosen method, unless they name one already.
 
-    It is FedSPU if the manifest says which neurons feed which weights, otherwise FedAvg; with updates in int8, except
-    in secure rounds. classes: whether outputs are scores of classes that follow its last bias, and may be adjusted.
-    Settings that were given stay, even those that equal a default.
+    FedSPU if the manifest says which neurons feed which weights, otherwise FedAvg; with int8 updates, except in secure
+    rounds. classes: outputs are class scores after the last bias, and may be adjusted. Given settings stay, even if
+    they equal a default.
     """
     if settings.method != AUTO:
         return settings

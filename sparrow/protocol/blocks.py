@@ -1,8 +1,8 @@
-"""A model cut into blocks, and which of them a budget keeps (pFedGate, arXiv:2305.02776, section 5.2).
+"""A model cut into blocks, and their selection within a budget (pFedGate, arXiv:2305.02776, section 5.2).
 
 A block is a run of one tensor's values in row-major order; blocks are numbered through the model, tensor after tensor.
-The first block of every tensor is always on; the others follow from their importances by a knapsack, one for the model
-or for each group of layers. A table is part of the federation's manifest. A ``BlockMask`` names blocks that are sent.
+The first block of every tensor is always on; a knapsack over importances selects others, for the whole model or each
+group of layers. The manifest has the table. A ``BlockMask`` names the blocks that are sent.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ Rule = Literal["exact", "greedy"]
 Importance = Literal["per_weight", "per_block"]
 BudgetPer = Literal["model", "kind", "layer"]
 Groups = Mapping[str, NDArray[np.intp]]
-"""Name -> the numbers of its blocks; groups are apart, and together all blocks."""
+"""Name -> numbers of its blocks; the groups are a partition of all blocks."""
 
 RULES: Mapping[Importance, Rule] = {"per_block": "exact", "per_weight": "greedy"}
-"""How the knapsack is solved. An exact solution of values per weight fills the budget to the last weight: sizes
-decide."""
+"""Solver of the knapsack. With values per weight, an exact solution would select blocks by size to fill the budget."""
 
 LARGEST_FRONT = 50_000
-"""Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one."""
+"""Largest number of partial choices of the exact solver; beyond it the greedy one is used."""
 
 TIE = 1e-9
-"""Taken off a block's importance per place, so that of equal ones the first wins."""
+"""Subtracted from a block's importance per position, so that ties take the first."""
 
 
 def split(size: int, count: int, smallest_share: float) -> tuple[int, ...]:
-    """Return the sizes of at most ``count`` blocks of a tensor (section 5.2.2): the first holds ``smallest_share`` of
-    its values, the others equal parts of the rest. A smaller tensor has blocks of one value."""
+    """Return the sizes of at most ``count`` blocks of a tensor (section 5.2.2): the first has ``smallest_share`` of its
+    values, the others equal parts of the rest. A smaller tensor has blocks of one value."""
     first = min(size, max(1, math.floor(size * smallest_share + 1e-9)))
     rest = size - first
     parts = min(count - 1, rest)
@@ -50,14 +49,14 @@ def split(size: int, count: int, smallest_share: float) -> tuple[int, ...]:
 
 
 def whole_rows(sizes: Sequence[int], row: int) -> tuple[int, ...]:
-    """``sizes`` of blocks with their ends moved to the nearest multiple of ``row`` values; what is left empty goes."""
+    """Return ``sizes`` with block ends moved to the nearest multiple of ``row`` values, without empty blocks."""
     ends = [max(row, (end + row // 2) // row * row) for end in accumulate(sizes)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False) if end > start)
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The blocks of a model: tensor name -> sizes of its blocks, in the order in which blocks are numbered."""
+    """The blocks of a model: tensor name -> sizes of its blocks, in numbering order."""
 
     tensors: Mapping[str, tuple[int, ...]]
 
@@ -70,9 +69,9 @@ class BlockTable:
         smallest_share: float | None = None,
         align_rows: bool = False,
     ) -> BlockTable:
-        """Return the table of tensors of ``shapes``: ``count`` blocks for each (B of the paper), see ``split``.
-        smallest_share: by default 1 / ``count``. align_rows: blocks end with output rows, so that what is off need not
-        be computed. Raises ValueError."""
+        """Return the table of tensors of ``shapes``: ``count`` blocks each (B of the paper), see ``split``.
+        smallest_share: by default 1 / ``count``. align_rows: blocks end with output rows, so that inactive ones need
+        not be computed. Raises ValueError."""
         share = 1 / count if smallest_share is None and count > 0 else smallest_share
         if count < 1 or share is None or not 0 < share <= 1:
             raise ValueError(f"{count} blocks of which the first holds {share}: give at least 1, and a share in (0, 1]")
@@ -101,16 +100,16 @@ class BlockTable:
         }
 
     def smallest_share(self, costs: Costs | None = None) -> float:
-        """Return the budget that the blocks which are always on take: with less, nothing can be selected."""
+        """Return the budget of the forced blocks: with less, nothing can be selected."""
         costs = self.sizes if costs is None else costs
         return float(costs[self.forced].sum() / costs.sum())
 
     def capacity(
         self, share: float, costs: Costs | None = None, blocks: NDArray[np.intp] | None = None, of: str = ""
     ) -> int:
-        """Return the cost that blocks which are not forced may have at a budget of ``share``, s. costs: integers [L] >=
-        0; by default those of values. blocks: those that the budget is for, called ``of``. Raises ValueError, naming
-        the smallest budget, if not even the forced blocks fit."""
+        """Return the cost left for other blocks than the forced ones at a budget of ``share``, s. costs: integers [L]
+        >= 0; by default numbers of values. blocks: scope of the budget, named ``of``. Raises ValueError, naming the
+        smallest budget, if the forced blocks do not fit."""
         costs, forced = self.sizes if costs is None else costs, self.forced
         if blocks is not None:
             costs, forced = costs[blocks], forced[blocks]
@@ -125,9 +124,10 @@ class BlockTable:
         return capacity
 
     def scale_in_place(self, tensors: Mapping[str, NDArray[np.generic]], gates: NDArray[np.generic]) -> None:
-        """θ ⊛ M' for ``gates`` [L]: each block times its own; tensors that the table does not name stay as they are."""
+        """Compute θ ⊛ M' for ``gates`` [L]: multiply each block by its gate; tensors outside the table stay."""
         for name, sizes in self.tensors.items():
-            flat, ends = tensors[name].reshape(-1), accumulate(sizes)
+            flat = tensors[name].reshape(-1)
+            ends = accumulate(sizes)
             for size, end, gate in zip(sizes, ends, gates[self.places[name]].tolist(), strict=True):
                 np.multiply(flat[end - size : end], np.float32(gate), out=flat[end - size : end])
 
@@ -142,10 +142,9 @@ class BlockTable:
         importance: Importance = "per_block",
         groups: Groups | None = None,
     ) -> Selection:
-        """Return the blocks that are on, of the shape of ``importances`` [..., L] in (0, 1), G: the forced ones and the
-        most important others within ``share``. costs: see ``capacity``. among: no others may be on. rule: see
-        ``knapsack``; by default RULES'. groups: of blocks that have ``share`` each for themselves. Raises ValueError
-        for a budget that is too small."""
+        """Return the selected blocks, of the shape of ``importances`` G [..., L] in (0, 1): the forced ones and the
+        most important others within ``share``. costs: see ``capacity``. among: allowed blocks. rule: of ``knapsack``,
+        by default from RULES. groups: each has the budget ``share``. Raises ValueError if the budget is too small."""
         costs = self.sizes if costs is None else costs
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
         free = ~self.forced if among is None else ~self.forced & among
@@ -162,7 +161,7 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Blocks of the manifest's table: ``on`` [L]. What the table does not name (buffers) belongs to every such mask."""
+    """Blocks of the manifest's table: ``on`` [L]. Values outside the table (buffers) belong to every such mask."""
 
     on: Selection
 
@@ -173,15 +172,15 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Runs:
-    """The places of a mask's blocks in one tensor; has the methods of ``masks.Block``. spans: sorted (start, stop) of
-    runs of its values in row-major order."""
+    """A mask's blocks in one tensor, with the methods of ``masks.Block``. spans: sorted (start, stop) of runs of its
+    values in row-major order."""
 
     view: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, view: tuple[int, ...], sizes: Sequence[int], on: Selection) -> Runs:
-        """Return the blocks that are ``on`` of a tensor cut into ``sizes``."""
+        """Return the ``on`` blocks of a tensor cut into ``sizes``."""
         spans: list[tuple[int, int]] = []
         for end, size, wanted in zip(accumulate(sizes), sizes, on.tolist(), strict=True):
             if wanted and spans and spans[-1][1] == end - size:
@@ -201,8 +200,9 @@ class Runs:
         return (self.size,)
 
     def _pairs(self, tensor: NDArray[np.generic]) -> Iterator[tuple[NDArray[np.generic], slice]]:
-        """Yield each run of ``tensor``, a view, and where it is packed."""
-        flat, done = tensor.reshape(-1), 0
+        """Yield each run of ``tensor``, a view, and its packed position."""
+        flat = tensor.reshape(-1)
+        done = 0
         for start, stop in self.spans:
             yield flat[start:stop], slice(done, done + stop - start)
             done += stop - start
@@ -214,15 +214,16 @@ class Runs:
             packed[place] = run
 
     def put(self, tensor: NDArray[np.generic], values: NDArray[np.generic]) -> None:
-        """Overwrite the values of ``tensor``, which is C-contiguous, in place."""
+        """Overwrite the values of the C-contiguous ``tensor`` in place."""
         packed = values.reshape(-1)
         for run, place in self._pairs(tensor):
             run[:] = packed[place]
 
     def add(self, tensor: NDArray[np.float64], values: NDArray[np.generic] | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to those of ``tensor``, in place and in
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to those of ``tensor``, in place, in
         float64."""
-        flat, done = tensor.reshape(-1), 0
+        flat = tensor.reshape(-1)
+        done = 0
         packed = np.broadcast_to(np.asarray(values).reshape(-1), self.size)
         for start, stop in self.spans:
             flat[start:stop] += np.multiply(packed[done : done + stop - start], scale, dtype=np.float64)
@@ -230,20 +231,19 @@ class Runs:
 
 
 def values_of(importances: NDArray[np.floating], costs: Costs, importance: Importance) -> NDArray[np.floating]:
-    """Return the worth of each block [..., L] in the knapsack; of equal ones the first is worth more. ``per_block``
-    (Eq. 6): its importance, so that one large block never beats ten small ones. ``per_weight``: its importance times
-    its cost."""
+    """Return each block's value [..., L] in the knapsack; ties prefer the first. ``per_block`` (Eq. 6): its importance,
+    so that one large block never beats ten small ones. ``per_weight``: its importance times its cost."""
     worth = importances - TIE * np.arange(len(costs))
     return worth * np.maximum(costs, 1) if importance == "per_weight" else worth
 
 
 def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
-    """Return, for each problem, the items whose ``sizes`` [n] add up to at most ``capacity`` and their values
-    [problems, n] to the most; of equal values the first.
+    """Return, for each problem, the items with ``sizes`` [n] up to ``capacity`` in total and the largest sum of
+    ``values`` [problems, n]; ties take the first.
 
-    Of items of one size the most valuable come first, so a choice is a count of each size. Partial choices are dropped
-    if another one is no larger and no less valuable, or if even all the rest would not lift them above one that has
-    room for the rest. With more than LARGEST_FRONT of them, or by the rule ``greedy``, see ``_greedy``.
+    Among items of one size the most valuable come first, so a choice is a count per size. A partial choice is dropped
+    if another is no larger and no less valuable, or if all remaining items could not lift it above one with room for
+    them. Beyond LARGEST_FRONT partial choices, or with the rule ``greedy``, see ``_greedy``.
     """
     problems = len(values)
     if sizes.sum() <= capacity or not problems:
@@ -257,9 +257,11 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
     ordered = values[:, order].ravel().take(ranks + rows * len(sizes))
     starts = np.flatnonzero(np.diff(ranked, prepend=-1)).tolist()
     rest = [*np.cumsum(ranked[::-1])[::-1].tolist(), 0]
-    weights, worth = np.zeros((problems, 1), dtype=np.int64), np.zeros((problems, 1))
+    weights = np.zeros((problems, 1), dtype=np.int64)
+    worth = np.zeros((problems, 1))
     steps: list[tuple[int, int, NDArray[np.intp]]] = []
-    decided, useful = len(sizes), bool(ordered.min() > 0)
+    decided = len(sizes)
+    useful = bool(ordered.min() > 0)
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         count = end - start
         sums = np.zeros((problems, 1, count + 1))
@@ -286,11 +288,14 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
             places = np.argsort(~kept, axis=1, kind="stable")[:, :width]
             best[~kept] = -np.inf
         places = places + rows * front.shape[1]
-        worth, flat, front = best.take(places), flat.take(places), front.take(places)
+        worth = best.take(places)
+        flat = flat.take(places)
+        front = front.take(places)
         weights = heavier.take(flat)
         steps.append((start, count, front))
         if useful and np.where(worth > -np.inf, weights, 0).max() + rest[end] <= capacity:
-            decided = end  # all the rest fits, whatever was chosen
+            # All remaining items fit with any choice.
+            decided = end
             break
     sorted_choice = np.zeros(values.shape, dtype=bool)
     sorted_choice[:, decided:] = True
@@ -304,13 +309,16 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
-    """Return the densest items first, or the best single one: at least half of the largest value."""
+    """Return the densest items first, or the best single one: at least half of the optimal value."""
     chosen = np.zeros(values.shape, dtype=bool)
-    order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")  # what costs nothing always fits
+    # Items without cost always fit.
+    order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")
     costs = sizes.tolist()
     for row, ranked, useful in zip(chosen, order.tolist(), (values > 0).sum(axis=1).tolist(), strict=True):
-        left, taken = capacity, []
-        for item in ranked[:useful]:  # lists: a numpy scalar takes ten times as long
+        left = capacity
+        taken = []
+        # Lists, because numpy scalars take ten times as long.
+        for item in ranked[:useful]:
             if costs[item] <= left:
                 left -= costs[item]
                 taken.append(item)

@@ -1,40 +1,39 @@
-"""Packed values on the wire: a bundle is a safetensors file that holds only what its mask names.
+"""Bundles: packed values in transit, as a safetensors file with only the values of its mask.
 
     8 bytes   length of the header, little endian
     header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}, ...}
     data      values:    one vector, every active value of the shared tensors, packed as in ``masks``
-              scales:    only beside int8 values, float32, one for each row (``quantization``)
-              mask:      only in the forms that say so
-              others:    what a method sends beside its values, one vector each, in the order of their names (``parts``)
+              scales:    beside int8 values, float32, one for each row (``quantization``)
+              mask:      in forms with a tensor
+              others:    a method's parts, one vector each, sorted by name (``parts``)
 
-Metadata, all strings as safetensors wants them:
+Metadata, all strings as in safetensors:
 
     sparrow   version of this format, "1"
-    manifest  digest of what gives the values their names and shapes (``Manifest.values_digest``)
+    manifest  digest of the values' names and shapes (``Manifest.values_digest``)
     mask      {"form": "full"} | of neurons: {"form": "draw", key, ratio}, {"form": "bits"},
               {"form": "index"}, {"form": "first", counts} | of elements: {"form": "known", digest},
               {"form": "elements"}, {"form": "changed", digest} | of blocks: {"form": "blocks"}
-    report    JSON that travels with the values (an update's ``UpdateReport``), or ""
-    sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
+    report    JSON beside the values (an update's ``UpdateReport``), or ""
+    sha256    digest of the header without this entry, and of the data
 
-A mask takes its smallest form. ``draw`` names a seed from which both sides derive it, about 100 bytes whatever the
-model; ``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group,
-the active neurons as uint16 or uint32; ``first`` is for the first neurons of every group, and says how many. So the
+A mask takes its shortest form. ``draw`` is a seed from which both sides derive it, about 100 bytes for any model;
+``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group, the
+active neurons as uint16 or uint32; ``first`` counts the first neurons of every group. So the
 conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc neurons 0 and 2 active packs as bits
 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
 
-Masks of blocks are a bit for each, most significant bit first.
+Masks of blocks are a bit for each, most significant bit first. Masks of elements are the digest of one that both sides
+have (``known``), the bits of all maskable weights (``elements``), or the difference from the mask of a digest
+(``changed``).
 
-Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
-say where they differ from the one of that digest (``changed``).
+Values are float32 (F32), float16 (F16), bfloat16 (BF16, rounded to nearest even) or int8 (I8), which are differences
+from the payload. The manifest has names and counts, which would take about 90 bytes per tensor here.
 
-Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even), or int8 (I8): differences from what
-their sender was given. Naming each tensor would cost about 90 bytes apiece: the manifest knows names and counts.
-
-Decoding is written here because its input is hostile: it copies nothing before every length is checked against the
-manifest. Beyond the bytes given, it uses at most ``MAX_MEMORY_FACTOR`` times their length, and ``MAX_MEMORY_FIXED`` for
-header and mask. A mask of elements takes a byte for every maskable weight (four more while a difference is read, and
-eight for those that exist if rows are counted); signs of a method's part take five bytes each.
+Decoding does not use the safetensors library, because the input is hostile: it copies nothing before every length is
+checked against the manifest. Beyond the input it uses at most ``MAX_MEMORY_FACTOR`` times its length, and
+``MAX_MEMORY_FIXED`` for header and mask. A mask of elements takes a byte per maskable weight (four more while a
+difference is read, and eight per existing one if rows are counted); signs take five bytes each.
 """
 
 from __future__ import annotations
@@ -79,10 +78,10 @@ LARGEST_VALUE: dict[Precision, float] = {
     "bf16": float(np.array(0x7F7F0000, dtype=np.uint32).view(np.float32)),
     "int8": float(np.finfo(np.float32).max),
 }
-"""The largest magnitude of a value that each precision carries; int8 is for differences of float32 models."""
+"""The largest magnitude of each precision; int8 values are differences of float32 models."""
 _PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
 _MASKED = {"U16": 2, "U32": 4}
-"""Types of values that secure aggregation has masked -> their bytes."""
+"""Types of masked values of secure aggregation -> their bytes."""
 NO_PARTS: Mapping[str, Expected] = {}
 
 
@@ -91,9 +90,9 @@ class Bundle:
     """A decoded and checked bundle.
 
     values: float32 [count_values(manifest, mask)], finite; of precision int8 a difference. mask: None if everything is
-    active. draw: the seed form, if the mask came as one. masked: integers of secure aggregation in place of values,
-    then extras of their type (``secure.fine``). parts: a method's, by name. sizes: bytes of header, values, mask and so
-    on.
+    active. draw: the seed form, if the mask has one. masked: integers of secure aggregation instead of values, with
+    extras of the same type (``secure.fine``). parts: a method's, by name. sizes: bytes of header, values, mask and
+    parts.
     """
 
     values: NDArray[np.float32]
@@ -121,9 +120,9 @@ def encode(
 ) -> bytes:
     """Return packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    Values of type uint16 or uint32 are those of secure aggregation, as are extras. draw: what ``mask`` was drawn from,
-    used if it is the shortest form. known: the mask of elements that the reader holds. parts: a method's, by name.
-    Quantised values have precision int8. Raises BundleError for a value that is not finite in the precision.
+    Values of type uint16 or uint32 are masked by secure aggregation, as are extras. draw: the seed of ``mask``, used if
+    it is the shortest form. known: a mask of elements that the reader has. parts: a method's, by name. Quantised values
+    have precision int8. Raises BundleError if a value is not finite in the precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
@@ -132,7 +131,7 @@ def encode(
     if vector.shape != (wanted,):
         raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
     if hidden and parts:
-        raise BundleError(f"masked values go up alone: {', '.join(parts)} beside them would be sent in clear")
+        raise BundleError(f"masked values have no parts: {', '.join(parts)} would be sent in clear; leave them out")
     if extras is not None and not hidden:
         raise BundleError("extras belong to masked values; leave them out")
     if precision == "int8" and not quantised and not hidden:
@@ -158,7 +157,7 @@ def encode(
 
 
 _Tensor = tuple[str, int, bytes | memoryview]
-"""A tensor of a bundle: its type, its length, its bytes."""
+"""A tensor of a bundle: type, length, bytes."""
 
 
 def _written(metadata: dict[str, str], data: Mapping[str, _Tensor]) -> bytes:
@@ -171,7 +170,8 @@ def _written(metadata: dict[str, str], data: Mapping[str, _Tensor]) -> bytes:
     body = [part for _, _, part in data.values()]
     metadata["sha256"] = _digest(header, body)
     text = _canonical(header).encode()
-    text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
+    # safetensors readers want the data aligned to 8 bytes.
+    text += b" " * (-len(text) % 8)
     return b"".join((struct.pack("<Q", len(text)), text, *body))
 
 
@@ -193,8 +193,8 @@ def decode(
 ) -> Bundle:
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
-    known: the mask of elements that this side holds. parts: those that a bundle may bring. intact: these bytes were
-    found to have their digest. Raises BundleError.
+    known: the mask of elements that this side has. parts: the allowed ones. intact: the digest of these bytes was
+    already checked. Raises BundleError.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
@@ -249,7 +249,7 @@ def _masked(
     report: str,
     sizes: Mapping[str, int],
 ) -> Bundle:
-    """Return a bundle of masked values, which brings nothing else but its mask."""
+    """Return a bundle of masked values, which may only have extras and a mask."""
     if not data.keys() <= {"values", "extras", "mask"}:
         raise BundleError("masked values come without scales and a method's parts; encode with protocol.bundle")
     words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
@@ -262,10 +262,11 @@ def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, 
     if len(scales) != len(lengths):
         raise BundleError(f"the bundle holds {len(scales)} scales for {len(lengths)} rows; quantise it again")
     numbers = np.frombuffer(data["values"], dtype=np.int8)
-    # -128 is no number that quantise gives, and its absolute value none that int8 holds.
+    # quantise never returns -128, whose absolute value does not fit int8.
     if (len(numbers) and numbers.min() < -LARGEST) or not _all_finite(scales) or (len(scales) and scales.min() < 0):
-        raise BundleError("whole numbers must lie in -127..127, scales be finite and not negative; quantise it again")
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
+        raise BundleError("integers must be in -127..127, scales finite and not negative; quantise the update again")
+    # Overflowing values become infinite, and are refused.
+    with np.errstate(over="ignore"):
         return Quantised(numbers, scales).values(lengths)
 
 
@@ -287,8 +288,7 @@ def largest_bundle(
     elements: bool = False,
     parts: Mapping[str, Expected] = NO_PARTS,
 ) -> int:
-    """Return an upper bound on the bytes of a bundle of ``values`` values. elements: it may bring a mask of
-    elements."""
+    """Return an upper bound on the bytes of a bundle of ``values`` values. elements: it may have a mask of elements."""
     rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
     scales = 4 * rows if precision == "int8" else 0
     weights = manifest.maskable_values
@@ -299,7 +299,7 @@ def largest_bundle(
 
 
 def largest_payload(manifest: Manifest, parts: Mapping[str, Expected] = NO_PARTS) -> int:
-    """Return an upper bound on the bytes of what a coordinator sends of this model."""
+    """Return an upper bound on the bytes of a coordinator's payload of this model."""
     values = manifest.shared_values
     return max(largest_bundle(values, "fp32", manifest, elements=elements, parts=parts) for elements in (False, True))
 
@@ -318,7 +318,7 @@ def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memor
 
 
 def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
-    """Return whether all are finite, without an array of flags: by the sum or, if that overflows, by the extremes."""
+    """Return whether all values are finite, without an array of flags: by the sum, or by extremes if it overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum()):
             return True
@@ -326,7 +326,7 @@ def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
 
 
 def _to_bytes(values: Array, precision: Precision) -> memoryview:
-    """Little-endian bytes in the wire's precision; of float32 a view, no copy."""
+    """Return little-endian bytes in the wire's precision; for float32 a view, no copy."""
     if not _all_finite(cast(NDArray[np.floating[Any]], values)):
         raise BundleError("a value is not finite: training diverged; lower the learning rate or set a clip")
     single = np.ascontiguousarray(values, dtype="<f4")
@@ -352,7 +352,7 @@ def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
     if precision == "fp32":
         return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
     if precision == "fp16":
-        # Some processors (aarch64) flag signalling NaNs in this cast; they are refused with whatever is not finite.
+        # Some processors (aarch64) signal NaNs in this cast; a later check refuses values that are not finite.
         with np.errstate(invalid="ignore"):
             return np.frombuffer(data, dtype="<f2").astype(np.float32)
     return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
@@ -371,7 +371,7 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError):
         raise BundleError("the header is not JSON; a bundle is a safetensors file") from None
     if not isinstance(header, dict):
-        raise BundleError("the header is no JSON object; a bundle is a safetensors file")
+        raise BundleError("the header is not a JSON object; a bundle is a safetensors file")
     return header, 8 + length
 
 
@@ -401,7 +401,7 @@ def _metadata(header: dict[str, Any]) -> dict[str, str]:
 
 
 def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> tuple[str, int, int, int]:
-    """(dtype, count, first byte, end) of one tensor of the header."""
+    """Return (dtype, count, first byte, end) of one tensor of the header."""
     entry = header[name]
     match entry:
         case {"dtype": str(dtype), "shape": [int(count)], "data_offsets": [int(low), int(high)]} if len(entry) == 3:
@@ -409,7 +409,7 @@ def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> 
         case _:
             raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
     if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
-        raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
+        raise BundleError(f"{name}: shape and offsets must be integers from 0 to 2**53 - 1")
     allowed = _allowed_types(name, parts)
     if dtype not in allowed:
         raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
@@ -421,7 +421,7 @@ def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> 
 
 
 def _allowed_types(name: str, parts: Mapping[str, Expected]) -> dict[str, int]:
-    """Return the types that an entry of the header may have, with their bytes."""
+    """Return the allowed types of an entry of the header, with their bytes."""
     if name in parts:
         return {WIRE_TYPES[parts[name].dtype]: 4 if parts[name].dtype == "float32" else 1}
     fixed = {"mask": {"U8": 1}, "extras": _MASKED, "scales": {"F32": 4}}
@@ -429,7 +429,7 @@ def _allowed_types(name: str, parts: Mapping[str, Expected]) -> dict[str, int]:
 
 
 def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
-    """Check that the parts follow each other without gap, overlap or rest: every byte belongs to exactly one tensor."""
+    """Raise BundleError unless tensors follow each other without gap, overlap or rest."""
     end = 0
     for name, (_, _, low, high) in entries.items():
         if low != end:
@@ -443,7 +443,7 @@ _Form = tuple[dict[str, object], bytes]
 
 
 def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None, known: ElementMask | None) -> _Form:
-    """Return the shortest form of a mask: its description and the bytes of its tensor, if it has one."""
+    """Return the shortest form of a mask: its description, and the bytes of its tensor or b""."""
     if mask is None:
         return {"form": "full"}, b""
     check_mask(manifest, mask)
@@ -455,7 +455,8 @@ def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None,
         forms = [({"form": "bits"}, neuron_bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
         if draw is not None:
             forms.append(({"form": "draw", **asdict(draw)}, b""))
-        if all(index[-1] == len(index) - 1 for index in mask.active.values()):  # sorted and different: the first ones
+        # Indices are sorted and unique, so these are the first neurons.
+        if all(index[-1] == len(index) - 1 for index in mask.active.values()):
             counts = [len(mask.active[group]) for group in manifest.group_sizes]
             forms.append(({"form": "first", "counts": counts}, b""))
     # A mask tensor costs its entry in the header too, about 60 bytes.
@@ -476,7 +477,7 @@ def _index_dtype(size: int) -> str:
 
 
 def _index(manifest: Manifest, mask: NeuronMask) -> bytes:
-    """Per group: the number of active neurons as uint32, then their indices."""
+    """Return, per group, the number of active neurons as uint32 and their indices."""
     parts = []
     for group, size in manifest.group_sizes.items():
         index = mask.active[group]
@@ -543,8 +544,8 @@ def _mask_of(
 def _held(known: ElementMask | None, digest: str) -> ElementMask:
     if known is None or known.digest != digest:
         raise BundleError(
-            f"the bundle speaks of the mask {digest[:12]!r}, which is not held here; ask for the assignment again, "
-            f"naming the mask that is"
+            f"the bundle refers to the mask {digest[:12]!r}, which is not stored here; ask for the assignment again, "
+            f"with the digest of the stored mask"
         )
     return known
 
@@ -554,9 +555,7 @@ def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
     if len(counts) != len(sizes) or not all(
         type(count) is int and 1 <= count <= size for count, size in zip(counts, sizes.values(), strict=True)
     ):
-        raise BundleError(
-            "the mask must say of each group how many of its neurons come first; encode with protocol.bundle"
-        )
+        raise BundleError("the mask must give the number of first neurons of each group; encode with protocol.bundle")
     return NeuronMask({group: np.arange(count) for group, count in zip(sizes, counts, strict=True)})
 
 

@@ -1,9 +1,9 @@
-"""A whole model by name: a plain safetensors file that any tool can open.
+"""Checkpoints: a whole model by name, as a plain safetensors file.
 
-The wire between a training device and the coordinator carries bundles. Where a model travels or rests as a whole (the
-published weights, the coordinator's global model, ``GET .../model``, a device's personal model) its tensors keep their
-state-dict names. One note, a string (JSON as a rule), lies beside them in the metadata under ``sparrow``: a single
-entry, because safetensors writes several in no fixed order and the same model must give the same bytes.
+Training devices and the coordinator exchange bundles; checkpoints hold whole models (published weights, the global
+model, ``GET .../model``, personal models) under their state-dict names. The metadata has one entry, ``sparrow``, a
+string (usually JSON): safetensors writes several entries in no fixed order, and the same model must give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_HEADER = 16 * 1024 * 1024
 
 
 def save(tensors: Tensors, note: str = "") -> bytes:
-    """Tensors and a note as the bytes of a safetensors file; the same input gives the same bytes."""
+    """Return the safetensors file of tensors and a note; the same input gives the same bytes."""
     contiguous = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
     return bytes(safetensors.numpy.save(contiguous, {"sparrow": note}))
 
 
 def load(body: bytes) -> tuple[Tensors, str]:
-    """Tensors (writable copies) and note of a safetensors file. Raises BundleError when it is none."""
+    """Return tensors (writable copies) and note of a safetensors file. Raises BundleError."""
     note = read_note(body)
     try:
         loaded: Tensors = safetensors.numpy.load(body)
@@ -40,7 +40,7 @@ def load(body: bytes) -> tuple[Tensors, str]:
 
 
 def read_note(body: bytes) -> str:
-    """Return the note alone ("" where there is none), without reading a tensor. Raises BundleError."""
+    """Return only the note, or "" without one; tensors are not read. Raises BundleError."""
     if len(body) < 8:
         raise BundleError(f"{len(body)} bytes are too few for a safetensors file; send the whole file")
     (length,) = struct.unpack("<Q", body[:8])

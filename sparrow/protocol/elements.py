@@ -1,11 +1,11 @@
-"""Masks of single weights, for methods that train one sparse model for all devices.
+"""Masks of single weights, for methods with one sparse model for all devices.
 
-An ``ElementMask`` says of every *maskable* tensor (``Manifest.maskable``) which of its elements exist; other tensors
-exist whole. The elements of a tensor are a list of positions (``Points``), packed in row-major order.
+An ``ElementMask`` gives the existing elements of every *maskable* tensor (``Manifest.maskable``); other tensors exist
+in full. A tensor's elements are a list of positions (``Points``), packed in row-major order.
 
-A mask is known by its ``digest``. It travels by name, as bits, one for every maskable weight in manifest order, most
-significant first, or as its difference from one that both sides know: distances from one changed position to the next,
-a byte each (255 stands for 255 and more to come).
+A mask is identified by its ``digest``. It is sent by digest; as bits, one per maskable weight in manifest order, most
+significant first; or as its difference from a mask that both sides have: distances between changed positions, a byte
+each (255 means 255 plus the next byte).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class ElementMask:
-    """Name of every maskable tensor, in manifest order -> bool of its shape, C-contiguous: the elements that exist. The
-    arrays are not written to any more."""
+    """Name of every maskable tensor, in manifest order -> bool of its shape, C-contiguous: the existing elements. The
+    arrays must not be modified."""
 
     exists: Mapping[str, Flags]
 
     @cached_property
     def index(self) -> dict[str, Index]:
-        """Tensor name -> flat positions of the elements that exist, sorted."""
+        """Tensor name -> sorted flat positions of existing elements."""
         return {name: np.flatnonzero(flags) for name, flags in self.exists.items()}
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Tensor name -> number of elements that exist, K_l."""
+        """Tensor name -> number of existing elements, K_l."""
         return {name: int(np.count_nonzero(flags)) for name, flags in self.exists.items()}
 
     @property
     def count(self) -> int:
-        """Number of elements that exist, K."""
+        """Number of existing elements, K."""
         return sum(self.counts.values())
 
     @property
@@ -54,28 +54,28 @@ class ElementMask:
 
     @cached_property
     def bits(self) -> bytes:
-        """One bit for every maskable weight."""
+        """One bit per maskable weight."""
         return np.packbits(_flat(self)).tobytes()
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the bits, by which both sides name the mask."""
+        """SHA-256 of the bits, which identifies the mask."""
         return hashlib.sha256(self.bits).hexdigest()
 
     def without(self, other: ElementMask) -> ElementMask:
-        """Return the elements of this mask that ``other`` has not."""
+        """Return the elements of this mask that are not in ``other``."""
         return ElementMask({name: flags & ~other.exists[name] for name, flags in self.exists.items()})
 
     def apply(self, tensors: Tensors) -> Tensors:
-        """Return the maskable ones of ``tensors``, float32, with 0 where nothing exists."""
-        # a product would leave zeros of both signs
+        """Return the maskable ones of ``tensors``, float32, with 0 at missing elements."""
+        # A product would leave zeros of both signs.
         return {name: np.where(flags, tensors[name], np.float32(0)) for name, flags in self.exists.items()}
 
 
 @dataclass(frozen=True)
 class Points:
-    """The places of the existing elements of one tensor; has the methods of ``masks.Block``. index: flat positions,
-    sorted and different."""
+    """The existing elements of one tensor, with the methods of ``masks.Block``. index: sorted, unique flat
+    positions."""
 
     view: tuple[int, ...]
     index: Index
@@ -96,7 +96,7 @@ class Points:
 
     def take_into(self, tensor: Array, out: Array) -> None:
         """Copy the elements of ``tensor`` into ``out``, a C-contiguous array of ``size`` values of its dtype."""
-        # clip, which never happens: with "raise" numpy would buffer the output
+        # Indices are never out of range; with "raise" numpy would buffer the output.
         np.take(tensor.reshape(-1), self.index, out=out.reshape(-1), mode="clip")
 
     def put(self, tensor: Array, values: Array) -> None:
@@ -104,19 +104,18 @@ class Points:
         tensor.reshape(-1)[self.index] = values.reshape(-1)
 
     def add(self, tensor: NDArray[np.float64], values: Array | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to the elements, in place and in
-        float64."""
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to the elements, in place, in float64."""
         flat = tensor.reshape(-1)
         flat[self.index] = np.take(flat, self.index) + np.multiply(values, scale, dtype=np.float64)
 
 
 def everything(manifest: Manifest) -> ElementMask:
-    """Return the mask under which every maskable element exists."""
+    """Return the mask with all maskable elements."""
     return ElementMask({spec.name: np.ones(spec.shape, dtype=bool) for spec in manifest.maskable})
 
 
 def check_elements(manifest: Manifest, mask: ElementMask) -> None:
-    """Raise ManifestError unless the mask names the maskable tensors, in order, with booleans of their shapes."""
+    """Raise ManifestError unless the mask has the maskable tensors, in order, as booleans of their shapes."""
     wanted = {spec.name: spec.shape for spec in manifest.maskable}
     if list(mask.exists) != list(wanted):
         raise ManifestError(f"the mask names the tensors {list(mask.exists)}, maskable are {list(wanted)}")
@@ -131,7 +130,7 @@ def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
 
 
 def unpack_flags(data: bytes | memoryview, count: int, what: str) -> Flags:
-    """Return ``count`` flags of a mask's bits. Raises ManifestError where their number is wrong, or padding is set."""
+    """Return ``count`` flags of a mask's bits. Raises ManifestError for a wrong length or set padding bits."""
     if len(data) != (count + 7) // 8:
         raise ManifestError(f"the mask has {len(data)} bytes, {count} {what} take {(count + 7) // 8}")
     flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
@@ -141,7 +140,7 @@ def unpack_flags(data: bytes | memoryview, count: int, what: str) -> Flags:
 
 
 def difference(old: ElementMask, new: ElementMask) -> bytes:
-    """Return the differences between two masks of one manifest, as distances between positions."""
+    """Return the difference between two masks of one manifest, as distances between positions."""
     changed = _flat(old) != _flat(new)
     gaps = np.diff(np.flatnonzero(changed), prepend=-1) - 1
     lengths = gaps // 255 + 1
@@ -151,12 +150,12 @@ def difference(old: ElementMask, new: ElementMask) -> bytes:
 
 
 def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
-    """Return the mask that differs from ``old`` as ``data`` says. Raises ManifestError."""
+    """Return ``old`` changed by the difference ``data``. Raises ManifestError."""
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):
         raise ManifestError("the mask's difference ends in the middle of a distance; send the whole file")
-    # A distance of k*255 + rest is k bytes of 255 and one of rest: sums up to the ends are positions but for the ends.
+    # A distance of k*255 + rest is k bytes of 255 and one of rest: sums up to each end, plus its index, are positions.
     positions = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(len(ends))
     flags = _flat(old)
     if len(positions) and positions[-1] >= len(flags):

@@ -1,4 +1,4 @@
-"""The base of all errors of Sparrow's SDK, and the errors of data that crosses the wire."""
+"""The base of all errors of Sparrow's SDK, and the errors of data in transit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .failures import Failure
 
 
 class SdkError(Exception):
-    """Base of every error that a caller can do something about. exit_code: of a command that ends with it. failure:
-    what a device reports to its coordinator in place of the text."""
+    """Base of every error that a caller can handle. exit_code: of a command that ends with it. failure: what a device
+    reports to its coordinator instead of the text."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
     failure = Failure("other")
@@ -22,30 +22,31 @@ class SdkError(Exception):
 
 
 class MissingPart(SdkError):
-    """A package or program that is needed is not installed; the text says how to install it."""
+    """A required package or program is not installed; the text says how to install it."""
 
     exit_code = Exit.CANNOT
 
 
-class ProtocolError(SdkError, ValueError):  # pydantic takes a ValueError of a validator for a fault of the data
+# pydantic reports a validator's ValueError as a fault of the data.
+class ProtocolError(SdkError, ValueError):
     """The data breaks the contract between device and coordinator."""
 
     failure = Failure("bad-work")
 
 
 class ManifestError(ProtocolError):
-    """A model's description is inconsistent, or does not fit the tensors beside it."""
+    """A model's description is inconsistent, or does not fit its tensors."""
 
     failure = Failure("bad-work/manifest")
 
 
 class BundleError(ProtocolError):
-    """Bytes that are not a bundle, or not one of this manifest."""
+    """Bytes that are not a bundle, or not one for this manifest."""
 
     failure = Failure("bad-payload")
 
 
 class GraphError(ProtocolError):
-    """A graph that is not the one that the manifest names, or that a device must not run."""
+    """A graph that the manifest does not name, or that a device must not run."""
 
     failure = Failure("bad-work/graph")

@@ -1,19 +1,18 @@
 """The choice of a device's model by the evidence of all devices (``personal_model=fleet``).
 
-By its few validation samples alone a device mistakes chance for a better model. So each measures what its candidates
-gain over the finished global model, and tells moments of these gains; the pool of them goes back to all; and each
-weighs its own measurement against it (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972):
-with g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
+On its few validation samples a single device may mistake chance for a better model. So each device measures its
+candidates' gains over the finished global model and reports their moments; it gets back the pool of all devices, and
+weighs its own measurement against it (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972).
+With g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
 devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
-is what its candidates are expected to gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device
-departs from what is best for all, by μ, for a candidate that is expected to gain more by ``DEPARTS`` standard
-deviations of this difference.
+is the expected gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device departs from the candidate
+that is best for all, by μ, for one that is expected to gain more by ``DEPARTS`` standard deviations of the difference.
 
-A part is one sample, or if there are more than ``MOST_PARTS`` an equal share of them. Its gain is the difference of
-losses, at most ``LARGEST_GAIN`` either way. All devices weigh alike.
+A part is one sample or, beyond ``MOST_PARTS`` samples, an equal share of them. Its gain is the difference of losses, at
+most ``LARGEST_GAIN`` either way. All devices have the same weight.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ from .fields import Record
 
 GLOBAL = "global"
 CANDIDATES = ("personal", "mixture", "finished", "alone")
-"""A device's choices besides the global model: its own, the mean of both, this trained once more, one trained alone."""
+"""A device's choices besides the global model: its own, the mean of both, this mean trained once more, and a local-only
+one."""
 
 LARGEST_GAIN = 3.0
 """Of a part, in units of the loss."""
 MOST_PARTS = 64
 FEWEST_DEVICES = 3
-"""Devices in a pool, c + 2 with one that may collude: of fewer, a colluding one would learn what another has told."""
+"""Smallest pool, c + 2 for one colluder: in a smaller one it could infer another device's numbers."""
 DEPARTS = 0.5
-"""Standard deviations of what a device's own choice is expected to gain over that of all."""
+"""Standard deviations by which a device's own choice must be better than that of all."""
 AHEAD = 2.0
-"""Standard errors by which a candidate must gain for a device to take it without a pool."""
+"""Standard errors by which a candidate must gain if there is no pool."""
 TINY = 1e-9
 
 Array = NDArray[np.float64]
@@ -52,8 +52,8 @@ MOMENTS = _COUNT * (_COUNT + 1) // 2
 
 
 class Evidence(Record):
-    """A device's measurements. gains: of each candidate, means over ``parts``. within: covariances of a part's gains,
-    the upper triangle row by row."""
+    """A device's measurements. gains: mean of each candidate over ``parts``. within: covariances of a part's gains, the
+    upper triangle row by row."""
 
     parts: int = Field(ge=2, le=2**20)
     gains: tuple[Gain, ...] = Field(min_length=_COUNT, max_length=_COUNT)
@@ -63,7 +63,7 @@ class Evidence(Record):
 
     @classmethod
     def of(cls, losses: Mapping[str, Sequence[float]]) -> Evidence | None:
-        """Return what losses [parts] of the candidates and of ``GLOBAL`` tell; None of fewer than two parts."""
+        """Return the evidence of the losses [parts] of candidates and ``GLOBAL``; None for fewer than two parts."""
         shared = np.asarray(losses[GLOBAL], np.float64)
         if len(shared) < 2:
             return None
@@ -73,14 +73,14 @@ class Evidence(Record):
         return cls(parts=len(gains), gains=tuple(gains.mean(axis=0).tolist()), within=tuple(within[_PAIRS].tolist()))
 
     def told(self) -> dict[str, float]:
-        """Return the numbers of which the pool needs the means, by name, as ``TOLD`` bounds them."""
+        """Return the numbers that the pool averages, by name, as in ``TOLD``."""
         gains = np.array(self.gains)
         numbers = [1 / self.parts, *gains, *np.outer(gains, gains)[_PAIRS], *self.within]
         return dict(zip(TOLD, map(float, numbers), strict=True))
 
 
 def _names() -> dict[str, float]:
-    """Return the numbers that a device tells, by name, and the largest magnitude of each."""
+    """Return the names of the reported numbers, and the largest magnitude of each."""
     pairs = [f"{CANDIDATES[row]} {CANDIDATES[column]}" for row, column in zip(*_PAIRS, strict=True)]
     return {
         "inverse_parts": 0.5,
@@ -91,12 +91,12 @@ def _names() -> dict[str, float]:
 
 
 TOLD = _names()
-"""Numbers that the pool is made of, by name, with the largest magnitude of each."""
+"""Names of the pool's numbers, and the largest magnitude of each."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The findings of all devices together. mean: μ [C]; between: T [C, C]; within: W [C, C]; devices: how many."""
+    """The combined evidence. mean: μ [C]; between: T [C, C]; within: W [C, C]."""
 
     devices: int
     mean: Array
@@ -105,7 +105,7 @@ class Pool:
 
     @classmethod
     def of(cls, devices: int, means: Mapping[str, float]) -> Pool | None:
-        """Return the pool of so many devices; None of too few, or if a number is missing. means: of what they told."""
+        """Return the pool from the devices' mean numbers; None for too few devices or missing numbers."""
         if devices < FEWEST_DEVICES or not TOLD.keys() <= means.keys():
             return None
         numbers = np.array([means[name] for name in TOLD])
@@ -116,7 +116,7 @@ class Pool:
 
     @classmethod
     def from_plan(cls, plan: Mapping[str, Any]) -> Pool | None:
-        """Return the pool that an assignment tells; None where it tells none, or not one."""
+        """Return the pool of an assignment's plan; None if it has no valid one."""
         names = [name for name in _PLANNED if isinstance(plan.get(name), int | float)]
         numbers = np.array([float(plan[name]) for name in names])
         if len(numbers) < len(_PLANNED) or not (np.isfinite(numbers).all() and np.abs(numbers).max() <= 1e6):
@@ -125,12 +125,12 @@ class Pool:
         return cls(int(numbers[0]), mean, _positive(_square(between)), _positive(_square(within)))
 
     def as_plan(self) -> dict[str, float]:
-        """Return the pool as an assignment tells it."""
+        """Return the pool as entries of a plan."""
         numbers = [float(self.devices), *self.mean, *self.between[_PAIRS], *self.within[_PAIRS]]
         return dict(zip(_PLANNED, map(float, numbers), strict=True))
 
     def expected(self, evidence: Evidence) -> tuple[Array, Array]:
-        """Return what each candidate is expected to gain on new samples of a device [C], and the covariance [C, C]."""
+        """Return each candidate's expected gain on new samples of a device [C], and the covariance [C, C]."""
         noisy = self.between + self.within / evidence.parts + TINY * np.eye(_COUNT)
         told = np.linalg.solve(noisy, self.between).T
         return self.mean + told @ (np.array(evidence.gains) - self.mean), self.between - told @ self.between
@@ -144,14 +144,14 @@ _PLANNED = tuple(
 
 
 def pool_of(told: Iterable[Evidence]) -> Pool | None:
-    """Return the pool of what devices have told in clear; None of fewer than ``FEWEST_DEVICES``."""
+    """Return the pool of unmasked evidence; None for fewer than ``FEWEST_DEVICES``."""
     rows = [each.told() for each in told]
     return Pool.of(len(rows), {name: float(np.mean([row[name] for row in rows])) for name in TOLD} if rows else {})
 
 
 def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] = CANDIDATES) -> str:
-    """Return the candidate that a device takes of those that are ``there``, or ``GLOBAL``; without a pool one must gain
-    by ``AHEAD`` standard errors."""
+    """Return the device's choice among the candidates ``there``, or ``GLOBAL``. Without a pool a candidate must gain by
+    ``AHEAD`` standard errors."""
     missing = np.array([False, *(name not in there for name in CANDIDATES)])
     if pool is not None:
         gains = np.append(0.0, pool.mean)
@@ -169,12 +169,12 @@ def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] 
 
 
 def _most(gains: Array, missing: NDArray[np.bool_]) -> int:
-    """Return where the largest gain is, the global model's being the first."""
+    """Return the index of the largest gain; 0 is the global model."""
     return int(np.where(missing, -np.inf, gains).argmax())
 
 
 def _deviations(covariance: Array, usual: int) -> Array:
-    """Return the standard deviations of the differences of gains from that of the ``usual`` choice [1 + C]."""
+    """Return the standard deviations of gains relative to the ``usual`` choice [1 + C]."""
     whole = np.zeros((_COUNT + 1, _COUNT + 1))
     whole[1:, 1:] = covariance
     differences = np.diag(whole) + whole[usual, usual] - 2 * whole[usual]
@@ -190,7 +190,7 @@ def _square(upper: Array) -> Array:
 
 
 def _positive(matrix: Array) -> Array:
-    """Return the nearest matrix that is a covariance: eigenvalues below 0 are 0."""
+    """Return the nearest covariance matrix, with negative eigenvalues set to 0."""
     values, vectors = np.linalg.eigh(matrix)
     covariance: Array = (vectors * values.clip(min=0)) @ vectors.T
     return covariance

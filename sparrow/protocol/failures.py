@@ -1,10 +1,9 @@
-"""The failures that a device reports: all that a coordinator learns of an error on a device.
+"""The failures that a device reports: the only information about an error that a coordinator gets.
 
-The text of an error may hold a file's name or a value of the data, so it stays in the device's log. Over the wire goes
-a failure of this list, ``TYPE`` or ``TYPE/CODE``, whose codes separate causes with different remedies. Two types take
-more codes: program-error any builtin exception, of Python or of JavaScript on a page; nothing-trained the device's last
-failure, with a hyphen for the slash. ``coordinator/web/static/failures.js`` has the same list, and a test compares
-them.
+An error's text may contain file names or data, so it stays in the device's log. The device sends a failure from this
+list, ``TYPE`` or ``TYPE/CODE``, with different codes for different remedies. Two types take more codes: program-error
+any builtin exception (of Python, or of JavaScript on a page), nothing-trained the device's last failure with a hyphen
+for the slash. ``coordinator/web/static/failures.js`` has the same list; a test compares them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import re
 from typing import NamedTuple
 
 PATTERN = r"[a-z][a-z-]{0,39}(/[A-Za-z0-9-]{1,40})?"
-"""The form of a failure on the wire; a type or code that this version does not know may have it, too."""
+"""The form of a failure on the wire, also of types and codes from other versions."""
 
 
 class Explanation(NamedTuple):
-    """The cause of a failure as a sentence about the device, and advice; the latter is empty if there is none."""
+    """A failure's cause, as a sentence about the device, and advice or ""."""
 
     cause: str
     advice: str
@@ -151,11 +150,11 @@ FAILURES = {
 
 
 LAST = {failure.replace("/", "-"): failure for failure in FAILURES}
-"""Code of nothing-trained -> the failure that it stands for."""
+"""Code of nothing-trained -> its failure."""
 
 
 class Failure(str):
-    """A failure on its way to a coordinator. Raises ValueError for text that this list does not have."""
+    """A failure to report. Raises ValueError for text outside this list."""
 
     def __new__(cls, text: str) -> Failure:
         """Check the text against the list."""
@@ -168,24 +167,24 @@ class Failure(str):
 
 
 def program_error(name: str) -> Failure:
-    """Return the failure of an exception that a program raised, by the name of its class."""
+    """Return the failure of an exception in a program, from its class name."""
     return Failure(f"program-error/{name}" if is_builtin_exception(name) else "program-error/other")
 
 
 def nothing_trained(last: Failure | None) -> Failure:
-    """Return the failure of a device that leaves after its last one."""
+    """Return the failure of a device that leaves without any success. last: its last failure."""
     code = "" if last is None else last.replace("/", "-")
     return Failure(f"nothing-trained/{code}" if code in LAST else "nothing-trained")
 
 
 def is_builtin_exception(name: str) -> bool:
-    """Return whether a name is that of one of Python's own exceptions."""
+    """Return whether a name is one of Python's builtin exceptions."""
     found = getattr(builtins, name, None)
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
 def explain(reason: str) -> Explanation | None:
-    """Return the explanation of a failure; None for any other reason. A code that is not known has its type's."""
+    """Return the explanation of a failure, None for another reason. An unknown code gets its type's."""
     if reason in FAILURES:
         return FAILURES[reason]
     kind, _, code = reason.partition("/")
@@ -201,6 +200,6 @@ def explain(reason: str) -> Explanation | None:
 
 
 def in_words(reason: str) -> str:
-    """Return a reason as it is shown: the explanation of a failure, or any other text as it is."""
+    """Return a reason for people: a failure's explanation, or other text unchanged."""
     explanation = explain(reason)
     return reason if explanation is None else str(explanation)

@@ -1,8 +1,8 @@
-"""Types of fields that messages and settings share, with their bounds, and the bases of both.
+"""Field types of messages and settings, with their bounds, and the base classes of both.
 
-Every number of a request has an upper bound that no honest device reaches, such that what the coordinator adds up, over
-a million devices and a million rounds, is finite, and whole numbers over a million devices fit 64 bits. Text of a
-request may hold anything but NUL, which PostgreSQL does not store, and halves of surrogate pairs, which are no UTF-8.
+Every number of a request has an upper bound beyond any honest device, chosen so that the coordinator's sums over a
+million devices and a million rounds stay finite, and integers over a million devices fit 64 bits. Text may not contain
+NUL, which PostgreSQL does not store, or half surrogate pairs, which are not valid UTF-8.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 MOST_SECONDS = 1e9
 """Thirty years."""
 MOST_JOULES = 1e12
-"""A kilowatt for as long."""
+"""A kilowatt for that time."""
 CELSIUS = (-273.15, 1000.0)
 MOST_COUNT = 2**43
-"""8.8e12: of bytes, 8 TiB. What one device counts in one round; a million of them fit 64 bits."""
+"""8.8e12; as bytes, 8 TiB. One device's count in one round; a million of them fit 64 bits."""
 MOST_FLOPS = 10**21
-"""What the largest computer of today does in a quarter of an hour. No column of the records holds a sum of them."""
+"""A quarter of an hour of the largest computer today. Records store no sum of them."""
 LARGEST_SCORE = 3.4028234663852886e38
 """The largest float32."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
@@ -31,16 +31,16 @@ Joules = Annotated[float, Field(ge=0, le=MOST_JOULES)]
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
 Total = Annotated[int, Field(ge=0, le=2**53)]
-"""What one device counts in all its life."""
+"""A device's count over its lifetime."""
 Score = Annotated[float, Field(ge=-LARGEST_SCORE, le=LARGEST_SCORE)]
 Limit = Annotated[float, Field(gt=0, le=1e12)]
 OwnSetting = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Annotated[str, Field(max_length=200)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
-"""A token, which goes into a header."""
+"""A token, sent in a header."""
 LONGEST_LINK = 1000
-"""Characters after a link's scheme; a QR code can have twice as many, and a phone could not read it."""
+"""Characters after a link's scheme. A QR code could have twice as many, but phones could not read it."""
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
@@ -48,13 +48,13 @@ Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class Record(BaseModel):
-    """Base of descriptions: unknown fields are refused."""
+    """Base of descriptions; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Request(Record):
-    """Base of requests and settings: unknown fields, and text that cannot be stored, are refused."""
+    """Base of requests and settings; refuses unknown fields and text that cannot be stored."""
 
     @model_validator(mode="after")
     def _storable(self) -> Request:
@@ -64,13 +64,13 @@ class Request(Record):
 
 
 def bounded(loss: float) -> float:
-    """Return a finite loss as a report may tell it: one beyond float32 is the largest there is."""
+    """Return a finite loss limited to float32, for reports."""
     return max(-LARGEST_SCORE, min(LARGEST_SCORE, loss))
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise ValueError for text, also in a collection, with NUL or half a surrogate pair. Models check their own
-    fields."""
+    """Raise ValueError if text, also in a collection, has NUL or half a surrogate pair. Nested models check
+    themselves."""
     if isinstance(value, str):
         if "\0" in value or not (value.isascii() or _is_unicode(value)):
             raise ValueError(f"{name}: text with a NUL character or half a surrogate pair cannot be stored; remove it")

@@ -1,14 +1,13 @@
 """FLOPs of a model, counted from its manifest: two operations per multiplication with a weight.
 
-A layer with W weights that answers at P positions (output pixels, steps of a recurrent layer) costs, per sample,
+A layer with W weights and P output positions (pixels, steps of a recurrent layer) costs, per sample,
 
     2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
 
-so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Frozen
-weights need no gradient of theirs, and what lies before the first trained layer none at all. Counted are linear layers,
-convolutions, recurrent layers and the projections of attention (key and value as long as the query). Left out are
-parameters outside of torch's layers, products of activations, and what has no matrix of weights, as
-``torch.utils.flop_counter`` does.
+so a step costs three forward passes, except that the first layer's input needs no gradient. Frozen weights need no
+gradient either, nor do inputs before the first trained layer. Linear layers, convolutions, recurrent layers and the
+projections of attention count (key and value as long as the query). As in ``torch.utils.flop_counter``, parameters
+outside of torch's layers, products of activations, and layers without a weight matrix do not.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .masks import Mask, block_of
 
 
 def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
-    """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons or elements form."""
+    """Return the FLOPs of one sample's forward pass; under ``mask``, of the network of active neurons or elements."""
     return sum(_layer_flops(manifest, mask))
 
 
 def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
-    """Return the FLOPs of one sample's forward pass through a model, without weights that are zero. tensors: by name;
-    missing ones count as whole."""
+    """Return the FLOPs of one sample's forward pass without zero weights. tensors: by name; missing ones count in
+    full."""
     specs = {spec.name: spec for spec in manifest.tensors}
     return sum(
         2 * layer.positions * (int(np.count_nonzero(tensors[name])) if name in tensors else specs[name].size)
@@ -45,11 +44,11 @@ def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
 def training_flops(
     manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None, narrow: bool = False
 ) -> int:
-    """Return the FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
+    """Return the FLOPs of training on ``samples`` samples, counting each pass: forward, and both gradients.
 
-    weight_gradients: the neurons between which gradients of weights are computed; the error passes through the others
-    (FedSPU, Eq. 5). narrow: the others are not there, and cost nothing; nor does what a mask of elements leaves out
-    (FedSGC, appendix A.1), though dense kernels compute it.
+    weight_gradients: neurons whose weights get gradients; errors pass through the others (FedSPU, Eq. 5). narrow: the
+    others are absent and cost nothing. Elements outside a mask also cost nothing (FedSGC, appendix A.1), although dense
+    kernels compute them.
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)
@@ -58,13 +57,14 @@ def training_flops(
 
 
 def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
-    """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
-    forward, gradients = _layer_flops(manifest, mask), _layer_flops(manifest, None, trained=True)
+    """Return the FLOPs of gradients of all weights on ``samples``, with a forward pass of the existing ones."""
+    forward = _layer_flops(manifest, mask)
+    gradients = _layer_flops(manifest, None, trained=True)
     return samples * _step_flops(forward, gradients)
 
 
 def block_flops(manifest: Manifest) -> NDArray[np.int64]:
-    """FLOPs of one sample's forward pass that each block of the manifest stands for, [L]: 0 of biases and norms."""
+    """Return each block's FLOPs in one sample's forward pass, [L]; 0 for biases and norms."""
     positions = {name: layer.positions for layer in manifest.layers if layer.kind in COUNTED for name in layer.tensors}
     matrices = {spec.name for spec in manifest.shared if len(spec.shape) > 1}
     return np.array(
@@ -78,22 +78,23 @@ def block_flops(manifest: Manifest) -> NDArray[np.int64]:
 
 
 def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) -> Groups:
-    """Return ``Manifest.block_groups``, or one group if forced blocks of a group take more than its share of the
-    smallest budget. cost: "parameters", or any other for FLOPs."""
-    table, groups = manifest.block_table, manifest.block_groups(per)
+    """Return ``Manifest.block_groups``, or one group if a group's forced blocks exceed its share of the smallest
+    budget. cost: "parameters", or any other for FLOPs."""
+    table = manifest.block_table
+    groups = manifest.block_groups(per)
     costs = table.sizes if cost == "parameters" else block_flops(manifest)
     fit = all(costs[each][table.forced[each]].sum() <= budget * costs[each].sum() for each in groups.values())
     return groups if fit else manifest.block_groups("model")
 
 
 def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
-    """Return the FLOPs of a sample's step: layers behind the first that is trained need their input's gradient, too."""
+    """Return the FLOPs of a sample's step. Only layers after the first trained one need their input's gradient."""
     first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
     return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:
-    """Forward FLOPs per sample of each layer that counts, in forward order; trained: of its trained weights alone."""
+    """Return each counted layer's forward FLOPs per sample, in forward order; trained: only of trained weights."""
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:

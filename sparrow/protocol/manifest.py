@@ -1,12 +1,11 @@
-"""A model as data: its tensors, its neurons, how its weights begin, and the shape of its forward pass.
+"""A model as data: its tensors, neurons, initial weights, and the shape of its forward pass.
 
-The coordinator has no torch, yet draws initial weights, plans which neurons a device trains and packs their values, all
-by the manifest. Every axis of every tensor says which neurons its rows or columns belong to: it is a sequence of
-``Segment(group, repeat)``, the neurons of a group in order, each owning ``repeat`` consecutive entries. A
-``NeuronGroup`` are the output channels or features of a hidden layer, or of several whose outputs are added. Repeat is
-1, except behind a flatten, where channel c of an H x W map owns the columns c*H*W .. (c+1)*H*W-1; several segments
-stand for a concatenation. An axis without segments is always complete. A value is active if all its axes are (FedSPU,
-arXiv:2403.11464).
+The coordinator has no torch; it draws initial weights, plans devices' neurons and packs values by the manifest. Every
+axis of every tensor is a sequence of ``Segment(group, repeat)``, the neurons of a group in order, each owning
+``repeat`` consecutive entries. A ``NeuronGroup`` is the set of output channels or features of a hidden layer, or of
+several layers whose outputs are added. Repeat is 1, except behind a flatten, where channel c of an H x W map owns the
+columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments is always complete. A
+value is active if all its axes are (FedSPU, arXiv:2403.11464).
 
 For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):
 
@@ -38,39 +37,39 @@ Array = NDArray[np.generic]
 Tensors = dict[str, Array]
 
 MAX_MODEL_BYTES = 2**32
-"""Bytes that a manifest's tensors may have in all: a few lines can describe any number, and an ONNX file holds half."""
+"""Largest total bytes of a manifest's tensors: a few lines could describe any number; an ONNX file has half of it."""
 
 MAX_SAMPLE_BYTES = 2**28
-"""Bytes that the input, the output and the raw form of one sample may have: batches of them are made."""
+"""Largest bytes of the input, output or raw form of one sample, since batches of them are allocated."""
 
 MAX_NEURONS = 2**20
-"""Most neurons of all groups together: masks name them one by one."""
+"""Largest number of neurons in all groups, since masks may list each."""
 
 MAX_MANIFEST = 16 * 1024 * 1024
-"""Largest manifest accepted, as JSON, in bytes."""
+"""Largest accepted manifest as JSON, in bytes."""
 
 MAX_GRAPH = 16 * 1024 * 1024
-"""Largest ONNX graph accepted, in bytes: without weights, one of thousands of nodes is well below 1 MiB."""
+"""Largest accepted ONNX graph in bytes; without weights, thousands of nodes take far less than 1 MiB."""
 
 MOST_NODES = 10_000
-"""Most nodes of a training step or an evaluation that devices accept."""
+"""Largest number of nodes in a training step or evaluation."""
 
 GraphName = Literal["skeleton", "step", "evaluation", "preparation"]
 
 Values = Literal["frozen", "first"]
-"""Files of values: of what nobody trains, and the first ones of what stays on devices."""
+"""Files of values: of frozen tensors, and first values of tensors that stay on devices."""
 
 FileName = GraphName | Values
-"""What lies beside a manifest, which names it by digest."""
+"""Files beside a manifest, which has their digests."""
 
 MOST_METRICS = 8
-"""Of a task; more would make records long."""
+"""Per task, to keep records short."""
 
 MetricName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class NeuronGroup(Record):
-    """An index set of ``size`` neurons of one hidden layer, or of several whose outputs are added."""
+    """The ``size`` neurons of one hidden layer, or of several whose outputs are added."""
 
     name: Name
     size: Size
@@ -109,9 +108,9 @@ Recipe = Annotated[Constant | Uniform | Data, Field(discriminator="kind")]
 class TensorSpec(Record):
     """One entry of the model's state dict.
 
-    policy: ``shared`` values cross the wire and are averaged. ``personal`` ones stay on the device: local running
-    statistics, and integer and 0-dimensional buffers. ``dropped`` ones are read by no forward pass, and are not kept.
-    ``frozen`` ones are trained by nobody, and downloaded once (``protocol.values``). trainable: False for buffers.
+    policy: ``shared`` values are sent and averaged. ``personal`` ones stay on the device: local running statistics,
+    and integer and 0-dimensional buffers. ``dropped`` ones are in no forward pass, and not kept. ``frozen`` ones are
+    never trained, and downloaded once (``protocol.values``). trainable: False for buffers.
     """
 
     name: Name
@@ -129,7 +128,7 @@ class TensorSpec(Record):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its values."""
+        """Total bytes of its values."""
         return self.size * np.dtype(self.dtype).itemsize
 
     @model_validator(mode="after")
@@ -143,18 +142,18 @@ class TensorSpec(Record):
                 f"{self.name}: dtype {self.dtype} cannot be averaged; give it the policy personal, frozen or dropped"
             )
         if self.policy == "frozen" and (self.trainable or any(self.axes)):
-            raise ValueError(f"{self.name}: what is frozen is not trainable, and always complete; publish it again")
+            raise ValueError(f"{self.name}: a frozen tensor is not trainable, and always complete; publish it again")
         return self
 
 
 MULTIPLYING = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Kinds of layers that multiply every input with a weight."""
+"""Layer kinds that multiply every input with a weight."""
 
 COUNTED = MULTIPLYING | {
     *("rnn", "gru", "lstm", "rnncell", "grucell", "lstmcell", "multiheadattention"),
     *("convtranspose1d", "convtranspose2d", "convtranspose3d"),
 }
-"""Kinds of layers that multiply each of their matrices once for every position: those whose FLOPs are known."""
+"""Layer kinds with known FLOPs: each matrix is multiplied once per position."""
 
 InputError = Literal["none", "active", "all"]
 
@@ -162,10 +161,10 @@ InputError = Literal["none", "active", "all"]
 class Layer(Record):
     """A layer with weights.
 
-    positions: output positions per sample; one sample costs 2 * positions * active weights FLOPs forward. input_error:
-    the part of the input's gradient that is of use if only weights between active neurons are trained. ``none``: the
-    input is data. ``active``: entries of active neurons, the columns of the weight; below lie only layers whose input
-    is data, and nothing mixes neurons. ``all`` is always right.
+    positions: output positions per sample; a sample costs 2 * positions * active weights FLOPs forward. input_error:
+    the useful part of the input's gradient if only weights between active neurons are trained. ``none``: the input is
+    data. ``active``: entries of active neurons, the columns of the weight; all layers below have data as input, and
+    nothing mixes neurons. ``all`` is always correct.
     """
 
     name: Name
@@ -176,15 +175,15 @@ class Layer(Record):
 
 
 class Manifest(Record):
-    """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
+    """A model: tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
-    Shapes leave the batch out. ``*_sha256`` name the files published beside it: graphs (step and evaluation both or
-    neither), values of frozen tensors, and first values of what stays on devices (``protocol.values``).
-    frozen_precision: in which frozen tensors with at least two axes are stored. blocks: name -> sizes of runs of values
-    (``protocol.blocks``). coupling: False if nobody looked for neurons; then there are no groups. metrics: what the
-    task measures. outputs: what devices exchange that is no tensor of the model, such as answers on a public set.
-    aliases: other names of tensors in the state dict (tied weights). preparation: describes the graph from raw samples
-    to inputs. targets: the meaning of outputs.
+    Shapes leave the batch out. ``*_sha256`` are digests of files beside it: graphs (step and evaluation both or
+    neither), values of frozen tensors, and first values of tensors that stay on devices (``protocol.values``).
+    frozen_precision: stored precision of frozen tensors with at least two axes. blocks: name -> sizes of runs of values
+    (``protocol.blocks``). coupling: False if neurons are unknown; then there are no groups. metrics: measured by the
+    task. outputs: exchanged values that are not tensors of the model, such as scores on a public set. aliases: other
+    names of tensors in the state dict (tied weights). preparation: describes the graph from raw samples to inputs.
+    targets: the meaning of outputs.
     """
 
     version: Literal[1] = 1
@@ -224,12 +223,10 @@ class Manifest(Record):
     def _check_outputs(self) -> None:
         for output in self.outputs or ():
             if output.policy != "shared" or any(output.axes):
-                raise ValueError(
-                    f"{output.name}: an output is shared, and belongs to no neurons; leave policy and axes"
-                )
+                raise ValueError(f"{output.name}: an output is shared and has no neurons; leave policy and axes out")
 
     def _check_neurons(self) -> None:
-        """Raise ValueError unless axes are those of known neurons, and there are not too many of these."""
+        """Raise ValueError unless axes use known neurons, within the limit."""
         _no_repeats("neuron group", [group.name for group in self.groups])
         sizes = {group.name: group.size for group in self.groups}
         for tensor in self.tensors:
@@ -242,16 +239,16 @@ class Manifest(Record):
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
         neurons = sum(sizes.values())
         if neurons > sum(sum(tensor.shape) for tensor in self.tensors):
-            raise ValueError(f"{neurons} neurons in all are more than rows and columns; publish it again")
+            raise ValueError(f"{neurons} neurons are more than all rows and columns; publish it again")
         if neurons > MAX_NEURONS:
             raise ValueError(
                 f"{neurons:,} neurons in all, at most {MAX_NEURONS:,} are accepted; publish a smaller model"
             )
         if self.groups and not self.coupling:
-            raise ValueError("the manifest names neuron groups, but says that they are unknown; publish it again")
+            raise ValueError("the manifest has neuron groups, but coupling is false; publish it again")
 
     def _check_names(self) -> None:
-        """Raise ValueError unless layers and aliases name tensors that there are."""
+        """Raise ValueError unless layers and aliases refer to existing tensors."""
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:
@@ -259,7 +256,9 @@ class Manifest(Record):
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
-                raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
+                raise ValueError(
+                    f"aliases: {alias!r} cannot be another name of {name!r}; the manifest has no such pair"
+                )
 
     def _check_graphs(self) -> None:
         if (self.step_sha256 is None) != (self.evaluation_sha256 is None):
@@ -272,11 +271,11 @@ class Manifest(Record):
         for name, blocks in self.blocks.items():
             if trainable.get(name) != sum(blocks):
                 raise ValueError(
-                    f"blocks: {name!r} has blocks of {sum(blocks)} values; cut shared, trainable tensors, and whole"
+                    f"blocks: {name!r} has blocks of {sum(blocks)} values; cut whole, shared, trainable tensors"
                 )
 
     def _check_bytes(self) -> None:
-        """Raise ValueError for a description of more bytes than either side is to hold."""
+        """Raise ValueError for more bytes than either side should allocate."""
         total = sum(spec.bytes for spec in (*self.tensors, *(self.outputs or ())))
         if total > MAX_MODEL_BYTES:
             raise ValueError(
@@ -290,7 +289,7 @@ class Manifest(Record):
             if math.prod(shape) * width > MAX_SAMPLE_BYTES:
                 raise ValueError(
                     f"{what}: {math.prod(shape):,} values for one sample have more than {MAX_SAMPLE_BYTES:,} bytes; "
-                    f"publish a model of smaller samples"
+                    f"publish a model with smaller samples"
                 )
 
     def _check_targets(self) -> None:
@@ -304,19 +303,19 @@ class Manifest(Record):
 
     @cached_property
     def shared(self) -> tuple[TensorSpec, ...]:
-        """The tensors that cross the wire, in state-dict order, and after them the outputs."""
+        """The tensors that are sent, in state-dict order, and then the outputs."""
         return tuple(tensor for tensor in (*self.tensors, *(self.outputs or ())) if tensor.policy == "shared")
 
     @cached_property
     def output_bias(self) -> TensorSpec | None:
-        """The last layer's bias, one value for each output of a sample, if it is trained and shared."""
+        """The last layer's bias, one value per output, if it is trained and shared."""
         names = self.layers[-1].tensors if self.layers else ()
         fitting = (spec for spec in self.shared if spec.name in names and spec.shape == self.output_shape)
         return next((spec for spec in fitting if spec.trainable), None)
 
     @cached_property
     def graphs(self) -> dict[GraphName, str]:
-        """The graphs that are published beside it -> their SHA-256."""
+        """The graphs beside it -> their SHA-256."""
         named: dict[GraphName, str | None] = {
             "skeleton": self.skeleton_sha256,
             "step": self.step_sha256,
@@ -327,62 +326,62 @@ class Manifest(Record):
 
     @cached_property
     def files(self) -> dict[FileName, str]:
-        """The files that are published beside it -> their SHA-256."""
+        """The files beside it -> their SHA-256."""
         named: dict[FileName, str | None] = {name: self.graphs[name] for name in self.graphs}
         named |= {"frozen": self.frozen_sha256, "first": self.first_sha256}
         return {name: digest for name, digest in named.items() if digest is not None}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For every shared tensor, the place of the first one whose shape and axes are the same."""
+        """For every shared tensor, the index of the first one with the same shape and axes."""
         first: dict[object, int] = {}
         return tuple(first.setdefault((spec.shape, spec.axes), place) for place, spec in enumerate(self.shared))
 
     @cached_property
     def kept(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a device's personal model consists of: what is shared, and what stays on the device."""
+        """The tensors of a device's personal model: shared ones, and those that stay on the device."""
         return tuple(tensor for tensor in self.tensors if tensor.policy in ("shared", "personal"))
 
     @cached_property
     def frozen(self) -> tuple[TensorSpec, ...]:
-        """The tensors that nobody trains, in state-dict order."""
+        """The frozen tensors, in state-dict order."""
         return tuple(tensor for tensor in self.tensors if tensor.policy == "frozen")
 
     @cached_property
     def first(self) -> tuple[TensorSpec, ...]:
-        """The tensors that stay on devices and begin as they were published, in state-dict order."""
+        """The tensors that stay on devices and have published first values, in state-dict order."""
         return tuple(each for each in self.tensors if each.policy == "personal" and isinstance(each.init, Data))
 
     @cached_property
     def published(self) -> tuple[TensorSpec, ...]:
-        """The tensors whose values are published by name: what is shared, and how what stays on devices begins."""
+        """The tensors with values published by name: shared ones, and ``first``."""
         first = set(self.first)
         return tuple(each for each in self.tensors if each.policy == "shared" or each in first)
 
     @cached_property
     def whole(self) -> tuple[TensorSpec, ...]:
-        """The tensors that the forward pass reads: all but the dropped ones."""
+        """The tensors of the forward pass: all except dropped ones."""
         return tuple(tensor for tensor in self.tensors if tensor.policy != "dropped")
 
     @cached_property
     def shared_values(self) -> int:
-        """The number of values that a full download holds."""
+        """Number of values in a full download."""
         return sum(tensor.size for tensor in self.shared)
 
     @cached_property
     def maskable_values(self) -> int:
-        """The number of weights that masks of elements can leave out."""
+        """Number of maskable weights."""
         return sum(tensor.size for tensor in self.maskable)
 
     @cached_property
     def trainable_values(self) -> int:
-        """The number of parameters of the model, without running statistics and other buffers."""
+        """Number of the model's parameters, without running statistics and other buffers."""
         return sum(tensor.size for tensor in self.tensors if tensor.trainable)
 
     @cached_property
     def maskable(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions that nothing
-        else uses."""
+        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions that no other
+        layer uses."""
         uses = Counter(name for layer in self.layers for name in layer.tensors)
         weights = {name for layer in self.layers if layer.kind in MULTIPLYING for name in layer.tensors}
         return tuple(
@@ -392,8 +391,9 @@ class Manifest(Record):
         )
 
     def block_groups(self, per: BudgetPer) -> Groups:
-        """Return the blocks that share a budget: all, those of linear layers and those of others, or each layer's."""
-        table, groups = self.block_table, dict[str, list[int]]()
+        """Return the blocks of each budget: of the model, of linear and other layers, or of each layer."""
+        table = self.block_table
+        groups = dict[str, list[int]]()
         layers = {name: layer for layer in reversed(self.layers) for name in layer.tensors}
         for name, place in table.places.items():
             layer = layers.get(name)
@@ -407,12 +407,12 @@ class Manifest(Record):
 
     @cached_property
     def block_table(self) -> BlockTable:
-        """The blocks that the model is cut into, in state-dict order."""
+        """The model's blocks, in state-dict order."""
         return BlockTable({spec.name: self.blocks[spec.name] for spec in self.shared if spec.name in self.blocks})
 
     @cached_property
     def uncut(self) -> frozenset[str]:
-        """The names of shared parameters without blocks, which travel with every mask of blocks."""
+        """Names of shared parameters without blocks, which are sent with every mask of blocks."""
         return frozenset(spec.name for spec in self.shared if spec.trainable and spec.name not in self.blocks)
 
     @cached_property
@@ -422,36 +422,36 @@ class Manifest(Record):
 
     @property
     def text(self) -> str:
-        """The manifest's JSON, as it is sent and kept."""
+        """The manifest as JSON, as sent and stored."""
         return self.model_dump_json(exclude_none=True)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the manifest's JSON: two parties with the same digest have the same description of a model."""
+        """SHA-256 of the manifest's JSON."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def values_digest(self) -> str:
-        """SHA-256 of the names, shapes and neurons of a model's values, of its inputs and outputs, and of its
-        preparation, but not of its graphs and layers. Bundles and a device's state name it."""
+        """SHA-256 of values' names, shapes and neurons, of inputs, outputs and preparation, but not of graphs and
+        layers. Bundles and a device's state contain it."""
         return self._digest_without("layers", "preparation", "targets")
 
     @cached_property
     def tensors_digest(self) -> str:
-        """SHA-256 of the names, shapes and neurons of a model's values, whatever prepares its inputs."""
+        """SHA-256 of values' names, shapes and neurons, for any preparation of inputs."""
         return self._digest_without("layers", "preparation", "preparation_sha256", "targets")
 
     @cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the model itself, without first weights and graphs, but with the values of frozen tensors."""
+        """SHA-256 of the model, including frozen values, but not first weights and graphs."""
         return self._digest_without("task", "preparation", "preparation_sha256", "targets")
 
     def _digest_without(self, *fields: str) -> str:
-        """Return the SHA-256 of all but these fields, the graphs that train and the first weights."""
+        """Return the SHA-256 without these fields, training graphs and first weights."""
         left_out = dict.fromkeys(
             (*fields, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
         )
-        # A field without content counts as one that the manifest does not have.
+        # An empty field counts as missing.
         left_out |= dict.fromkeys(
             (name for name in ("outputs", "preparation_sha256") if getattr(self, name) is None), True
         )
@@ -459,7 +459,8 @@ class Manifest(Record):
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
     def with_graphs(self, graphs: Mapping[GraphName, bytes]) -> Manifest:
-        """Return the same manifest, naming these ONNX graphs. (``model_copy`` would take the old digest along.)"""
+        """Return the same manifest with the digests of these ONNX graphs."""
+        # model_copy would copy the cached digest.
         digests = {f"{name}_sha256": hashlib.sha256(graph).hexdigest() for name, graph in graphs.items()}
         return self._with(**digests)
 
@@ -467,11 +468,11 @@ class Manifest(Record):
         return Manifest.model_validate({**self.model_dump(), **fields})
 
     def with_values(self, which: Values, file: bytes) -> Manifest:
-        """Return the same manifest, naming this file of values."""
+        """Return the same manifest with the digest of this file of values."""
         return self._with(**{f"{which}_sha256": hashlib.sha256(file).hexdigest()})
 
     def with_private(self, names: Collection[str]) -> Manifest:
-        """Return the same manifest, the tensors so named being personal."""
+        """Return the same manifest with these tensors personal."""
         tensors = [
             {**spec.model_dump(), "policy": "personal"} if spec.name in names else spec.model_dump()
             for spec in self.tensors
@@ -479,25 +480,25 @@ class Manifest(Record):
         return self._with(tensors=tensors) if names else self
 
     def with_outputs(self, outputs: Sequence[TensorSpec]) -> Manifest:
-        """Return the same manifest, its devices exchanging these, too."""
+        """Return the same manifest with these outputs."""
         return self._with(outputs=[each.model_dump() for each in outputs])
 
     def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
-        """Return the same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
+        """Return the same manifest with these blocks. Raises ValueError unless they cover whole tensors."""
         return self._with(blocks=blocks)
 
     def check_tensors(
         self, tensors: Tensors, *, what: str, which: Literal["published", "kept", "whole"] = "kept"
     ) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
-        what: how the message calls them."""
+        what: their name in the message."""
         wanted: tuple[TensorSpec, ...] = getattr(self, which)
         missing = [spec.name for spec in wanted if spec.name not in tensors]
         if missing:
             raise ManifestError(f"{what} lack {missing[0]!r}; they must hold every tensor of the manifest")
         extra = sorted(set(tensors) - {spec.name for spec in wanted})
         if extra:
-            raise ManifestError(f"{what} hold {extra[0]!r}, which the manifest does not know; remove it")
+            raise ManifestError(f"{what} hold {extra[0]!r}, which is not in the manifest; remove it")
         for spec in wanted:
             tensor = tensors[spec.name]
             if tensor.shape != spec.shape or tensor.dtype != np.dtype(spec.dtype):
@@ -514,21 +515,22 @@ def _no_repeats(what: str, names: list[str]) -> None:
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:
-    """Return the model's first shared weights, w^0, by name: drawn from the recipes, or taken from ``published``.
+    """Return the model's first shared weights, w^0, by name: drawn from recipes, or taken from ``published``.
 
-    Draws use PCG64's raw 64-bit stream, which numpy promises never to change, one stream per tensor: value = bound *
-    (2u - 1) with u the top 24 bits of each output. Raises ManifestError for values that are missing or not finite.
+    Each tensor has its own PCG64 raw 64-bit stream, which numpy guarantees: value = bound * (2u - 1) with u the top 24
+    bits of each output. Raises ManifestError for values that are missing or not finite.
     """
     return {spec.name: _initial(spec, seed, published or {}) for spec in manifest.shared}
 
 
 def own_initial_values(manifest: Manifest, seed: int, published: Tensors) -> Tensors:
-    """Return the first values of every kept tensor that no payload holds. published: those of ``Manifest.first``."""
+    """Return the first values of every personal tensor. published: of ``Manifest.first``."""
     return {spec.name: _initial(spec, seed, published) for spec in manifest.kept if spec.policy == "personal"}
 
 
 def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
-    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is refused below
+    # Values beyond float32 become infinite, and are refused below.
+    with np.errstate(over="ignore"):
         if isinstance(spec.init, Constant):
             values: Array = np.full(spec.shape, spec.init.value, dtype=np.float32)
         elif isinstance(spec.init, Uniform):
@@ -543,7 +545,7 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
 
 
 def draw_uniform(spec: TensorSpec, bound: float, seed: int) -> Array:
-    """Return float32 of the tensor's shape, uniform in [-bound, bound), drawn by its name as in ``initial_values``."""
+    """Return float32 of the tensor's shape, uniform in [-bound, bound), drawn as in ``initial_values``."""
     key = hashlib.sha256(f"init|{seed}|{spec.name}".encode()).digest()
     raw = np.random.PCG64(int.from_bytes(key[:16], "big")).random_raw(spec.size)
     unit = (raw >> np.uint64(40)).astype(np.float64) * 2.0**-24

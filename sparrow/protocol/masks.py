@@ -1,13 +1,13 @@
 """Masks: the part of a model that a device trains and sends in a round.
 
-A ``NeuronMask`` names, for every hidden neuron group, the active neurons; ``None`` in its place means all. A value is
+A ``NeuronMask`` lists the active neurons of every hidden neuron group; ``None`` instead of a mask means all. A value is
 active if the neurons on all its axes are (see ``manifest``), so the active values of a tensor form a *block*, an outer
 product of index lists, packed row-major, tensor after tensor in state-dict order. Under an ``ElementMask``
 (``elements``) they are *points*, under a ``BlockMask`` (``blocks``) *runs*.
 
-Both sides can draw a mask themselves from a ``NeuronDraw``: the active neurons of a group are the ``a = max(1,
-floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|key|group|i``. The key comes with the assignment: nobody
-can compute the draw of another device, or of a later round.
+Both sides can draw a mask from a ``NeuronDraw``: the active neurons of a group are the ``a = max(1, floor(ratio * n))``
+ones with the smallest SHA-256 of ``fedspu|key|group|i``. The assignment has the key, so a device cannot compute the
+draws of other devices or later rounds.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ class NeuronDraw:
 
 @dataclass(frozen=True)
 class NeuronMask:
-    """Active neurons: group name -> their indices, sorted, int. Every hidden group of the manifest is named."""
+    """Active neurons: group name -> their sorted indices, int. Every hidden group of the manifest has an entry."""
 
     active: Mapping[str, Index]
 
 
 Mask = NeuronMask | ElementMask | BlockMask
-"""What of a model is active; None in its place means everything."""
+"""The active part of a model; None instead of a mask means everything."""
 
 
 def active_count(size: int, ratio: float) -> int:
-    """Return max(1, floor(ratio * size)), the active neurons of ``size``; 1e-9 makes int(100 * 0.29) the 29 that is
-    meant."""
+    """Return max(1, floor(ratio * size)). Adding 1e-9 makes 100 * 0.29 count as 29."""
     if ratio >= FULL_RATIO:
         return size
     return max(1, math.floor(ratio * size + 1e-9))
@@ -78,13 +77,13 @@ def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
 
 
 def draw_neurons(manifest: Manifest, draw: NeuronDraw) -> NeuronMask:
-    """Return the mask that ``draw`` stands for, over every hidden group of the manifest. Its arrays are read-only."""
+    """Return the mask of ``draw`` for every hidden group of the manifest. Its arrays are read-only."""
     return _draw_groups(manifest.groups, draw)
 
 
 @lru_cache(maxsize=256)
 def _draw_groups(groups: tuple[NeuronGroup, ...], draw: NeuronDraw) -> NeuronMask:
-    """Remembered, because a coordinator needs an assignment's mask again for its payload, its update and the sums."""
+    # Cached, because a coordinator needs an assignment's mask for its payload, its update and the sums.
     active = {group.name: draw_group(draw, group.name, group.size) for group in groups}
     for index in active.values():
         index.flags.writeable = False
@@ -92,8 +91,8 @@ def _draw_groups(groups: tuple[NeuronGroup, ...], draw: NeuronDraw) -> NeuronMas
 
 
 def check_mask(manifest: Manifest, mask: Mask) -> None:
-    """Raise ManifestError unless the mask is one of the manifest's model: of neurons, all groups with sorted indices,
-    at least one; of elements, all maskable tensors with their shapes; of blocks, a boolean for each."""
+    """Raise ManifestError unless the mask fits the manifest's model. Neurons: all groups, each with sorted indices, at
+    least one. Elements: all maskable tensors with their shapes. Blocks: a boolean for each."""
     if isinstance(mask, ElementMask):
         check_elements(manifest, mask)
         return
@@ -115,7 +114,7 @@ def check_mask(manifest: Manifest, mask: Mask) -> None:
 
 
 def same_mask(one: Mask | None, other: Mask | None) -> bool:
-    """Return whether two masks of one manifest name the same neurons, elements or blocks."""
+    """Return whether two masks of one manifest have the same neurons, elements or blocks."""
     match one, other:
         case NeuronMask(), NeuronMask():
             return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
@@ -127,7 +126,7 @@ def same_mask(one: Mask | None, other: Mask | None) -> bool:
 
 
 def axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
-    """Active entries of one axis, or None where all are."""
+    """Return the active entries of one axis, or None if all are."""
     if all(len(mask.active[segment.group]) == sizes[segment.group] for segment in segments):
         return None
     if len(segments) == 1 and segments[0].repeat == 1:
@@ -142,16 +141,16 @@ def axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[s
 
 
 CHUNK_VALUES = 32 * 1024
-"""Values handled at a time: scratch arrays of this size stay in a core's cache and off the allocator."""
+"""Values per chunk: scratch arrays of this size stay in a core's cache."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The places of the active values of one tensor; tensors given to its methods are C-contiguous.
+    """The active values of one tensor. Tensors given to its methods must be C-contiguous.
 
-    view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: the block's
-    own within that view. Values that join the same two neurons are neighbours, a *run*. All methods move chunks of runs
-    with one flat index: several times faster than indexing rows and columns together.
+    view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: of the block
+    within that view. Values between the same two neurons are adjacent, a *run*. All methods move chunks of runs with
+    one flat index, which is several times faster than indexing rows and columns together.
     """
 
     view: tuple[int, ...]
@@ -165,11 +164,11 @@ class Block:
         return math.prod(self.shape)
 
     def pairs(self) -> Block:
-        """Return the same block of an array that has one entry per pair of neurons, of shape ``view[:2]``."""
+        """Return the same block of an array [view[:2]] with one entry per pair of neurons."""
         return Block(self.view[:2], self.rows, self.columns, self.shape[:2])
 
     def _run(self) -> int:
-        """Length of a run: the values that are always active together."""
+        """Return the length of a run."""
         if self.columns is not None:
             return math.prod(self.view[2:])
         return 1 if self.rows is None else math.prod(self.view[1:])
@@ -197,27 +196,29 @@ class Block:
 
     def take_into(self, tensor: Array, out: Array) -> None:
         """Copy the active values of ``tensor`` into ``out``, a C-contiguous array of ``size`` values of its dtype."""
-        runs, packed = tensor.reshape(-1, self._run()), out.reshape(-1, self._run())
+        runs = tensor.reshape(-1, self._run())
+        packed = out.reshape(-1, self._run())
         for index, part in self._chunks():
             if isinstance(index, slice):
                 packed[part] = runs[index]
             else:
-                # clip, which never happens: with "raise" numpy would buffer the output
+                # Indices are never out of range; with "raise" numpy would buffer the output.
                 np.take(runs, index, axis=0, out=packed[part], mode="clip")
 
     def put(self, tensor: Array, block: Array) -> None:
         """Overwrite the active values of ``tensor`` in place."""
-        runs, packed = tensor.reshape(-1, self._run()), block.reshape(-1, self._run())
+        runs = tensor.reshape(-1, self._run())
+        packed = block.reshape(-1, self._run())
         for index, part in self._chunks():
             runs[index] = packed[part]
 
     def add(self, tensor: NDArray[np.float64], block: Array | float, scale: float = 1.0) -> None:
-        """Add ``scale`` times ``block`` (``size`` values, or one for all) to the active values, in place and in
-        float64."""
+        """Add ``scale`` times ``block`` (``size`` values, or one for all) to the active values in place, in float64."""
         run = self._run()
         runs = tensor.reshape(-1, run)
         packed = block.reshape(-1, run) if isinstance(block, np.ndarray) else None
-        scratch: NDArray[np.float64] | None = None  # one pair for all chunks, of which the first is the longest
+        # One pair for all chunks; the first chunk is the longest.
+        scratch: NDArray[np.float64] | None = None
         for index, part in self._chunks():
             count = len(runs[index]) if isinstance(index, slice) else len(index)
             if scratch is None:
@@ -228,14 +229,14 @@ class Block:
             if isinstance(index, slice):
                 runs[index] += addend
             else:
-                # clip, which never happens: with "raise" numpy would buffer the output
+                # Indices are never out of range; with "raise" numpy would buffer the output.
                 sums = np.take(runs, index, axis=0, out=scratch[1, :count], mode="clip")
                 runs[index] = np.add(sums, addend, out=sums)
 
 
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of a tensor whose first two axes count neurons (or inputs, or classes): the entries that one
-    channel owns behind a flatten become an axis of their own, like the taps of a kernel."""
+    """Return the shape of a tensor with neurons (or inputs, or classes) on its first two axes. Behind a flatten, the
+    entries of a channel become a separate axis, like a kernel's."""
     last = min(len(spec.axes), 2) - 1
     segments = spec.axes[last] if spec.axes else ()
     if len(segments) == 1 and segments[0].repeat > 1:
@@ -245,11 +246,11 @@ def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
 
 
 Part = Block | Points | Runs
-"""Where the active values of one tensor lie."""
+"""The active values of one tensor."""
 
 
 def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
-    """Return the places of the active values of ``spec`` under ``mask`` (None: everything is active)."""
+    """Return the active values of ``spec`` under ``mask`` (None: everything is active)."""
     if isinstance(mask, BlockMask):
         table = manifest.block_table
         if spec.name not in table.tensors:
@@ -262,25 +263,27 @@ def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
 
 
 def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
-    """Return the places of the values of ``spec`` between active neurons."""
+    """Return the values of ``spec`` between active neurons."""
     view = neuron_view(manifest, spec)
     if mask is None or not any(spec.axes):
         return Block(view, None, None, view)
     axes = list(spec.axes[:2])
     if len(view) > len(spec.shape):
-        axes[-1] = (Segment(group=axes[-1][0].group),)  # the view indexes channels, not what they own
+        # The view indexes channels, not their entries.
+        axes[-1] = (Segment(group=axes[-1][0].group),)
     rows, columns = (*(axis_index(axis, mask, manifest.group_sizes) for axis in axes), None)[:2]
     active = [length if index is None else len(index) for length, index in zip(view, (rows, columns), strict=False)]
     return Block(view, rows, columns, (*active, *view[2:]))
 
 
 def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part]]:
-    """Yield every shared tensor with its active block, in the order in which values are packed."""
+    """Yield every shared tensor with its active block, in packing order."""
     if isinstance(mask, ElementMask | BlockMask):
         for spec in manifest.shared:
             yield spec, block_of(manifest, spec, mask)
         return
-    found: dict[int, Block] = {}  # a layer's vectors (bias, norm) lie alike: what is found for one holds for all
+    # Tensors with equal shape and axes, such as a layer's bias and norm, share a block.
+    found: dict[int, Block] = {}
     for spec, like in zip(manifest.shared, manifest.alike, strict=True):
         if like not in found:
             found[like] = neuron_block(manifest, spec, mask)
@@ -288,7 +291,7 @@ def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, 
 
 
 def count_values(manifest: Manifest, mask: Mask | None) -> int:
-    """Return the number of values that cross the wire under ``mask``, running statistics included."""
+    """Return the number of values in transit under ``mask``, including running statistics."""
     if mask is None:
         return manifest.shared_values
     if isinstance(mask, ElementMask):
@@ -316,7 +319,7 @@ def pack(manifest: Manifest, tensors: Tensors, mask: Mask | None) -> NDArray[np.
 
 
 def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part, Array]]:
-    """Walk a packed vector: each shared tensor, its block, and the values of that block (views, no copy)."""
+    """Yield each shared tensor of a packed vector with its block and the block's values (views, no copy)."""
     start = 0
     for spec, block in blocks(manifest, mask):
         yield spec, block, packed[start : start + block.size].reshape(block.shape)
@@ -329,6 +332,6 @@ def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
 
 
 def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: Mask | None) -> None:
-    """Overwrite the active values of ``tensors`` with received ones; what was not received stays."""
+    """Overwrite the active values of ``tensors`` with received ones."""
     for spec, block, values in unpack(manifest, packed, mask):
         block.put(tensors[spec.name], values)

@@ -1,11 +1,11 @@
-"""The manifest of a mixture: several models of one kind, and weights by which what they predict is added.
+"""The manifest of a mixture: several models of one kind, whose predictions are added with weights.
 
     p(y | x) = Σ_m π_m softmax(h_m(x))_y
 
-Component m is the model h_m, whose tensors are called ``components.m.NAME``. A tensor that nobody trains is there once,
-under its name in component 0; its names in the others are aliases. The tensor ``mixture_weights`` [M] holds π. It is
-each device's own, begins uniform, and never leaves the device. The mixture's output is ln p(y | x) for every class y,
-in the place of a classifier's scores: softmax, argmax and cross-entropy of it are the mixture's own.
+Component m is the model h_m, with tensors ``components.m.NAME``. A frozen tensor exists once, under its name in
+component 0; its names in other components are aliases. The tensor ``mixture_weights`` [M] is π: it starts uniform and
+stays on each device. The mixture's output is ln p(y | x) for every class y in place of a classifier's scores: its
+softmax, argmax and cross-entropy are those of the mixture.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from .manifest import Constant, Layer, Manifest, TensorSpec
 
 WEIGHTS = "mixture_weights"
 SMALLEST_WEIGHT = 1e-30
-"""Weights below it count as this, so that their logarithm is finite in float32."""
+"""Lower bound for weights, so that their logarithm is finite in float32."""
 
 
 def name_in(component: int, name: str) -> str:
-    """Return what a tensor or layer of one model is called in a component of the mixture, counted from 0."""
+    """Return the name of a model's tensor or layer in a component of the mixture, counted from 0."""
     return f"components.{component}.{name}"
 
 
 def names_in(component: int, manifest: Manifest) -> dict[str, str]:
-    """Return tensor of one model -> tensor of the mixture, as a component reads it."""
+    """Return a component's tensors: name in the model -> name in the mixture."""
     frozen = {spec.name for spec in manifest.frozen}
     return {spec.name: name_in(0 if spec.name in frozen else component, spec.name) for spec in manifest.tensors}
 
 
 def mixture_of(manifest: Manifest, components: int) -> Manifest:
     """Return the manifest of a mixture of ``components`` models like ``manifest``, without graphs, neurons and blocks.
-    Raises ValueError for a name that becomes too long."""
-    tensors, layers, aliases = list[TensorSpec](), list[Layer](), dict[str, str]()
+    Raises ValueError if a name becomes too long."""
+    tensors = list[TensorSpec]()
+    layers = list[Layer]()
+    aliases = dict[str, str]()
     for each in range(components):
         names = names_in(each, manifest)
         for spec in manifest.tensors:
@@ -65,13 +67,13 @@ def mixture_of(manifest: Manifest, components: int) -> Manifest:
 
 
 def components_of(manifest: Manifest) -> int:
-    """Return how many components a mixture has."""
+    """Return the number of components."""
     (size,) = next(spec.shape for spec in manifest.tensors if spec.name == WEIGHTS)
     return size
 
 
 def first_component(manifest: Manifest) -> Manifest:
-    """Return the mixture's manifest with the layers of its first component alone, of which FLOPs can be counted."""
+    """Return the mixture's manifest with only the first component's layers, for counting FLOPs."""
     first = name_in(0, "")
     return manifest.model_copy(
         update={"layers": tuple(layer for layer in manifest.layers if layer.name.startswith(first))}

@@ -1,5 +1,5 @@
-"""Narrow networks: masks of the first or best neurons, the manifest of the network that active neurons form, and masks
-that a device has chosen and keeps, which both sides store as a file and name by its digest."""
+"""Narrow networks: masks of the first or best neurons, manifests of narrow networks, and stored masks that devices have
+chosen, identified by digest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensor
 from .masks import FULL_RATIO, Block, Mask, NeuronMask, active_count, check_mask, neuron_block
 
 CLASSES = "classes of the output"
-"""The group of the output layer's rows, where devices may send some of them (HeteroFL)."""
+"""The group of the output layer's rows, if devices may send some of them (HeteroFL)."""
 
 _NEURONS = b"neurons\n"
-"""The beginning of a file of neurons. A file of elements is their bits, of which one in 2^64 begins like this."""
+"""Prefix of a file of neurons. A file of elements has no prefix; the chance that it starts like this is 2^-64."""
 
 
 def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float], int] = active_count) -> NeuronMask:
-    """Return the first neurons of every hidden group, ``count`` (size, ratio) of them."""
+    """Return the first ``count(size, ratio)`` neurons of every hidden group."""
     return NeuronMask({name: np.arange(count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
 def first_neurons_up(manifest: Manifest, ratio: float) -> NeuronMask:
-    """Return the first neurons of every hidden group, their number rounded up, and all ``CLASSES``: HeteroFL's rule."""
+    """Return HeteroFL's mask: the first neurons of every hidden group, rounded up, and all ``CLASSES``."""
     first = first_neurons(manifest, ratio, active_count_up).active
     return NeuronMask(
         {name: np.arange(manifest.group_sizes[name]) if name == CLASSES else first[name] for name in first}
@@ -38,13 +38,13 @@ def first_neurons_up(manifest: Manifest, ratio: float) -> NeuronMask:
 
 
 def active_count_up(size: int, ratio: float) -> int:
-    """Like ``active_count``, rounded up: HeteroFL's rule. The 1e-9 has the same reason."""
+    """Return ceil(ratio * size), HeteroFL's rule; see ``active_count`` for the 1e-9."""
     return size if ratio >= FULL_RATIO else math.ceil(ratio * size - 1e-9)
 
 
 def with_classes(manifest: Manifest) -> Manifest:
-    """Return the same manifest, the output layer's rows being neurons of the group ``CLASSES``. The output layer is the
-    last linear layer or convolution, if it has a row for each output and shares no tensor."""
+    """Return the manifest with the output layer's rows as neurons of the group ``CLASSES``. The output layer is the
+    last linear layer or convolution, if it has a row per output and shares no tensor."""
     specs = {spec.name: spec for spec in manifest.tensors}
     uses = Counter(name for layer in manifest.layers for name in layer.tensors)
     last = next((layer for layer in reversed(manifest.layers) if layer.kind in MULTIPLYING), None)
@@ -66,14 +66,14 @@ def with_classes(manifest: Manifest) -> Manifest:
 
 
 def fits_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
-    """Return whether this is a mask of neurons of which, in each group, as many are active as ``ratio`` makes."""
+    """Return whether the mask has exactly the number of neurons of ``ratio`` in each group."""
     return isinstance(mask, NeuronMask) and all(
         len(mask.active[name]) == active_count(size, ratio) for name, size in manifest.group_sizes.items()
     )
 
 
 def reaches_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
-    """Return whether this is a mask of neurons with, in each group, at least as many active as ``ratio`` makes."""
+    """Return whether the mask has at least the number of neurons of ``ratio`` in each group."""
     return isinstance(mask, NeuronMask) and all(
         len(mask.active[name]) >= active_count(size, ratio) for name, size in manifest.group_sizes.items()
     )
@@ -95,7 +95,7 @@ Scores = dict[str, NDArray[np.float64]]
 
 
 def incoming(manifest: Manifest) -> Iterator[tuple[TensorSpec, int]]:
-    """Yield the weights by which neurons are scored, with the neurons' axis: rows, and columns of embeddings."""
+    """Yield the weights that score neurons, with the neurons' axis: rows, or columns of embeddings."""
     embeddings = {name for layer in manifest.layers if layer.kind == "embedding" for name in layer.tensors}
     for spec in manifest.tensors:
         axis = 1 if spec.name in embeddings else 0
@@ -109,7 +109,7 @@ def no_scores(manifest: Manifest) -> Scores:
 
 
 def add_scores_in_place(scores: Scores, spec: TensorSpec, axis: int, rows: Array) -> None:
-    """Add to the scores of neurons what each entry of their axis of a tensor adds: ``rows`` [spec.shape[axis]]."""
+    """Add ``rows`` [spec.shape[axis]], one per entry of the neurons' axis, to the neurons' scores."""
     start = 0
     for segment in spec.axes[axis]:
         end = start + len(scores[segment.group]) * segment.repeat
@@ -118,7 +118,7 @@ def add_scores_in_place(scores: Scores, spec: TensorSpec, axis: int, rows: Array
 
 
 def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
-    """Return the sums of |w|^``order`` over each neuron's incoming weights, of all layers that share the neuron."""
+    """Return the sums of |w|^``order`` over each neuron's incoming weights, in all layers that share the neuron."""
     scores = no_scores(manifest)
     for spec, axis in incoming(manifest):
         rows = np.moveaxis(np.abs(tensors[spec.name]) ** order, axis, 0)
@@ -127,8 +127,7 @@ def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
 
 
 def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | None = None) -> NeuronMask:
-    """Return in each group the ``counts`` neurons of the best scores (of equal ones the first), ``among`` all or
-    some."""
+    """Return the ``counts`` best neurons of each group, ``among`` all or some; ties take the first."""
     best = {}
     for name, each in scores.items():
         index = np.arange(len(each)) if among is None else np.asarray(among.active[name])
@@ -137,7 +136,7 @@ def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | 
 
 
 def counts_at(manifest: Manifest, ratio: float) -> dict[str, int]:
-    """Return how many neurons of each group are active at ``ratio``."""
+    """Return the number of active neurons of each group at ``ratio``."""
     return {name: active_count(size, ratio) for name, size in manifest.group_sizes.items()}
 
 
@@ -147,25 +146,25 @@ class CannotNarrow(ManifestError):
 
 @dataclass(frozen=True)
 class Narrowing:
-    """The part of each tensor that the network of some active neurons has. manifest: the network's own."""
+    """The part of each tensor in a narrow network. manifest: the narrow network's."""
 
     manifest: Manifest
     blocks: Mapping[str, Block]
 
     @classmethod
     def of(cls, manifest: Manifest, mask: NeuronMask) -> Narrowing:
-        """Return what ``mask`` leaves of a model; of all neurons, the model's own manifest."""
+        """Return the narrow network of ``mask``; of all neurons, the model's own manifest."""
         blocks = {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors}
         whole = all(len(mask.active[group]) == size for group, size in manifest.group_sizes.items())
         return cls(manifest if whole else narrowed(manifest, mask), blocks)
 
     def take(self, spec: TensorSpec, tensor: Array) -> Array:
-        """Return the active values of a tensor, C-contiguous, in the shape that ``spec`` of the narrow manifest has."""
+        """Return a tensor's active values, C-contiguous, in the shape of the narrow manifest's ``spec``."""
         return self.blocks[spec.name].take(tensor).reshape(spec.shape)
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:
-    """Return the manifest of the network of the active neurons. Its values packed without a mask are those of the whole
+    """Return the manifest of the active neurons' network. Packed without a mask, it has the same values as the whole
     model packed under ``mask``."""
     sizes = {name: len(index) for name, index in mask.active.items()}
     tensors = [{**spec.model_dump(), "shape": _narrow_shape(spec, sizes)} for spec in manifest.tensors]
@@ -192,7 +191,7 @@ def neuron_bits(manifest: Manifest, mask: NeuronMask) -> bytes:
 
 
 def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMask:
-    """Return the mask of these bits. Raises ManifestError where they are not one of this model's."""
+    """Return the mask of these bits. Raises ManifestError unless they fit this model."""
     flags = unpack_flags(data, sum(manifest.group_sizes.values()), "neurons")
     active = {}
     start = 0
@@ -205,19 +204,19 @@ def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMas
 
 
 def mask_to_file(manifest: Manifest, mask: ElementMask | NeuronMask) -> bytes:
-    """Return a mask that is kept, as bytes."""
+    """Return the file of a mask."""
     return mask.bits if isinstance(mask, ElementMask) else _NEURONS + neuron_bits(manifest, mask)
 
 
 def mask_from_file(manifest: Manifest, data: bytes) -> ElementMask | NeuronMask:
-    """Return the inverse of ``mask_to_file``. Raises ManifestError for bytes that are no mask of this model."""
+    """Return the inverse of ``mask_to_file``. Raises ManifestError for bytes that are not a mask of this model."""
     if data.startswith(_NEURONS):
         return neurons_from_bits(manifest, data[len(_NEURONS) :])
     return from_bits(manifest, data)
 
 
 def mask_digest(manifest: Manifest, mask: ElementMask | NeuronMask) -> str:
-    """SHA-256 of a mask's file, by which both sides name it."""
+    """Return the SHA-256 of a mask's file, which identifies the mask."""
     if isinstance(mask, ElementMask):
         return mask.digest
     return hashlib.sha256(mask_to_file(manifest, mask)).hexdigest()

@@ -1,8 +1,7 @@
-"""The data that the coordinator's page shows of a federation: ``GET /v1/federations/{name}/overview`` and
-``.../events``.
+"""The data of the coordinator's page about a federation: ``GET /v1/federations/{name}/overview`` and ``.../events``.
 
-Bounded in size, whatever the fleet and however long it has trained: rounds are summed into few points, and of devices
-there are counts. The whole is in ``GET .../rounds`` and ``GET .../devices``.
+Its size is bounded for any fleet and training time: rounds are summed into few points, and devices are counted. Full
+data: ``GET .../rounds`` and ``GET .../devices``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from .messages import Doing, FederationInfo, FederationStatus, OpenAssignment
 class RoundPoint(Answer):
     """Closed rounds ``first`` to ``round``, as one point of a chart.
 
-    Counts, bytes, joules and seconds are sums over rounds and devices; accuracy and loss the last that were measured.
-    Bytes and joules are training's, transfers included. whole_bytes: what the whole model in float32 would have taken
-    both ways. seconds: from opening to closing; ``*_seconds``: of devices. device_seconds_* and slowest: of the last
-    round.
+    Counts, bytes, joules and seconds are sums over rounds and devices; accuracy and loss are the last measured. Bytes
+    and joules are of training, including transfers. whole_bytes: of whole float32 models both ways. seconds: from
+    opening to closing; ``*_seconds``: of devices. device_seconds_* and slowest: of the last round.
     """
 
     first: int
@@ -44,29 +42,29 @@ class RoundPoint(Answer):
     train_seconds: float
     upload_seconds: float
     evaluation_seconds: float
-    device_seconds_median: float | None = Field(description="Of the devices whose updates count")
+    device_seconds_median: float | None = Field(description="Of devices whose updates count")
     device_seconds_slowest: float | None
     slowest: str | None = Field(description="The name of the slowest device")
 
 
 class OpenRound(Answer):
-    """The round that is open. In buffered rounds ``done`` are the updates that wait to count."""
+    """The open round. In buffered rounds ``done`` counts waiting updates."""
 
     round: int
-    phase: str | None = Field(default=None, description="Of a secure round; the counts below are this phase's")
+    phase: str | None = Field(default=None, description="Of a secure round; the counts below are for this phase")
     opened_at: str
     deadline_at: str
-    extensions: int = Field(description="How often its deadline was moved")
-    target: int = Field(description="Updates that close it before its deadline")
+    extensions: int = Field(description="Number of extensions of its deadline")
+    target: int = Field(description="Number of updates that closes it before its deadline")
     cohort: int
     done: int
     returned: int
     expired: int
-    waiting_for: tuple[OpenAssignment, ...] = Field(description="The first 25 answers that are still to come")
+    waiting_for: tuple[OpenAssignment, ...] = Field(description="The first 25 open assignments")
 
 
 class FederationLine(Answer):
-    """One federation among others."""
+    """One of several federations."""
 
     name: str
     method: str
@@ -77,38 +75,38 @@ class FederationLine(Answer):
 
 
 class Notice(Answer):
-    """Something an operator should know of."""
+    """A notice for an operator."""
 
     kind: Literal["method", "refused", "left_out", "lost", "failed", "offline", "personal"]
     text: str
-    since: str | None = Field(default=None, description="When it began, where that is known")
-    remedy: str | None = Field(default=None, description="What to do about it")
+    since: str | None = Field(default=None, description="Time of its start, if known")
+    remedy: str | None = Field(default=None, description="Remedy")
 
 
 class Overview(Answer):
-    """A federation at a glance. In later events ``points`` are only those that changed, or all if ``span`` did."""
+    """A federation at a glance. Later events have only changed ``points``, or all if ``span`` changed."""
 
-    at: str = Field(description="When the coordinator looked")
+    at: str = Field(description="Time of this overview")
     federation: FederationInfo
     federations: tuple[FederationLine, ...] = Field(description="At most a hundred, the newest first")
     span: int = Field(description="Rounds in a point: a power of two")
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
-    began_at: str | None = Field(description="When its first round was opened")
+    began_at: str | None = Field(description="Time when its first round was opened")
     ends_at: str | None = Field(
-        description="When its last round will have closed, if the rest take as long as the last ones did"
+        description="Expected time of the last round's end, if the rest take as long as the last ones did"
     )
     metrics_personal: dict[str, float] = Field(
         default={}, description="The task's metrics, means over devices of the last evaluation: of personal models"
     )
     metrics_global: dict[str, float] = Field(default={}, description="Likewise of the global model")
     everything_bytes: int = Field(
-        description="Bodies of all calls of its devices so far, both ways, as they counted them, and its publication"
+        description="Bodies of all calls of its devices so far, both ways, as counted by them, and its publication"
     )
-    evaluating: int = Field(description="Evaluations that are still to come")
-    evaluating_since: int | None = Field(description="The round that the oldest of them is of")
-    doing: dict[Doing, int] = Field(description="Devices by what they are doing")
-    smallest_budget: float = Field(description="The budget below which a device is not drawn")
+    evaluating: int = Field(description="Number of open evaluations")
+    evaluating_since: int | None = Field(description="Round of the oldest open evaluation")
+    doing: dict[Doing, int] = Field(description="Number of devices by activity")
+    smallest_budget: float = Field(description="Budget below which a device is not drawn")
     notices: tuple[Notice, ...]
     enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")

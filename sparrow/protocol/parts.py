@@ -1,13 +1,13 @@
 """Parts of a message beside its values: vectors that a method sends with them, such as signs or squared gradients.
 
-A method declares its parts; bundle, coordinator and session read the declarations and know no method's part by name.
-There are two types of numbers, and an array's own type says which it is:
+A method declares its parts; bundle, coordinator and session handle them by these declarations. There are two types of
+numbers, which an array's dtype shows:
 
     float32   four bytes each, finite
-    sign      -1, 0 or 1, int8 in memory. On the wire their number (uint32), a bit for each that says whether it is
-              other than 0, and a bit for each of those, set where it is positive
+    sign      -1, 0 or 1, int8 in memory. On the wire: their number (uint32), a bit for each that is set if the sign is
+              not 0, and a bit for each sign other than 0 that is set if it is positive
 
-Numbers beside masked values would be sent in clear: in secure rounds there are none.
+Secure rounds have no parts, since parts are not masked.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Signs = NDArray[np.int8]
 
 WIRE_TYPES: dict[PartType, str] = {"float32": "F32", "sign": "U8"}
 RESERVED = ("values", "extras", "scales", "mask")
-"""Names that a bundle has for what is no method's part."""
+"""Names of a bundle's own entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part that messages of a method may bring. name: lowercase letters, digits and underscores. count: returns how
-    many numbers a message of a round so planned has, a payload at most."""
+    """A part of a method's messages. name: lowercase letters, digits and underscores. count: the number of values in a
+    message of a round with this plan; for payloads the largest number."""
 
     name: str
     dtype: PartType
     count: Callable[[Manifest, Plan], int]
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a name that a bundle cannot have."""
+        """Raise ValueError for an invalid name."""
         plain = self.name.isascii() and self.name.replace("_", "").isalnum() and self.name == self.name.lower()
         if not plain or len(self.name) > 32 or self.name in RESERVED:
             raise ValueError(
@@ -55,30 +55,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Expected:
-    """The numbers of a part that a message may bring: their type, and how many at most."""
+    """Type and largest number of a part's values in a message."""
 
     dtype: PartType
     most: int
 
     @property
     def most_bytes(self) -> int:
-        """The longest form on the wire, in bytes."""
+        """The longest encoding, in bytes."""
         return 4 * self.most if self.dtype == "float32" else 4 + 2 * ((self.most + 7) // 8)
 
 
 def expected(parts: Iterable[Part], manifest: Manifest, plan: Plan) -> dict[str, Expected]:
-    """Return the parts that a message of a round so planned brings, by name, in the order of their names."""
+    """Return the parts of a message of a round with this plan, sorted by name."""
     counts = {part.name: (part.dtype, part.count(manifest, plan)) for part in sorted(parts, key=lambda each: each.name)}
     return {name: Expected(dtype, count) for name, (dtype, count) in counts.items() if count}
 
 
 def all_maskable(manifest: Manifest, plan: Plan) -> int:
-    """Return the number of maskable weights: a part may have a number for each."""
+    """Return the number of maskable weights, as the count of a part."""
     return manifest.maskable_values
 
 
 def type_of(name: str, numbers: Numbers) -> PartType:
-    """Return the type of a part's numbers. Raises BundleError for an array that has none of the two."""
+    """Return the type of a part's numbers. Raises BundleError for another dtype or shape."""
     if numbers.ndim == 1 and numbers.dtype == np.float32:
         return "float32"
     if numbers.ndim == 1 and numbers.dtype == np.int8:
@@ -87,7 +87,7 @@ def type_of(name: str, numbers: Numbers) -> PartType:
 
 
 def pack_signs(signs: Signs) -> bytes:
-    """Return signs as the wire has them."""
+    """Return the wire encoding of signs."""
     nonzero = signs != 0
     positive = np.compress(nonzero, signs) > 0
     return struct.pack("<I", len(signs)) + np.packbits(nonzero).tobytes() + np.packbits(positive).tobytes()

@@ -1,15 +1,14 @@
-"""The files in which a device keeps its personal model. The device writes them (``edge_sdk.device.state``), ``export``
-reads them.
+"""The files of a device's personal model, written by ``edge_sdk.device.state`` and read by ``export``.
 
-``model.safetensors`` holds the personal model by name, the method's arrays (``own:NAME``) and what rounding took from
-updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether there is a personal model, how far the
-device has come, and the digest of a model that it is a difference from. ``best.safetensors`` is the personal model to
-use, if it is not the last: the same file as it was after a round, or with a mixture. ``progress.json`` is how far the
-device has come since the model was written. Each names the SHA-256 of its own bytes, with zeros in its place
-(``sign``): damaged files raise BundleError.
+``model.safetensors`` has the personal model by name, the method's arrays (``own:NAME``) and rounding residuals
+(``feedback:NAME``). Its note is JSON: the manifest's digest, whether there is a personal model, the device's progress,
+and the digest of the reference model if it stores a difference. ``best.safetensors`` is the personal model to use, if
+it is not the last: the same file after an earlier round, or with a mixture. ``progress.json`` is the progress since the
+model was written. Each contains its own SHA-256, computed with zeros in that place (``sign``); damaged files raise
+BundleError.
 
-Beside them lie ``manifest.json`` and what it names, ``federation.json`` (what the device knows of its federation) and
-``own.json`` (what its own data add).
+The folder also has ``manifest.json`` with its files, ``federation.json`` (the membership) and ``own.json`` (statistics
+of the device's own data).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from .messages import FederationInfo
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST = "manifest.json"
 OWN = "own.json"
-"""The statistics that a device standardises by, and the names of its spare outputs. They never leave the device."""
+"""The device's own statistics for standardisation, and the names of its spare outputs. They never leave the device."""
 
 UNSIGNED = "0" * 64
-"""What a file has in the place of its digest until it is signed."""
+"""Placeholder for a file's digest."""
 
 _FEEDBACK, _OWN = "feedback:", "own:"
 
@@ -51,19 +50,19 @@ def values_file(which: Values) -> str:
 
 
 def sign(body: bytes) -> bytes:
-    """Return a file with its digest in the place of the first ``UNSIGNED``."""
+    """Return a file with its digest in place of the first ``UNSIGNED``."""
     return body.replace(UNSIGNED.encode(), hashlib.sha256(body).hexdigest().encode(), 1)
 
 
 def check_signed(body: bytes, digest: object) -> None:
-    """Raise BundleError unless ``digest``, which stands in a file, is the one that ``sign`` put there."""
+    """Raise BundleError unless ``digest``, which the file contains, is the one set by ``sign``."""
     unsigned = body.replace(str(digest).encode(), UNSIGNED.encode(), 1)
     if hashlib.sha256(unsigned).hexdigest() != digest:
-        raise BundleError("its content is not the one that was written: its digest is another")
+        raise BundleError("its content has changed since it was written: its digest differs")
 
 
 class Membership(BaseModel):
-    """The membership of a device in a federation, as it last was: its name and budget, the settings."""
+    """A device's last known membership: its name and budget, and the federation."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -74,8 +73,8 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of the file. stored: the model, or its difference from ``reference``, by name. best: it was the best
-    one."""
+    """The content of the file. stored: the model, or its difference from ``reference``, by name. best: it was the
+    best so far."""
 
     stored: Tensors
     own: Tensors
@@ -105,7 +104,7 @@ def write(saved: Saved) -> bytes:
 
 
 def read(body: bytes) -> Saved:
-    """Return the content of such a file. Raises BundleError for other bytes."""
+    """Return the file's content. Raises BundleError for other bytes."""
     try:
         note = json.loads(checkpoint.read_note(body))
         check_signed(body, note["sha256"])
@@ -122,16 +121,16 @@ def read(body: bytes) -> Saved:
             best=bool(note["best"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise BundleError(f"the note of a device's model is not as it should be: {error!r}") from None
+        raise BundleError(f"the note of a device's model is not valid: {error!r}") from None
 
 
 def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
-    """Return the bytes of ``progress.json``: progress since the ``save`` with that number."""
+    """Return the bytes of ``progress.json``: progress since the save with this number."""
     return sign(json.dumps({"sha256": UNSIGNED, "save": save, "progress": progress}).encode())
 
 
 def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
-    """Return the progress since that save, None where the file is about another. Raises BundleError."""
+    """Return the progress since that save, None if the file belongs to another. Raises BundleError."""
     try:
         kept = json.loads(body)
         check_signed(body, kept["sha256"])
@@ -141,7 +140,7 @@ def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
 
 
 def write_own(statistics: Mapping[str, Array], preparation: str | None, class_names: Sequence[str]) -> bytes:
-    """Return the bytes of ``own.json``. statistics: for the preparation with this SHA-256, by initialiser."""
+    """Return the bytes of ``own.json``. statistics: by initialiser, for the preparation with this SHA-256."""
     numbers = {name: array.reshape(-1).tolist() for name, array in statistics.items()}
     own = {"preparation": preparation, "statistics": numbers, "class_names": list(class_names)}
     return json.dumps(own).encode()
@@ -159,7 +158,7 @@ def read_own(content: bytes | None, preparation: str) -> dict[str, NDArray[np.fl
 
 
 def read_class_names(content: bytes | None) -> tuple[str, ...]:
-    """Return the names of all outputs on the device, empty if it has kept none."""
+    """Return the names of all outputs on the device, empty if none are stored."""
     try:
         return tuple(map(str, json.loads(content or b"")["class_names"]))
     except (ValueError, KeyError, TypeError):
@@ -167,7 +166,7 @@ def read_class_names(content: bytes | None) -> tuple[str, ...]:
 
 
 def is_personal(note: str) -> bool:
-    """Return whether a safetensors file with this note is such a file, and not a plain checkpoint."""
+    """Return whether a safetensors file with this note is a device's model, not a plain checkpoint."""
     try:
         return {"manifest", "save", "progress"} <= set(json.loads(note))
     except (ValueError, TypeError):
@@ -175,5 +174,5 @@ def is_personal(note: str) -> bool:
 
 
 def _take(stored: Tensors, prefix: str) -> Tensors:
-    """Return the entries whose names begin so, taken out and named without it."""
+    """Remove the entries with this prefix; return them by name without it."""
     return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}

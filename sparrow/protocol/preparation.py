@@ -1,9 +1,8 @@
-"""A model's preparation and targets in words: how raw samples become inputs, and what outputs mean.
+"""Descriptions of a model's preparation and targets: how raw samples become inputs, and the meaning of outputs.
 
-A *raw sample* is a decoded canonical array: one row of a table as float32, with categories by index, or one sample of
-an npz file in its own type. The preparation is an ONNX graph from a batch of raw samples to a batch of the model's
-inputs, published beside the skeleton. The records here are its description and that of the targets: a device needs
-them to read its files, and a person to understand an exported model. They are part of the manifest.
+A *raw sample* is one row of a table as float32, with categories by index, or one sample of an npz file in its own type.
+The preparation is an ONNX graph from a batch of raw samples to a batch of inputs, published beside the skeleton. These
+records are part of the manifest: devices need them to read files, and people to understand an exported model.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .fields import Name, Record, Size
 
 MOST_COLUMNS = 10_000
 MOST_CATEGORIES = 1_000
-"""Of one column."""
+"""Per column."""
 MOST_CLASSES = 10_000
 
 RawType = Literal["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"]
@@ -30,14 +29,14 @@ OWN_MEAN, OWN_DEVIATION = "own:mean", "own:deviation"
 """Initialisers of a graph that each device fills with its own statistics."""
 
 Reader = Literal["rows", "arrays", "images", "audio", "recordings"]
-"""How files become raw samples: rows of a table, arrays of an npz file, pictures, sounds, or windows of recordings."""
+"""Source of raw samples: table rows, arrays of an npz file, pictures, sounds, or windows of recordings."""
 
 UNKNOWN = -1
-"""Index of a category that the preparation does not name; it becomes zeros."""
+"""Index of an unknown category, which becomes zeros."""
 
 
 class Column(Record):
-    """A column of a table. A raw row holds its number, or the index of its category, -1 for an unknown one."""
+    """A column of a table. A raw row has its number, or the index of its category, -1 for an unknown one."""
 
     name: Name
     categories: tuple[Name, ...] = Field(default=(), max_length=MOST_CATEGORIES)
@@ -52,12 +51,12 @@ class Column(Record):
 class Preparation(Record):
     """Description of a preparation.
 
-    reader: how files become raw samples. dtype, shape: of one raw sample; axes in ``free`` may be shorter. rate:
-    samples per second along the time axis. step: seconds between two windows of a recording. steps: what the graph
-    does, for people. axes: letters of the raw axes, such as HWC. columns: of a table, in the order of a raw row.
-    channels: a recording's columns, in the order of the raw axis ``channel``. mean, deviation: of the publisher's raw
-    training samples, by column or channel, by which a device notices other units. own: each device's own statistics,
-    which never leave it. missing: NaN is a missing number, replaced by the mean.
+    dtype, shape: of one raw sample; axes in ``free`` may be shorter. rate: samples per second along the time axis.
+    step: seconds between two windows of a recording. steps: the graph's operations, for people. axes: letters of the
+    raw axes, such as HWC. columns: of a table, in the order of a raw row. channels: a recording's columns, in the order
+    of the raw axis ``channel``. mean, deviation: of the publisher's raw training samples, by column or channel, so that
+    devices can detect other units. own: use each device's own statistics, which never leave it. missing: NaN is a
+    missing number, replaced by the mean.
     """
 
     reader: Reader = "arrays"
@@ -98,9 +97,9 @@ class Preparation(Record):
 class Targets(Record):
     """The meaning of a model's outputs.
 
-    column: of labels. names: of the classes, in the order of the outputs. spare: outputs behind those, for names that
-    only some devices know. mean, deviation: of a regression's published targets, by which its loss is scaled. ignored:
-    the label that a loss leaves out. numbered: labels may also be numbers of outputs.
+    column: of labels. names: of the classes, in the order of the outputs. spare: further outputs, for classes that only
+    some devices have. mean, deviation: of a regression's published targets, which scale its loss. ignored: a label that
+    the loss leaves out. numbered: labels may also be output numbers.
     """
 
     kind: Literal["classes", "numbers"] = "classes"
@@ -121,10 +120,10 @@ class Targets(Record):
         return self
 
     def with_own(self, found: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of all outputs on a device that has the classes ``found``; "" for an unused spare one.
+        """Return the names of all outputs on a device with the classes ``found``; "" for an unused spare one.
 
-        An unknown name takes the spare output that its SHA-256 decides, or the next free one, so that devices agree.
-        Raises ValueError, naming the first, if spare outputs do not suffice.
+        An unknown name takes the spare output given by its SHA-256, or the next free one, so that devices agree. Raises
+        ValueError, naming the first, if there are too few spare outputs.
         """
         unknown = sorted(set(found) - set(self.names))
         if len(unknown) > self.spare:

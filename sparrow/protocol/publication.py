@@ -1,8 +1,8 @@
-"""Publications: the signed terms of a model, and how a device holds a federation to them.
+"""Publications: the signed terms of a model, and how devices enforce them.
 
 The author signs ``Terms`` with an Ed25519 key. A ``Publication`` is that text with key and signature, which the
-coordinator keeps and hands out. A coordinator may describe the model otherwise, as far as that sends no more of it;
-``differs`` finds everything else.
+coordinator stores and serves. A coordinator may change the description of a model if this sends no more of it;
+``differs`` finds all other changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .signatures import BadPublication, Publication
 
 
 class Terms(Record):
-    """The content of a publication. edition: counts the versions of the model under this name. manifest, graphs,
-    weights: SHA-256 of what is published. settings: the allowed ranges."""
+    """The content of a publication. edition: version number of the model under this name. manifest, graphs, weights:
+    SHA-256 of the published files. settings: the allowed ranges."""
 
     version: Literal[1] = 1
     federation: FederationName
@@ -58,8 +58,8 @@ def digests_of(tensors: Mapping[str, Array]) -> dict[str, str]:
 
 
 def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Manifest) -> None:
-    """Raise BadPublication unless a federation's manifest is that of signed terms, as far as devices allow changes.
-    published: the manifest that was signed; if a method composes the model, the composed one."""
+    """Raise BadPublication unless a federation's manifest follows the signed terms, except for allowed changes.
+    published: the signed manifest, or the one that the method composes from it."""
     if terms.federation != federation:
         raise BadPublication(f"the publication is for the federation {terms.federation}, not for {federation}")
     for name, digest in manifest.graphs.items():
@@ -75,8 +75,7 @@ def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Ma
 
 def differs(published: Manifest, manifest: Manifest) -> str | None:
     """Return the first difference from the published manifest that is not allowed. Allowed are tensors that stay on
-    devices, blocks, answers on a public set, and a group of neurons for rows or columns that always belonged to
-    updates."""
+    devices, blocks, answers on a public set, and a new neuron group for complete axes."""
     before = {spec.name: spec for spec in published.tensors}
     after = {spec.name: spec for spec in manifest.tensors}
     if before.keys() != after.keys():
@@ -103,7 +102,7 @@ def differs(published: Manifest, manifest: Manifest) -> str | None:
 
 
 def _axes_fit(before: TensorSpec, after: TensorSpec, added: Collection[str]) -> bool:
-    """Return whether axes differ only where complete ones have been given a group that was added."""
+    """Return whether axes differ only in complete ones that got an added group."""
     old = before.axes or ((),) * len(after.axes)
     if len(old) != len(after.axes):
         return False
@@ -114,7 +113,7 @@ def _axes_fit(before: TensorSpec, after: TensorSpec, added: Collection[str]) -> 
 
 
 def check_weights(terms: Terms, tensors: Tensors) -> None:
-    """Raise BadPublication for a tensor whose first values are not the signed ones. tensors: those that came whole."""
+    """Raise BadPublication if a tensor's first values are not the signed ones. tensors: those received in full."""
     for name, tensor in tensors.items():
         wanted = terms.weights.get(name)
         if wanted is not None and digest_of_values(tensor) != wanted:

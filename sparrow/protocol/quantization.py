@@ -1,9 +1,9 @@
-"""int8 on the wire: an update as its difference from what was received, a quarter of fp32's bytes.
+"""int8 in transit: an update as its difference from the payload, with a quarter of fp32's bytes.
 
-Packed values are cut into *rows*: the active weights of one output neuron, or a whole vector (biases, norms). A row's
-largest magnitude gives its scale, s = max|x|/127, and each value becomes a whole number of scales, rounded up or down
-at random so that E[q]·s = x. What rounding took away is added to the device's next difference (error feedback; Seide et
-al., Interspeech 2014; Karimireddy et al., ICML 2019).
+Packed values are divided into *rows*: the active weights of one output neuron, or a whole vector (biases, norms). A
+row's largest magnitude gives its scale, s = max|x|/127, and each value becomes an integer multiple of the scale,
+rounded at random so that E[q]·s = x. The rounding residual is added to the device's next difference (error feedback;
+Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ LARGEST = 127
 
 
 def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
-    """Return the number of packed values of each row, in order; none is empty. They add up to ``count_values``."""
+    """Return the number of packed values of each non-empty row, in order; their sum is ``count_values``."""
     lengths: list[NDArray[np.intp]] = []
     for spec, block in blocks(manifest, mask):
         if block.size == 0:
             continue
-        if len(spec.shape) < 2:  # not its view, which is of channels and what they own behind a flatten
+        # By shape, not by view, which has an additional axis behind a flatten.
+        if len(spec.shape) < 2:
             lengths.append(np.array([block.size]))
         elif isinstance(block, Points):
-            rows, columns = block.view[0], math.prod(block.view[1:])
+            rows = block.view[0]
+            columns = math.prod(block.view[1:])
             counts = np.diff(np.searchsorted(block.index, np.arange(rows + 1) * columns))
             lengths.append(counts[counts > 0])
         elif isinstance(block, Runs):
@@ -46,18 +48,18 @@ def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Whole numbers int8 [n] in -127..127, and the scales of their rows, float32 [rows], finite and not negative."""
+    """Integers int8 [n] in -127..127, and the scales of their rows, float32 [rows], finite and not negative."""
 
     numbers: NDArray[np.int8]
     scales: NDArray[np.float32]
 
     def values(self, lengths: NDArray[np.intp]) -> NDArray[np.float32]:
-        """Return the values that they stand for, float32 [n], in rows of ``lengths``."""
+        """Return the values, float32 [n], with rows of ``lengths``."""
         return np.asarray(self.numbers * np.repeat(self.scales, lengths), dtype=np.float32)
 
 
 def quantise(values: NDArray[np.float32], lengths: NDArray[np.intp], seed: int) -> Quantised:
-    """Return finite ``values`` [n], in rows of ``lengths``, as integers. The same seed rounds alike."""
+    """Return finite ``values`` [n], with rows of ``lengths``, as integers. The seed determines the rounding."""
     starts = np.cumsum(lengths) - lengths
     largest = np.maximum.reduceat(np.abs(values), starts) if len(values) else values
     scales = (largest / np.float32(LARGEST)).astype(np.float32)

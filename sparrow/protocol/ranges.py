@@ -1,7 +1,7 @@
-"""Ranges of settings, signed by the author of a model or demanded by the owner of a device.
+"""Ranges of settings, signed by a model's author or demanded by a device's owner.
 
 A range is written ``NAME>=NUMBER``, ``NAME<=NUMBER`` or ``NAME=VALUE,VALUE``, for example ``cohort>=10``. Only settings
-that change the content of an update have ranges: ``BINDING``, and the method's own settings as
+that affect the content of an update have ranges: ``BINDING``, and the method's own settings as
 ``method_settings.NAME``.
 """
 
@@ -47,16 +47,16 @@ BINDING = (
     "finetune_epochs",
     "finetune_learning_rate",
 )
-"""Settings that change the content of an update, or the number of updates among which it is hidden."""
+"""Settings that affect the content of an update, or the number of updates that hide it."""
 
 LEAST = ("batch_size", "local_epochs", "local_steps", "noise_multiplier", "secure_colluders")
-"""Settings of which a larger value reveals less: a signed one is the least."""
+"""Settings whose larger values reveal less; a signed value is the minimum."""
 
 MOST = ("clip", "update_clip")
-"""Settings of which a smaller value reveals less: a signed one is the most."""
+"""Settings whose smaller values reveal less; a signed value is the maximum."""
 
 OPERATORS = ("cohort",)
-"""Binding settings that an operator may change while a federation runs: devices hold on to the signed range alone."""
+"""Binding settings that an operator may change in a running federation; devices check only the signed range."""
 
 OWN = "method_settings."
 
@@ -80,9 +80,9 @@ class Range(Record):
         return self
 
     def holds(self, value: Value) -> bool:
-        """Return whether a value lies in the range. An unset value lies in no range with bounds."""
+        """Return whether a value is in the range. An unset value is in no range with bounds."""
         if self.only is not None:
-            # A truth value is no number.
+            # True is not 1 here.
             return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.only)
         if value is None or isinstance(value, str | bool):
             return False
@@ -97,7 +97,7 @@ class Range(Record):
         return Range(least=max(least) if least else None, most=min(most) if most else None)
 
     def text(self, name: str) -> str:
-        """Return the range as a person writes it: ``cohort>=10``."""
+        """Return the range as text: ``cohort>=10``."""
         if self.only is not None:
             return f"{name}={','.join(map(shown, self.only))}"
         bounds = ((">=", self.least), ("<=", self.most))
@@ -108,21 +108,21 @@ Ranges = Mapping[str, Range]
 
 
 def shown(value: Value) -> str:
-    """Return a value as a person writes it."""
+    """Return a value as text."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def binding(settings: FederationSettings) -> dict[str, Value]:
-    """Return the settings that change the content of an update, by name, those of the method among them."""
+    """Return the binding settings by name, including the method's own."""
     found: dict[str, Value] = {name: getattr(settings, name) for name in BINDING}
     found["secure_metrics"] = settings.masks_metrics
     return found | {f"{OWN}{name}": value for name, value in sorted(settings.method_settings.items())}
 
 
 def faults(ranges: Ranges, settings: FederationSettings) -> list[str]:
-    """Return the settings that lie outside of their ranges, a sentence each."""
+    """Return a sentence for each setting outside its range."""
     has = binding(settings)
     return [
         f"{name} is {shown(has.get(name))}, allowed is {allowed.text(name)}"
@@ -132,21 +132,21 @@ def faults(ranges: Ranges, settings: FederationSettings) -> list[str]:
 
 
 def _within(name: str, allowed: Range, has: Mapping[str, Value]) -> bool:
-    # A number of steps is known only with the data: the device counts them before it trains.
+    # The number of steps depends on the data; the device checks it before it trains.
     if name == "local_steps" and has.get(name) is None and allowed.only is None:
         return True
     return allowed.holds(has.get(name))
 
 
 def least_of(ranges: Ranges, name: str) -> int:
-    """Return the least whole number that ranges allow of a setting, ``local_steps`` or ``cohort``."""
+    """Return the lower bound of a setting, ``local_steps`` or ``cohort``; 0 without one."""
     allowed = ranges.get(name)
     return 0 if allowed is None or allowed.least is None else int(allowed.least)
 
 
 def default_ranges(settings: FederationSettings) -> dict[str, Range]:
     """Return the ranges that a publication signs by default: each binding setting keeps its value, or may become more
-    private. A cohort may be as small as ``min_devices``."""
+    private. A cohort may shrink to ``min_devices``."""
     found = dict[str, Range]()
     for name, value in binding(settings).items():
         if name == "cohort":
@@ -158,7 +158,7 @@ def default_ranges(settings: FederationSettings) -> dict[str, Range]:
         elif name in ("secure", "secure_metrics") and not value:
             found[name] = Range(only=(False, True))
         elif name == "noise_multiplier":
-            # More noise reveals less, also where there was none.
+            # More noise always reveals less.
             continue
         else:
             found[name] = Range(only=(value,))
@@ -166,7 +166,7 @@ def default_ranges(settings: FederationSettings) -> dict[str, Range]:
 
 
 def read_ranges(texts: Iterable[str]) -> dict[str, Range]:
-    """Return ranges by setting, of texts such as ``cohort>=10``. Raises ProtocolError, naming the text."""
+    """Return ranges by setting, from texts such as ``cohort>=10``. Raises ProtocolError, naming the text."""
     found = dict[str, Range]()
     for text in texts:
         match = _RANGE.match(text)
@@ -201,13 +201,13 @@ def _check_values(name: str, allowed: Range) -> None:
         try:
             FederationSettings.model_validate({name: value} if name in BINDING else {})
         except ValidationError as error:
-            # Other errors are of settings that do not go together.
+            # Other errors are conflicts between settings.
             if any(each["loc"] == (name,) for each in error.errors()):
-                raise ValueError(f"{shown(value)} is no value of {name}") from None
+                raise ValueError(f"{shown(value)} is not a valid value of {name}") from None
 
 
 def _value(text: str) -> Value:
-    """Return a value as it is written: a number, true, false, none, or text."""
+    """Parse a number, true, false, none, or text."""
     if text.lower() in ("none", "null"):
         return None
     try:

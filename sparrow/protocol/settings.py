@@ -1,9 +1,8 @@
-"""The settings of a federation: groups, each of which checks itself, and all of them together.
+"""The settings of a federation, in groups.
 
-Settings are flat on the wire, on the command line and in records. ``FederationSettings`` has every group as a base, so
-what needs the settings of one group takes these alone, and can be given all. docs/settings.md describes every field; a
-test holds it to these classes. What holds between groups is checked in ``FederationSettings``; what depends on the
-method or the model, by the coordinator when a federation is made or changed.
+Settings are flat on the wire, on the command line and in records. ``FederationSettings`` inherits from every group, so
+that functions can take only the groups they need. docs/settings.md lists every field. Groups check themselves,
+``FederationSettings`` checks across groups, and the coordinator checks method and model.
 """
 
 from __future__ import annotations
@@ -17,189 +16,189 @@ from .fields import Limit, OwnSetting, Request, Share
 from .secure.messages import LARGEST_RANGE
 
 AUTO = "auto"
-"""The method of settings that leave the choice of one to ``sparrow.protocol.auto``."""
+"""The value of ``method`` that lets ``sparrow.protocol.auto`` choose one."""
 
 
 class MethodChoice(Request):
-    """The method, and what only it knows."""
+    """The method and its own settings."""
 
     method: str = Field(
         default="fedspu",
         max_length=64,
-        description="The federated method; auto: chosen with its settings when the federation is created",
+        description="Federated method; auto: chosen with its settings when the federation is created",
     )
     method_settings: dict[Annotated[str, Field(max_length=64)], OwnSetting] = Field(
-        default_factory=dict, max_length=100, description="What only this method knows, as names with values"
+        default_factory=dict, max_length=100, description="Settings of the method, as names with values"
     )
 
 
 class Schedule(Request):
-    """How many rounds, when one closes, and when models are judged."""
+    """Rounds, their ends, and evaluations."""
 
-    rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
+    rounds: int = Field(default=30, ge=1, le=1_000_000, description="Largest number of rounds, T")
     quorum: Share = Field(
-        default=1.0, description="Share of the cohort whose updates close a round before its deadline; 1 waits for all"
+        default=1.0, description="Share of the cohort's updates that closes a round before its deadline; 1: all"
     )
     deadline_seconds: float = Field(default=300.0, gt=0, le=7 * 86400, description="Longest duration of a round, s")
     silence_seconds: float = Field(
         default=60.0,
         ge=1,
         le=7 * 86400,
-        description="Silence after which a round goes on without a device, s; at work it is heard every third of it",
+        description="Silence after which a round drops a device, s; working devices report every third of it",
     )
     min_updates: int = Field(
-        default=1, ge=1, le=1_000_000, description="Updates below which a round is extended, and in the end skipped"
+        default=1, ge=1, le=1_000_000, description="Least number of updates; a round with fewer is extended or skipped"
     )
     extensions: int = Field(
         default=0,
         ge=0,
         le=1000,
-        description="How often a round that lacks updates gets another deadline_seconds, and more devices",
+        description="Number of times that a round with too few updates gets another deadline_seconds and more devices",
     )
     buffer: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000,
-        description="Asynchronous rounds (FedBuff): a round closes at so many updates; late ones count in the next",
+        description="Asynchronous rounds (FedBuff): number of updates that closes a round; late ones count in the next",
     )
     staleness_exponent: float = Field(
         default=0.5,
         ge=0,
         le=10,
-        description="With buffer: a: what an update t models old has moved counts (1 + t)^-a",
+        description="With buffer: exponent a of the weight (1 + t)^-a of an update that is t models old",
     )
     evaluation_interval: int = Field(
         default=5,
         ge=0,
         le=1_000_000,
-        description="Rounds between evaluations of personal models, or, for methods without any, of the global model; "
-        "0: only at the end",
+        description="Rounds between evaluations of personal models, or of the global model if the method has no "
+        "personal ones; 0: only at the end",
     )
     global_evaluation_interval: int = Field(
         default=0,
         ge=0,
         le=1_000_000,
-        description="Rounds between evaluations at which devices judge the global model beside their own, for which "
-        "they download it; 0: only at the end",
+        description="Rounds between evaluations that also cover the global model, which devices download for this; 0: "
+        "only at the end",
     )
     global_evaluation_devices: int = Field(
         default=10,
         ge=0,
         le=1_000_000,
-        description="Most devices that judge the global model in an evaluation; at the end all do that may mix it in",
+        description="Largest number of devices that evaluate the global model; at the end, all that may mix it in do",
     )
 
 
 class Selection(Request):
-    """The devices that are drawn for a round."""
+    """The choice of a round's devices."""
 
     min_devices: int = Field(
-        default=2, ge=1, le=1_000_000, description="Enrolled devices at which the first round opens"
+        default=2, ge=1, le=1_000_000, description="Number of enrolled devices that opens the first round"
     )
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
     cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(
         default="uniform",
-        description="Who is drawn: all alike, those first who took part longest ago, or more often by budget",
+        description="Choice of devices: uniform; least recently drawn first; or proportional to budget",
     )
     over_selection: float = Field(
         default=0.0,
         ge=0,
         le=10,
-        description="Devices drawn beyond cohort, as a share of it, so that a round need not wait for the slowest",
+        description="Additional devices per round, as a share of cohort, so that a round need not wait for the slowest",
     )
     seed: int = Field(
         default=0,
         ge=0,
         lt=2**63,
-        description="Decides initial weights (of own models: of `Seeded` ones), batches, and with draws seed the rest",
+        description="Seed of initial weights (of custom models: of `Seeded` ones) and batches; with draws=seed, of all",
     )
     draws: Literal["secret", "seed"] = Field(
         default="secret",
-        description="What cohorts and drawn neurons follow from: random bytes that no device can know, or name and "
-        "seed, which make a simulation repeatable and let every device compute the draws of all",
+        description="Source of cohorts and drawn neurons: secret random bytes, or name and seed, which make a "
+        "simulation repeatable but let every device compute all draws",
     )
 
 
 class Training(Request):
-    """The work of a device in a round and at the end."""
+    """The training of a device in a round and at the end."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
-    learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate of the first round")
+    learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate in the first round")
     learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
-    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; reset in every round")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay of active parameters")
     batch_size: int = Field(
         default=16,
         ge=1,
         le=1_000_000,
-        description="Samples per local step of built-in tasks; DataLoaders of your own decide for themselves",
+        description="Samples per local step of built-in tasks; custom DataLoaders set their own",
     )
     local_epochs: int = Field(default=5, ge=1, le=10_000, description="Passes over the local data per round, E")
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )
-    clip: Limit | None = Field(default=None, description="Largest 2-norm of a step's gradient; none where unset")
+    clip: Limit | None = Field(default=None, description="Largest 2-norm of a step's gradient; unset: no limit")
     logit_adjustment: float = Field(
         default=0.0,
         ge=0,
         le=10,
-        description="Strength with which the logarithms of a device's class frequencies are added to its outputs, in "
-        "training and prediction, so that the shared model need not learn them; 0: not at all",
+        description="Factor on the logarithms of a device's class frequencies, added to its outputs in training and "
+        "prediction, so that the shared model need not learn them; 0: off",
     )
     logit_adjustment_from: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="With logit_adjustment: label skew between devices, the intraclass correlation of labels, from "
-        "which outputs are adjusted; in the first round they are not, and devices tell a sketch of their class "
-        "frequencies; 0: outputs are adjusted from the first round on, and nothing is told",
+        description="With logit_adjustment: label skew between devices (intraclass correlation of labels) from which "
+        "outputs are adjusted; for its estimate, the first round is not adjusted, and devices send a sketch of their "
+        "class frequencies; 0: always adjusted, and no sketch",
     )
     personal_model: Literal["best", "last", "fleet"] = Field(
         default="best",
-        description="The personal model that a device judges and exports: the best on its validation data, newer ones "
-        "preferred, or that of its last round; fleet: as best until the end, then by all devices' validation data "
-        "and its own together, of the finished global model, its own, their mean, this trained once more, and one "
-        "trained alone",
+        description="Personal model that a device evaluates and exports: best on its validation data, preferring newer "
+        "ones; last: of its last round; fleet: as best until the end, then the best on all devices' validation data "
+        "with its own, among the finished global model, its own, their mean, this mean trained once more, and a "
+        "local-only one",
     )
     finetune_epochs: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="Local epochs of a copy of the finished global model; of copy, model and their mixtures the "
-        "personal model is the best on validation data (personal_model=last: the copy), judged at every evaluation; "
-        "under fedspu: local epochs, within the budget, of one more training at the end, of personal and "
-        "global model mixed in equal parts, which is kept where validation data speak for it",
+        description="Local epochs that fine-tune a copy of the finished global model; the personal model is the best "
+        "of copy, global model and mixtures on validation data (personal_model=last: the copy), also at every "
+        "evaluation. Under fedspu: local epochs, within the budget, of a last training of the equal mixture of "
+        "personal and global model, kept if validation data favour it",
     )
     finetune_learning_rate: float | None = Field(
         default=None,
         gt=0,
         le=100,
-        description="Learning rate with which the finished global model becomes a personal one; unset: its round's",
+        description="Learning rate of fine-tuning the finished global model; unset: that of the round",
     )
 
     @model_validator(mode="after")
     def _check_training(self) -> Training:
         if self.momentum and self.optimizer != "sgd":
-            raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
+            raise ValueError(f"momentum belongs to the optimizer sgd; remove it for {self.optimizer}")
         return self
 
     @property
     def keeps_best(self) -> bool:
-        """True if devices keep the best of their rounds' personal models."""
+        """True if devices keep their best personal model."""
         return self.personal_model != "last"
 
     def learning_rate_of(self, round_number: int) -> float:
-        """Learning rate of a round, counted from 1; adapting before the first round has that of the first."""
+        """Return the learning rate of a round, counted from 1; before the first round, that of the first."""
         return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
 
 
 class Stopping(Request):
-    """The moment at which a device leaves training for good."""
+    """The end of a device's training."""
 
     early_stopping: Literal["validation", "paper", "off"] = Field(
         default="validation",
-        description="When a device leaves training for good: once its smoothed validation loss no longer falls; paper: "
-        "on rises of FedSPU's stop-rule loss; off: never",
+        description="Rule by which a device stops training for good: validation: its smoothed validation loss no "
+        "longer falls; paper: FedSPU's stop-rule loss rises; off: never",
     )
     patience: int | None = Field(
         default=None,
@@ -208,96 +207,94 @@ class Stopping(Request):
         description="Participations in a row without improvement that stop a device; unset: 10, or 1 under paper",
     )
     min_participations: int = Field(
-        default=15, ge=1, le=1_000_000, description="Participations before which no device stops, unless under paper"
+        default=15, ge=1, le=1_000_000, description="Participations before a device may stop; ignored under paper"
     )
     min_improvement: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share by which the smoothed validation loss must fall below its lowest value to be an improvement",
+        description="Improvement: share by which the smoothed validation loss must fall below its minimum",
     )
     stop_weight: float = Field(
         default=0.7,
         ge=0,
         le=1,
-        description="Under paper: weight λ of the training loss in the stop-rule loss; the rest is validation's",
+        description="Under paper: weight λ of the training loss in the stop-rule loss; validation has the rest",
     )
     joules_per_device: float | None = Field(
         default=None,
         gt=0,
         le=1e12,
-        description="Energy of downloads and training, measured or estimated, after which a device leaves training for "
-        "good, as by early stopping; of devices that cannot know theirs none does; unset: no limit",
+        description="Energy of downloads and training, measured or estimated, after which a device stops training for "
+        "good; without effect on devices that cannot estimate it; unset: no limit",
     )
 
     @property
     def stop_patience(self) -> int:
-        """Participations without improvement that stop a device: ``patience``, or its rule's own where it is unset."""
+        """Participations without improvement that stop a device: ``patience``, or its rule's default."""
         return self.patience or (1 if self.early_stopping == "paper" else 10)
 
 
 class Wire(Request):
-    """The values on the wire."""
+    """The number format of transfers."""
 
     precision: Precision = Field(
         default="fp32",
-        description="Number format of values on the wire; int8: updates alone, as differences, and fp32 downwards",
+        description="Number format of transferred values; int8: for updates, as differences; downloads stay fp32",
     )
 
     def precision_of(self, direction: Literal["down", "up"], kind: str) -> Precision:
-        """Return the number format of an assignment's payload, or of its update. kind: of work, ``messages.Kind``.
-
-        int8 is for the differences that training makes: what goes down, and what is prepared, would lose too much.
-        """
+        """Return the number format of a payload or an update. kind: of work, ``messages.Kind``."""
+        # int8 is precise enough only for the differences of training.
         differences = direction == "up" and kind == "train"
         return "fp32" if self.precision == "int8" and not differences else self.precision
 
 
 class Robustness(Request):
-    """Bounds of what one update does to the global model."""
+    """Limits of one update's effect on the global model."""
 
     update_norm_limit: Limit | None = Field(
         default=None,
-        description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
+        description="Largest 2-norm of an update's change; a larger one is refused (422)",
     )
     update_clip: Limit | None = Field(
         default=None,
-        description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
+        description="Largest 2-norm of an update's change; a larger one is scaled down",
     )
     relative_clip: float = Field(
         default=10.0,
         ge=0,
         le=1e12,
-        description="Times the usual 2-norm of an update less what was sent (median of the last rounds): a longer one "
-        "is scaled down to it as it counts; 0: off. Without effect under secure, noise_multiplier or robust",
+        description="Largest 2-norm of an update's change, in multiples of the median of the last rounds; a larger one "
+        "is scaled down; 0: off. Without effect under secure, noise_multiplier or robust",
     )
     outlier_mads: Limit | None = Field(
         default=None,
-        description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
+        description="Deviation from the round's median size, in 1.4826 MAD, beyond which an update is left out; e.g. 5",
     )
     max_examples: int | None = Field(
         default=None,
         ge=1,
         le=2**40,
-        description="Most samples that one update counts with, even where ten times its cohort's median are more",
+        description="Largest number of samples per update, in addition to the limit of ten times its cohort's median",
     )
     robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
         default=None,
-        description="In place of the weighted mean, a rule that resists a few bad updates: trimmed_mean, median, krum",
+        description="Rule that replaces the weighted mean and resists a few bad updates: trimmed_mean, median, krum",
     )
     robust_share: float = Field(
         default=0.2,
         gt=0,
         lt=0.5,
-        description="Share of a round's devices that may lie (trimmed at each end; Krum's f/n)",
+        description="Share of a round's devices that may be malicious (trimmed at each end; Krum's f/n)",
     )
 
     @model_validator(mode="after")
     def _check_robustness(self) -> Robustness:
         if 0 < self.relative_clip <= 1:
             raise ValueError(
-                f"relative_clip: at {self.relative_clip:g} updates become shorter from round to round; give more than "
-                f"1, or 0 for none"
+                f"relative_clip: {self.relative_clip:g} would shrink updates from round to round; set more than 1, or "
+                f"0 to turn it off"
             )
         return self
 
@@ -309,14 +306,15 @@ class Privacy(Request):
         default=None,
         ge=1e-3,
         le=1e6,
-        description="Central differential privacy: deviation of the noise on a round's sum, times update_clip",
+        description="Central differential privacy: noise deviation on a round's sum, in multiples of update_clip",
     )
     privacy_delta: float = Field(
-        default=1e-5, gt=0, lt=1, description="Delta at which the models' epsilon is told; below 1 / devices"
+        default=1e-5, gt=0, lt=1, description="Delta for the reported epsilon of the models; below 1 / devices"
     )
     privacy_adjacency: Literal["replacement", "zero_out"] = Field(
         default="replacement",
-        description="What epsilon tells apart: a device's updates or any others; or (half the distance) or zeros",
+        description="Neighbouring data sets of epsilon: a device's updates replaced by any others, or by zeros (half "
+        "the distance)",
     )
 
 
@@ -325,39 +323,39 @@ class SecureSums(Request):
 
     secure: bool = Field(
         default=False,
-        description="Secure aggregation: sums of updates come out, never one of them",
+        description="Secure aggregation: the coordinator sees only sums of updates",
     )
     secure_bits: Literal[16, 32] = Field(default=16, description="With secure: bits of a masked value on the wire")
     secure_range: float = Field(
         default=0.5,
         gt=0,
         le=LARGEST_RANGE,
-        description="With secure: largest magnitude by which training may move a value; beyond it is clipped",
+        description="With secure: largest magnitude of a value's change in training; larger ones are clipped",
     )
     secure_colluders: int = Field(
         default=1, ge=0, le=1000, description="With secure: devices of a round that may collude with the coordinator"
     )
     secure_dropouts: float = Field(
-        default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may vanish in a phase"
+        default=0.3, ge=0, le=0.9, description="With secure: share of a round's devices that may drop out in a phase"
     )
     secure_metrics: bool | None = Field(
         default=None,
-        description="With secure: losses and accuracies are summed under the masks, too, and reported of no single "
-        "device; unset: yes; false: sent in clear by devices whose owners agree (--plain-metrics)",
+        description="With secure: sum losses and accuracies under the masks, too, instead of reporting each device's; "
+        "unset: yes; false: devices whose owners agree send them in clear (--plain-metrics)",
     )
     secure_phase_seconds: float = Field(
-        default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase that trains nothing, s"
+        default=60.0, gt=0, le=7 * 86400, description="With secure: longest duration of a phase without training, s"
     )
 
     @model_validator(mode="after")
     def _check_secure(self) -> SecureSums:
         if self.secure_metrics and not self.secure:
-            raise ValueError("secure_metrics: metrics go through the masks of secure rounds; give secure as well")
+            raise ValueError("secure_metrics: only secure rounds mask metrics; set secure as well")
         return self
 
     @property
     def masks_metrics(self) -> bool:
-        """True if losses and accuracies go under the masks of secure rounds."""
+        """True if losses and accuracies are masked in secure rounds."""
         return self.secure and self.secure_metrics is not False
 
 
@@ -367,22 +365,22 @@ class FederationSettings(SecureSums, Privacy, Robustness, Wire, Stopping, Traini
     @model_validator(mode="after")
     def _check_together(self) -> FederationSettings:
         if self.min_updates > self.cohort:
-            raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
+            raise ValueError(f"min_updates: {self.min_updates} is more than cohort, {self.cohort}; set fewer")
         if self.logit_adjustment_from and self.noise_multiplier is not None:
             raise ValueError(
-                "logit_adjustment_from: what devices would tell of their labels has no noise, which noise_multiplier "
-                "promises; leave it out"
+                "logit_adjustment_from: devices would send class frequencies without noise, which conflicts with "
+                "noise_multiplier; leave it out"
             )
         if self.buffer is not None:
             if self.buffer > self.cohort:
                 raise ValueError(
-                    f"buffer: a round would wait for {self.buffer} updates while {self.cohort} devices train at a time "
-                    f"(cohort); give a smaller buffer or a larger cohort"
+                    f"buffer: a round would wait for {self.buffer} updates, but only {self.cohort} devices train at a "
+                    f"time (cohort); set a smaller buffer or a larger cohort"
                 )
             if self.quorum < 1 or self.over_selection or self.min_updates > 1 or self.extensions:
                 raise ValueError(
-                    "buffer: quorum, over_selection, min_updates and extensions are of rounds that wait for a cohort; "
-                    "with a buffer a round closes when it is full, so leave them out"
+                    "buffer: a round closes when the buffer is full, so quorum, over_selection, min_updates and "
+                    "extensions have no effect; leave them out"
                 )
         return self
 
@@ -398,4 +396,4 @@ GROUPS: tuple[type[Request], ...] = (
     Privacy,
     SecureSums,
 )
-"""The groups, in the order in which people read them."""
+"""The groups, in the order of docs/settings.md."""

@@ -1,7 +1,4 @@
-"""Signed publications as they cross the wire, the keys of publishers, and their fingerprints.
-
-``protocol.publication`` has the signed content.
-"""
+"""Signed publications in transit, publishers' keys, and their fingerprints (content: ``protocol.publication``)."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from .failures import Failure
 from .fields import Digest
 
 MAX_STATEMENT = 4 * 2**20
-"""Largest statement, in bytes: digests of some 40,000 tensors."""
+"""Largest statement in bytes: digests of some 40,000 tensors."""
 
 CONTEXT = b"sparrow publication 1\0"
-"""The beginning of each signed text, so that no signature of another use counts."""
+"""Prefix of each signed text, so that signatures for other uses are not valid here."""
 
 
 class BadPublication(ProtocolError):
-    """A federation is not as the author of its model has signed it."""
+    """A federation differs from its publisher's signed terms."""
 
     failure = Failure("bad-work/terms")
 
@@ -47,7 +44,7 @@ class Publication(BaseModel):
 
 
 class Published(BaseModel):
-    """``GET /v1/federations/{name}/publication``. manifest: the published one, where the federation's is another."""
+    """``GET /v1/federations/{name}/publication``. manifest: the published one, if the federation's differs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -62,7 +59,7 @@ def fingerprint(publisher: str) -> str:
 
 
 def same_fingerprint(one: str, other: str) -> bool:
-    """Return whether two fingerprints are the same, however they are grouped."""
+    """Return whether two fingerprints are equal in any grouping."""
     return _digits(one) == _digits(other)
 
 
@@ -77,18 +74,18 @@ def _digits(text: str) -> str:
 
 
 def signed_text(statement: str) -> bytes:
-    """Return the bytes that are signed."""
+    """Return the signed bytes."""
     return CONTEXT + statement.encode()
 
 
 def check_signature(publication: Publication) -> None:
-    """Raise BadPublication unless the publisher has signed the statement; MissingPart without a library."""
+    """Raise BadPublication unless the publisher has signed the statement; MissingPart without cryptography."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError:
         raise MissingPart(
-            "the model of this federation is signed, and cryptography is not installed to check that: "
+            "the model of this federation is signed, and cryptography, which checks that, is not installed: "
             "pip install 'sparrow-fl[device]'"
         ) from None
     try:

@@ -1,9 +1,9 @@
-"""The rules of sparse training, used by both halves: which weights exist, and which change.
+"""The rules of sparse training for both halves: which weights exist, and which change.
 
-Functions of one layer, a maskable tensor, take flat arrays [n] in row-major order. Directions, d, are the sign of what
-the global model last did at a position: -1, 0 or 1; a zero agrees with nothing and contradicts nothing. Values are
-finite. Among equals the lower flat index is kept or revived, the higher one dropped. Shares of a count are rounded down
-after adding 1e-9, which removes accidents of binary floats: 0.29 * 100 means 29.
+Functions of one layer, a maskable tensor, take flat arrays [n] in row-major order. Directions, d, are the sign of the
+global model's last movement at a position: -1, 0 or 1; a zero neither agrees nor disagrees. Values are finite. Ties
+keep or revive the lower flat index, and drop the higher one. Shares of a count are rounded down after adding 1e-9, so
+that 0.29 * 100 counts as 29.
 
 Sources: FedSGC, arXiv:2405.01189; FedDST, Bibikar et al., AAAI 2022; RigL, Evci et al., ICML 2020; PruneFL, Jiang et
 al., 2022; GraSP, Wang et al., ICLR 2020.
@@ -27,7 +27,7 @@ Reals = NDArray[np.floating[Any]]
 Directions = NDArray[np.int8]
 
 USUAL_INTERVAL = 5
-"""Rounds, and a device's epochs, between replacements where the settings say nothing."""
+"""Default rounds, and a device's epochs, between replacements."""
 
 LayerSparsity = Literal["erk", "feddst", "uniform", "uniform_first_dense"]
 Basis = Literal["total", "moved"]
@@ -38,28 +38,28 @@ def _floor(value: float) -> int:
     return math.floor(value + 1e-9)
 
 
-# How many weights a layer keeps
+# Weights per layer
 
 
 def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, float]:
-    """Return the name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1]. density: the
-    share kept overall, 1 - S. Raises ValueError.
+    """Return the share of weights kept, 1 - s_l in (0, 1], of every maskable tensor, in order. density: the overall
+    share, 1 - S. Raises ValueError.
 
     ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that kept weights
     add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
-    others alike. ``feddst``: what the FedDST code calls ERK: sparsity in proportion to 1 - sum / product, of weights
-    and biases; a layer that would keep no weight, or more than it has, is left dense.
+    others equal. ``feddst``: ERK of the FedDST code: sparsity in proportion to 1 - sum / product, of weights and
+    biases; a layer that would keep no weight, or more than it has, stays dense.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; the share of weights kept must lie in (0, 1]")
-    if density == 1:  # by rounding, sums could fall short of it
+    # By rounding, sums could fall short of it.
+    if density == 1:
         return {spec.name: 1.0 for spec in manifest.maskable}
     return _RULES[rule](manifest, density)
 
 
 def layer_counts(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, int]:
-    """Return the name of every maskable tensor, in order -> number of weights kept, K_l, at least 1. Raises
-    ValueError."""
+    """Return the number of weights kept, K_l >= 1, of every maskable tensor, in order. Raises ValueError."""
     kept = layer_densities(manifest, density, rule)
     if rule == "feddst":
         values = _values_with_biases(manifest)
@@ -79,7 +79,7 @@ def _erk(manifest: Manifest, density: float) -> dict[str, float]:
     while len(dense) < len(sizes):
         share = target - sum(sizes[name] for name in dense)
         epsilon = share / sum(dims[name] for name in sizes if name not in dense)
-        # Dense layers give less than epsilon asks of them, so that it rises and none of them ever turns sparse again.
+        # Dense layers get less than epsilon would give them, so it only rises, and no dense layer turns sparse again.
         saturated = {name for name in sizes if name not in dense and epsilon * dims[name] > sizes[name]}
         if not saturated:
             break
@@ -92,7 +92,7 @@ def _uniform_first_dense(manifest: Manifest, density: float) -> dict[str, float]
     rest = sum(spec.size for spec in others)
     kept = density * (first.size + rest) - first.size
     if kept <= 0:
-        raise ValueError(f"density is {density}; the first layer alone is more: take another rule, or a larger density")
+        raise ValueError(f"density is {density}; the first layer has more: use another rule, or a larger density")
     return {first.name: 1.0, **{spec.name: kept / rest for spec in others}}
 
 
@@ -100,7 +100,7 @@ def _feddst(manifest: Manifest, density: float) -> dict[str, float]:
     values = _values_with_biases(manifest)
     raw = {spec.name: 1 - sum(spec.shape) / spec.size for spec in manifest.maskable}
     weighted = sum(raw[name] * values[name] for name in raw)
-    # Nothing can be cut by this rule where all layers are tiny and no raw sparsity is positive.
+    # If all layers are tiny, no raw sparsity is positive, and this rule cuts nothing.
     scale = (1 - density) * sum(values.values()) / weighted if weighted > 0 else 0.0
     densities = {}
     for spec in manifest.maskable:
@@ -110,7 +110,7 @@ def _feddst(manifest: Manifest, density: float) -> dict[str, float]:
 
 
 def _values_with_biases(manifest: Manifest) -> dict[str, int]:
-    """Return the name of every maskable tensor -> its weights and its layer's biases, n_l of the FedDST code."""
+    """Return the number of weights and layer biases of every maskable tensor, n_l of the FedDST code."""
     sizes = {spec.name: spec.size for spec in manifest.tensors}
     vectors = {spec.name for spec in manifest.tensors if len(spec.shape) == 1}
     biases = {
@@ -130,17 +130,18 @@ _RULES: dict[LayerSparsity, Callable[[Manifest, float], dict[str, float]]] = {
 }
 
 
-# The largest of many values
+# Largest values
 
 
 def _among_largest(values: NDArray[Any], count: int) -> Flags:
-    """Return flags that are true at the ``count`` largest values [n], ties to the lower index."""
+    """Return flags of the ``count`` largest values [n]; ties take the lower index."""
     size = len(values)
     if count <= 0:
         return np.zeros(size, dtype=bool)
     if count >= size:
         return np.ones(size, dtype=bool)
-    least = np.partition(values, size - count)[size - count]  # linear time, which sorting is not
+    # Partitioning takes linear time, unlike sorting.
+    least = np.partition(values, size - count)[size - count]
     chosen: Flags = values > least
     ties = np.flatnonzero(values == least)
     chosen[ties[: count - np.count_nonzero(chosen)]] = True
@@ -148,12 +149,12 @@ def _among_largest(values: NDArray[Any], count: int) -> Flags:
 
 
 def largest(values: NDArray[Any], count: int) -> Index:
-    """Return indices of the ``count`` largest values [n], sorted; ties to the lower index."""
+    """Return sorted indices of the ``count`` largest values [n]; ties take the lower index."""
     return np.flatnonzero(_among_largest(values, count))
 
 
 def _smallest(values: NDArray[Any], count: int) -> Index:
-    """Return indices of the ``count`` smallest values [n], sorted; ties to the higher index."""
+    """Return sorted indices of the ``count`` smallest values [n]; ties take the higher index."""
     return np.flatnonzero(~_among_largest(values, len(values) - count))
 
 
@@ -166,7 +167,7 @@ def _magnitudes(values: NDArray[Any]) -> Reals:
 
 
 def random_mask(manifest: Manifest, counts: Mapping[str, int], seed: int) -> ElementMask:
-    """Return ``counts[name]`` positions of every maskable tensor, uniform, the same on every machine: those of the
+    """Return ``counts[name]`` uniform positions of every maskable tensor, the same on every machine: those with the
     smallest 64-bit keys of one PCG64 stream, tensors in manifest order (see ``manifest.initial_values``)."""
     key = hashlib.sha256(f"elements|{seed}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
@@ -188,48 +189,46 @@ def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, in
     )
 
 
-# When a device re-adjusts
+# Times of replacements
 
 
 def interval(given: int | Literal["auto"], usual: int, length: int, share: float = 1.0) -> int:
-    """Return after how many rounds or epochs weights are replaced; 0: never. auto: the ``usual`` number, but at most
-    half of ``length``, the whole run. share: of the run that ``given`` is meant for."""
+    """Return the rounds or epochs between replacements; 0: never. auto: ``usual``, but at most half of ``length``, the
+    whole run. share: of the run that ``given`` is meant for."""
     if given == "auto":
         return min(usual, max(1, length // 2))
     return given and max(1, round(given * share))
 
 
 def shortening(rounds: int, of_rounds: int) -> float:
-    """Return the share that ``rounds`` are of a run of ``of_rounds``, at most 1; 0: this is that run."""
+    """Return the share of ``rounds`` in a run of ``of_rounds``, at most 1; ``of_rounds`` 0 gives 1."""
     return min(1.0, rounds / of_rounds) if of_rounds else 1.0
 
 
 def device_interval(given: int | Literal["auto"], of_rounds: int, rounds: int, expected: int) -> int:
-    """Return ΔT, a device's own epochs between replacements, of ``expected`` in all, T_c, in so many rounds."""
+    """Return ΔT, a device's own epochs between replacements. expected: its total, T_c."""
     return interval(given, USUAL_INTERVAL, expected, shortening(rounds, of_rounds))
 
 
 def prunefl_interval(given: int | Literal["auto"], rounds: int) -> int:
-    """Return PruneFL's rounds between those that replace weights; 0: none does. The paper's are 50."""
+    """Return PruneFL's rounds between replacements, in the paper 50; 0: never."""
     return interval(given, 50, rounds)
 
 
 def over_pruning(time: float, end: float, alpha: float) -> float:
-    """Return sigma(t) in [0, alpha], the share of a layer dropped beyond its sparsity: a cosine from time 0 to
-    ``end``."""
+    """Return sigma(t) in [0, alpha], the share of a layer dropped beyond its sparsity: a cosine from 0 to ``end``."""
     return alpha / 2 * (1 + math.cos(math.pi * time / end)) if time < end else 0.0
 
 
 def adjustment_steps(
     before: int, epochs: int, batches: int, interval: int, end: int, at: At = "penultimate"
 ) -> list[tuple[int, int]]:
-    """Return the times at which a device re-adjusts in a round: (batches trained by then, nominal time t in local
-    epochs).
+    """Return a device's replacements in a round: (batches trained before, nominal time t in local epochs).
 
-    It is due after every epoch at which e_c + e, ``before`` and this round's, is a multiple of ``interval`` below
-    ``end``. Weights revived after the last batch would be sent as zeros and lose every comparison at the coordinator.
-    So ``penultimate`` moves what is due then one epoch forward, keeping its t, or into the middle of the only epoch; if
-    that one re-adjusts too, they are one, at the later t.
+    One is due after every epoch at which e_c + e, ``before`` and this round's, is a multiple of ``interval`` below
+    ``end``. Weights revived after the last batch would be sent as zeros and be dropped by the coordinator. So
+    ``penultimate`` moves that replacement one epoch earlier, keeping its t, or into the middle of a single epoch; if it
+    then coincides with another, the later t holds.
     """
     times: dict[int, int] = {}
     for epoch in range(1, epochs + 1):
@@ -243,13 +242,13 @@ def adjustment_steps(
     return list(times.items())
 
 
-# What a device drops and revives
+# Replacements on a device
 
 
 @dataclass(frozen=True, eq=False)
 class Pruned:
-    """A layer with weights dropped. exists: bool [n], what is left. Dropped are ``guided``, for moving against the
-    direction, and ``magnitude``, for being small: sorted flat positions."""
+    """A layer after dropping weights. exists: bool [n], the remaining ones. Dropped, as sorted flat positions:
+    ``guided``, which moved against the direction, and ``magnitude``, which were small."""
 
     exists: Flags
     guided: Index
@@ -266,16 +265,16 @@ def prune(
     share: float,
     basis: Basis = "total",
 ) -> Pruned:
-    """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2). Arrays are flat [n], and stay as they are.
+    """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2). Flat arrays [n] are not modified.
 
     moved: the local pseudo-gradient, local minus received. A ``share``, lambda, of the layer's zeros afterwards
     (``total``, as printed) or of the weights to drop (``moved``) is dropped from those that moved against their
-    direction, smallest first; the others are the smallest of all.
+    direction, smallest first; the rest are the smallest overall.
     """
     active = np.flatnonzero(exists)
     surplus = max(0, len(active) - left)
     sizes = _magnitudes(np.take(weights, active))
-    # A product with -1, 0 or 1 is exact, and negative only where both are there and differ in sign.
+    # A product with -1, 0 or 1 is exact, and negative only if both differ in sign.
     incongruent = np.flatnonzero(np.take(moved, active) * np.take(directions, active) < 0)
     quota = _floor(share * (len(exists) - left if basis == "total" else surplus))
     chosen = incongruent[_smallest(np.take(sizes, incongruent), min(quota, surplus, len(incongruent)))]
@@ -290,9 +289,8 @@ def prune(
 
 @dataclass(frozen=True, eq=False)
 class Grown:
-    """A layer with weights revived. exists: bool [n]. Revived are ``guided``, for a gradient that agrees with the
-    direction, and ``magnitude``, for a large one: sorted flat positions, some of which ``prune`` may have just
-    dropped."""
+    """A layer after reviving weights. exists: bool [n]. Revived, as sorted flat positions: ``guided``, whose gradient
+    agrees with the direction, and ``magnitude``, whose gradient is large. ``prune`` may have just dropped some."""
 
     exists: Flags
     guided: Index
@@ -310,9 +308,9 @@ def grow(
 ) -> Grown:
     """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). Arrays are flat [n].
 
-    gradient: of the whole layer, taken before pruning. A ``share``, lambda, of what is missing goes to weights whose
-    descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates:
-    positions to choose from, all by default; if too few are free, other free positions follow, then ``pruned.guided``.
+    gradient: of the whole layer, taken before pruning. A ``share``, lambda, of missing weights goes to those whose
+    descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates: allowed
+    positions, by default all; if too few are free, other free positions follow, then ``pruned.guided``.
     """
     sizes = _magnitudes(gradient)
     missing = max(0, count - int(np.count_nonzero(pruned.exists)))
@@ -331,19 +329,18 @@ def grow(
             break
         rest = pool & ~exists
         wanted = min(missing, int(np.count_nonzero(rest)))
-        # Below every |gradient|, and faster than to gather the others.
+        # -1 is below every |gradient|, and faster than gathering the others.
         exists |= _among_largest(np.where(rest, sizes, -1), wanted)
         missing -= wanted
     return Grown(exists, guided, np.flatnonzero(exists ^ before))
 
 
-# What the coordinator keeps
+# Pruning on the coordinator
 
 
 def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) -> Flags:
-    """Return flags of the ``count``, K_l, largest |values| among the positions in ``union``; all of these if there are
-    no more. weights: of each position's mean; of equal values more weight wins, then the lower index (FedSGC, section
-    3.3)."""
+    """Return flags of the ``count``, K_l, largest |values| among the positions in ``union``, or all of them if there
+    are fewer. weights: of each position's mean; ties take more weight, then the lower index (FedSGC, section 3.3)."""
     index = np.flatnonzero(union)
     if len(index) <= count:
         return union.copy()
@@ -358,12 +355,12 @@ def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) 
     return kept
 
 
-# What devices vote for
+# Votes
 
 
 @dataclass(frozen=True)
 class Election:
-    """The vote about one tensor: how many weights are replaced, and among how many positions devices choose."""
+    """The vote about one tensor. seats: weights to replace. candidates: positions to choose from."""
 
     seats: int
     candidates: int
@@ -372,11 +369,12 @@ class Election:
 def elections(
     manifest: Manifest, counts: Mapping[str, int], share: float, candidates_per_seat: float
 ) -> dict[str, Election]:
-    """Return the votes of a round by tensor, without those of which nothing is replaced. counts: K_l. share: of them
-    that is replaced, as far as there are candidates, ``candidates_per_seat`` for each."""
+    """Return the votes of a round by tensor, without empty ones. counts: K_l. share: of the weights to replace, limited
+    by the free positions, with ``candidates_per_seat`` each."""
     found = {}
     for spec in manifest.maskable:
-        seats, free = _floor(share * counts[spec.name]), spec.size - counts[spec.name]
+        seats = _floor(share * counts[spec.name])
+        free = spec.size - counts[spec.name]
         candidates = min(free, _floor(candidates_per_seat * seats))
         if candidates:
             found[spec.name] = Election(min(seats, candidates), candidates)
@@ -384,7 +382,7 @@ def elections(
 
 
 def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int, round_number: int) -> dict[str, Index]:
-    """Return the candidates of each vote: sorted flat positions where nothing exists, drawn as in ``random_mask``."""
+    """Return the candidates of each vote: sorted flat empty positions, drawn as in ``random_mask``."""
     key = hashlib.sha256(f"candidates|{seed}|{round_number}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
     drawn = {}
@@ -395,7 +393,7 @@ def draw_candidates(mask: ElementMask, votes: Mapping[str, Election], seed: int,
 
 
 def ballot(gradient: Reals, seats: int) -> Directions:
-    """Return a device's votes, int8 [n], by the gradient of candidates: the signs of the ``seats`` largest, else 0."""
+    """Return a device's votes, int8 [n], from the candidates' gradient: the signs of the ``seats`` largest, else 0."""
     votes = np.zeros(len(gradient), dtype=np.int8)
     chosen = largest(np.abs(gradient), seats)
     votes[chosen] = np.sign(np.take(gradient, chosen))
@@ -403,7 +401,7 @@ def ballot(gradient: Reals, seats: int) -> Directions:
 
 
 def elect(tally: Reals, seats: int) -> Index:
-    """Return the elected candidates, sorted: the ``seats`` largest |tally| [n] that are not 0. tally: Σ_c n_c v_c."""
+    """Return the sorted elected candidates: the ``seats`` largest |tally| [n] except 0. tally: Σ_c n_c v_c."""
     sizes = np.abs(tally)
     return largest(sizes, min(seats, int(np.count_nonzero(sizes))))
 
@@ -412,7 +410,7 @@ def elect(tally: Reals, seats: int) -> Index:
 
 
 def weight_budget(manifest: Manifest, density: float) -> int:
-    """K = floor(density * n_w) weights for the whole network, and no fewer than one for every tensor."""
+    """Return K = floor(density * n_w) for the whole network, at least one per tensor."""
     return max(len(manifest.maskable), _floor(density * manifest.maskable_values))
 
 
@@ -426,8 +424,8 @@ def readjust(
     share: float,
     fixed_cost: float,
 ) -> ElementMask:
-    """Return ``keep_by_gain`` with FLOPs for seconds: a weight costs t_l = 6 * positions of its layer. fixed_cost: t_0,
-    as a share of what the dense network costs."""
+    """Return ``keep_by_gain`` with FLOPs as seconds: a weight costs t_l = 6 * positions of its layer. fixed_cost: t_0,
+    as a share of the dense network's cost."""
     multiplying = [layer for layer in manifest.layers if layer.kind in MULTIPLYING]
     cost = {
         spec.name: 6.0 * sum(layer.positions for layer in multiplying if spec.name in layer.tensors)
@@ -448,15 +446,15 @@ def keep_by_gain(
     share: float,
     count: int,
 ) -> ElementMask:
-    """Return PruneFL's next mask: weights that are worth their time, at most ``count`` of them.
+    """Return PruneFL's next mask: at most ``count`` weights that are worth their time.
 
     importance: mean squared gradients, g2. cost: seconds that one weight of a tensor adds to a round, t_l. fixed_cost:
-    seconds of a round otherwise, t_0. share: rho, of each tensor's existing weights the smallest that may go; the
-    others are fixed, per tensor as in PruneFL's code.
+    other seconds of a round, t_0. share: rho, the share of each tensor's existing weights, the smallest, that may be
+    dropped; the others are fixed, per tensor as in PruneFL's code.
 
-    Weights that are not fixed follow by g2 / t_l, largest first, while that exceeds the sum of g2 over the seconds of
-    all taken so far. A tensor without a fixed weight keeps the one of the largest g2. If these are too many, the
-    ``count`` largest |weights| of them are kept, at least one of every tensor.
+    Other weights are added by g2 / t_l, largest first, while that exceeds the sum of g2 over the seconds of all kept so
+    far. A tensor without a fixed weight keeps the one with the largest g2. If these are too many, the ``count`` largest
+    |weights| of them are kept, at least one per tensor.
     """
     names = list(mask.exists)
     sizes = [_magnitudes(weights[name]) for name in names]
@@ -487,7 +485,7 @@ def keep_by_gain(
 
 
 def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
-    """Return the flags of values that one tensor keeps in any case."""
+    """Return the flags of a tensor's fixed weights."""
     flags = np.zeros(len(sizes), dtype=bool)
     flags[active[largest(np.take(sizes, active), len(active) - _floor(share * len(active)))]] = True
     if not flags.any():
@@ -496,12 +494,12 @@ def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
 
 
 def keep_by_score(scores: Mapping[str, Reals], count: int) -> ElementMask:
-    """Return the ``count`` largest scores over all tensors (GraSP), but at least one of each tensor."""
+    """Return the ``count`` largest scores over all tensors (GraSP), at least one per tensor."""
     return _mask_like(scores, _largest_of_all([part.reshape(-1) for part in scores.values()], count))
 
 
 def _largest_of_all(parts: Sequence[NDArray[Any]], count: int) -> Flags:
-    """Return the ``count`` largest over all parts, and at least one of each: flags of the parts one after the other."""
+    """Return concatenated flags of the ``count`` largest values over all parts, at least one per part."""
     kept = np.concatenate([_among_largest(part, 1) for part in parts])
     rest = np.flatnonzero(~kept)
     kept[rest[largest(np.take(np.concatenate(parts), rest), count - len(parts))]] = True

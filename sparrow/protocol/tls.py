@@ -1,4 +1,4 @@
-"""TLS towards a coordinator: whom to trust beyond the usual authorities, and how to show who one is."""
+"""TLS towards a coordinator: trusted authorities and client certificates."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["BadCertificate", "Tls"]
 
 
 class BadCertificate(SdkError):
-    """A certificate or key cannot be used; the text says which and why."""
+    """A certificate or key is not usable; the text says which and why."""
 
     exit_code = Exit.USAGE
 
 
-CERTIFICATE = "where it asks for a certificate, give one that it trusts with --client-cert FILE --client-key FILE"
+CERTIFICATE = "if it asks for a certificate, give one that it trusts with --client-cert FILE --client-key FILE"
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM format. ca: the only authorities to trust. certificate and key: this caller's own, for a coordinator
-    that asks for one; the key may lie in the certificate's file."""
+    """Files in PEM format. ca: the only trusted authorities. certificate and key: the caller's own, for a coordinator
+    that asks for one; the certificate's file may include the key."""
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -37,7 +37,7 @@ class Tls:
     def context(self) -> ssl.SSLContext:
         """Return the argument ``verify`` of httpx. Raises BadCertificate."""
         if self.key is not None and self.certificate is None:
-            raise BadCertificate("--client-key is of no use alone; give --client-cert as well")
+            raise BadCertificate("--client-key needs --client-cert; give both")
         for option, path in (("--ca", self.ca), ("--client-cert", self.certificate), ("--client-key", self.key)):
             if path is not None and not path.is_file():
                 raise BadCertificate(f"{option}: there is no file {path}")
@@ -57,7 +57,8 @@ class Tls:
 
 
 def _no_password() -> str:
-    raise BadCertificate("the key has a password")  # else OpenSSL would ask for it on the terminal, and wait
+    # Without a callback OpenSSL would ask on the terminal, and wait.
+    raise BadCertificate("the key has a password")
 
 
 def _reason(error: Exception) -> str:
@@ -66,9 +67,9 @@ def _reason(error: Exception) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options ``--ca``, ``--client-cert`` and ``--client-key``; ``from_options`` reads them."""
-    group = parser.add_argument_group("TLS, where --server is https://HOST")
-    group.add_argument("--ca", type=Path, metavar="FILE", help="trust these authorities only (default: public ones)")
-    group.add_argument("--client-cert", type=Path, metavar="FILE", help="own certificate, where one is asked for")
+    group = parser.add_argument_group("TLS, for --server https://HOST")
+    group.add_argument("--ca", type=Path, metavar="FILE", help="trust only these authorities (default: public ones)")
+    group.add_argument("--client-cert", type=Path, metavar="FILE", help="own certificate, if the server asks for one")
     group.add_argument("--client-key", type=Path, metavar="FILE", help="its key, unless it is in the same file")
 
 
@@ -78,15 +79,15 @@ def from_options(options: argparse.Namespace) -> Tls:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return why a call failed for TLS, and what to do; None if it failed for another reason."""
+    """Return the reason and a remedy if a call failed because of TLS, otherwise None."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (
-                f"its certificate is not to be trusted ({cause.verify_message}); give its authority with --ca FILE, "
-                f"and call it by a name that its certificate has"
+                f"its certificate is not trusted ({cause.verify_message}); give its authority with --ca FILE, and use "
+                f"a host name of the certificate"
             )
         if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
             return f"it ended the TLS handshake ({(cause.reason or '').lower().replace('_', ' ')}); {CERTIFICATE}"
@@ -97,7 +98,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def hint(error: Exception, server: str) -> str:
-    """Return the text of a failed call. From TLS 1.3 on, a call that lacks a certificate may only be cut off."""
+    """Return the text of a failed call. From TLS 1.3 on, a missing certificate may only show as a closed connection."""
     said = str(error) or type(error).__name__
     cut_off = server.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
     return f"{said.rstrip('.')}; {CERTIFICATE}" if cut_off else said

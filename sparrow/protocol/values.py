@@ -1,9 +1,8 @@
-"""Files of values beside a manifest: what nobody trains, and so travels once, and how what stays on devices begins.
+"""Files of values beside a manifest: frozen values, and first values of tensors that stay on devices.
 
-The bytes of such a file are those tensors of the manifest in their order, one after the other, without names:
-little-endian and row-major, in their own type; of what is frozen, those of float32 with at least two axes in float16
-where the manifest says so. So the same backbone in two federations is one file, whatever its modules are called. The
-manifest names the SHA-256 of each.
+A file has the tensors in manifest order without names, little-endian and row-major, in their own type. Frozen float32
+tensors with at least two axes may be float16 (``frozen_precision``). Without names, the same backbone has the same file
+in any federation. The manifest has the SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ File = bytes | memoryview | NDArray[np.uint8]
 
 
 def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> bytes:
-    """Return the file of these values. Raises ManifestError, naming the tensor, for one that is not finite as
-    stored."""
+    """Return the file of these values. Raises ManifestError, naming the tensor, if a stored value is not finite."""
     parts = []
     for spec, kind in _stored(manifest, which):
         with np.errstate(over="ignore"):
@@ -34,13 +32,13 @@ def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> byt
 
 
 def size(manifest: Manifest, which: Values) -> int:
-    """Return the bytes of the file."""
+    """Return the file's size in bytes."""
     return sum(spec.size * kind.itemsize for spec, kind in _stored(manifest, which))
 
 
 def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
-    """Return the tensors by name, read-only: parts of ``file``, or of float16 copies in float32. Raises ManifestError
-    unless it is the file that the manifest names."""
+    """Return the tensors by name, read-only: views of ``file``, or float32 copies of float16. Raises ManifestError for
+    another file than the manifest's."""
     data = np.frombuffer(file, np.uint8)
     wanted = manifest.files.get(which)
     if len(data) != size(manifest, which) or hashlib.sha256(data.data).hexdigest() != wanted:
@@ -48,7 +46,8 @@ def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
             f"the file of {which} values has {len(data)} bytes and another SHA-256 than the manifest names, "
             f"{wanted}; download it again"
         )
-    tensors, begin = Tensors(), 0
+    tensors = Tensors()
+    begin = 0
     for spec, kind in _stored(manifest, which):
         end = begin + spec.size * kind.itemsize
         part = data[begin:end]
@@ -56,12 +55,13 @@ def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
         values = (part if aligned else part.copy()).view(kind).reshape(spec.shape)
         values = np.asarray(values, np.dtype(spec.dtype))
         values.flags.writeable = False
-        tensors[spec.name], begin = values, end
+        tensors[spec.name] = values
+        begin = end
     return tensors
 
 
 def _stored(manifest: Manifest, which: Values) -> Iterator[tuple[TensorSpec, np.dtype[np.generic]]]:
-    """Yield each tensor of the file, and the type in which it is stored."""
+    """Yield each tensor of the file with its stored type."""
     specs: tuple[TensorSpec, ...] = getattr(manifest, which)
     for spec in specs:
         halved = manifest.frozen_precision == "float16" and spec.dtype == "float32" and len(spec.shape) > 1

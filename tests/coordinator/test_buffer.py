@@ -351,9 +351,12 @@ def test_methods_whose_rounds_build_on_one_model_cannot(coordinator, method):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"buffer": 4, "cohort": 3}, "buffer: a round would wait for 4 updates while 3 devices train at a time"),
-        ({"buffer": 2, "quorum": 0.5}, "buffer: quorum, over_selection, min_updates and extensions are of rounds"),
-        ({"min_updates": 4, "cohort": 3}, "min_updates: 4 cannot come of a cohort of 3"),
+        ({"buffer": 4, "cohort": 3}, "buffer: a round would wait for 4 updates, but only 3 devices train at a time"),
+        (
+            {"buffer": 2, "quorum": 0.5},
+            "buffer: a round closes when the buffer is full, so quorum, over_selection, min_updates",
+        ),
+        ({"min_updates": 4, "cohort": 3}, "min_updates: 4 is more than cohort, 3"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, reason):
@@ -363,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, reason):
 
 def test_a_change_that_would_contradict_is_refused_and_changes_nothing(coordinator):
     coordinator.create(buffer=4, cohort=5)
-    with pytest.raises(BadContent, match="buffer: a round would wait for 4 updates while 3 devices"):
+    with pytest.raises(BadContent, match="buffer: a round would wait for 4 updates, but only 3 devices"):
         coordinator.change(cohort=3)
     coordinator.enrol("a")
     assert coordinator.info().round == 0

@@ -373,11 +373,11 @@ def test_layers_of_the_card(sparsity, rule, densities, total, share):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rounds": 7}, r"rounds: 7 are too few for 2 iterations of three stages; give at least 8"),
-        ({"rounds": 8, "local_epochs": 1, "local_steps": 3}, "local_steps: .* give local_epochs instead"),
+        ({"rounds": 7}, r"rounds: 7 rounds are too few for 2 iterations of three stages; set at least 8"),
+        ({"rounds": 8, "local_epochs": 1, "local_steps": 3}, "local_steps: .* set local_epochs instead"),
         (
             {"rounds": 8, "method_settings": {"density": 0.001, "layer_sparsity": "uniform_first_dense"}},
-            r"method_settings: density is 0\.001; the first layer alone is more",
+            r"method_settings: density is 0\.001; the first layer has more",
         ),
         ({"rounds": 8, "method_settings": {"density": 0}}, "density"),
         ({"rounds": 8, "method_settings": {"vote_percent": 100}}, "vote_percent"),
@@ -771,7 +771,7 @@ def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordi
     coordinator.rounds.advance()
     count, m_g = COUNTS["fc1.weight"], coordinator.model().mask
     for drop, grow in ((1, 0), (0, 1), (3, 1)):
-        said = rf"mask: fc1\.weight has {count - drop + grow} weights, it must have {count}"
+        said = rf"mask: fc1\.weight has {count - drop + grow} weights, but must have {count}"
         with pytest.raises(BadContent, match=said):
             send(coordinator, first, changed(m_g, drop=drop, grow=grow))
     with pytest.raises(BadContent, match="mask"):
@@ -787,7 +787,9 @@ def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordi
     coordinator.rounds.advance()
     assert coordinator.records.rounds("f")[-1].round == 3
     m_g = coordinator.model().mask
-    with pytest.raises(BadContent, match="mask: it is not the round's, which this method does not let devices change"):
+    with pytest.raises(
+        BadContent, match="mask: it differs from the round's, which devices of this method may not change"
+    ):
         send(coordinator, first, changed(m_g))
     assert send(coordinator, first, m_g)
 

@@ -354,7 +354,7 @@ def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator
     where, device = assignment_of(coordinator, session), session.identity.device_id
     many = NeuronMask({name: np.arange(size // 2) for name, size in DIGITS.group_sizes.items()})
     for mask in (many, None):
-        with pytest.raises(BadContent, match=r"max\(1, floor\(p n\)\) at a budget of p = 0\.3, and these are not so"):
+        with pytest.raises(BadContent, match=r"p = 0\.3 a device must choose max\(1, floor\(p n\)\)"):
             coordinator.acceptance.accept_update(where, device, forged(session, mask))
     last = NeuronMask(
         {name: np.arange(size - math.floor(0.3 * size), size) for name, size in DIGITS.group_sizes.items()}
@@ -376,7 +376,9 @@ def test_a_later_update_of_other_neurons_is_refused(coordinator):
     other = NeuronMask({name: np.arange(len(index)) for name, index in chosen.active.items()})
     assert not same_mask(chosen, other)
     where, device = assignment_of(coordinator, session), session.identity.device_id
-    with pytest.raises(BadContent, match="not the one that the device chose and keeps; fetch the assignment again"):
+    with pytest.raises(
+        BadContent, match="it differs from the one that the device chose before; fetch the assignment again"
+    ):
         coordinator.acceptance.accept_update(where, device, forged(session, other))
     coordinator.play(*sessions)
     assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 3

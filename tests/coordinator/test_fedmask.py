@@ -173,9 +173,9 @@ def test_what_cannot_work_is_refused():
         manifest_of(DIGITS.model_copy(update={"layers": ()}))
     manifest = manifest_of(DIGITS)
     settings = FederationSettings(method="fedmask", outlier_mads=3.0)
-    with pytest.raises(BadContent, match="outlier_mads: it bounds values that move"):
+    with pytest.raises(BadContent, match="outlier_mads: it limits changes of values"):
         METHOD.start(initial_values(manifest, 0), Situation(manifest, settings))
-    with pytest.raises(BadContent, match="weights stay as they began"):
+    with pytest.raises(BadContent, match="weights are fixed"):
         METHOD.masks.check(None, BlockMask(np.ones(2, bool)), Situation(manifest, settings))
     assert "signs" in METHOD.why_not_secure(settings)
 

@@ -283,7 +283,7 @@ def test_the_first_model_is_that_of_the_seed_under_the_first_mask():
 @pytest.mark.parametrize(
     ("own", "manifest", "more", "said"),
     [
-        ({}, DIGITS, {"local_steps": 3}, "local_steps: .* give local_epochs instead"),
+        ({}, DIGITS, {"local_steps": 3}, "local_steps: .* set local_epochs instead"),
         ({}, Manifest.model_validate({**DIGITS.model_dump(), "layers": ()}), {}, "no linear layer or convolution"),
     ],
 )
@@ -326,14 +326,19 @@ PAPER = {"preset": "paper"}
             "fedsgc",
             {**PAPER, "device_interval": 1},
             {"rounds": 20},
-            r"adjust_interval: every 20 .* none of 20\. .*more than 20 rounds",
+            r"adjust_interval: weights are replaced every 20 .* never in 20 .*more than 20 rounds",
         ),
         ("feddst", {"adjust_interval": 2, "device_interval": 11}, {"rounds": 4, "min_devices": 1}, "below 11,"),
-        ("feddst", {}, {"rounds": 1, "local_epochs": 1}, "adjust_interval: every 1 rounds .* none of 1"),
-        ("prunefl", {"adjust_interval": 50}, {}, "adjust_interval: every 50 rounds .* none of 40"),
-        ("prunefl", {}, {"rounds": 1}, "none of 1"),
+        (
+            "feddst",
+            {},
+            {"rounds": 1, "local_epochs": 1},
+            "adjust_interval: weights are replaced every 1 rounds .* never in 1",
+        ),
+        ("prunefl", {"adjust_interval": 50}, {}, "replaced every 50 rounds .* never in 40"),
+        ("prunefl", {}, {"rounds": 1}, "never in 1"),
         ("dmpfl", {"adjust_interval": 10}, {"rounds": 30}, "every 10 rounds of the stage masks, which has 8: never"),
-        ("dmpfl", {"adjust_interval": 8, "iterations": 1, "anneal": "cosine"}, {"rounds": 16}, "of 7 or less"),
+        ("dmpfl", {"adjust_interval": 8, "iterations": 1, "anneal": "cosine"}, {"rounds": 16}, "to 7 or less"),
     ],
 )
 def test_settings_by_which_no_weight_could_be_replaced_are_refused(coordinator, method, own, more, said):
@@ -433,7 +438,7 @@ def test_the_warning_counts_rounds_that_re_adjusted():
     assert said[:2] == [None, None]
     assert all(text.startswith("no weight has been replaced in 1 re-adjusting rounds") for text in said[2:])
     said = server.warning(still, situation(own=own, rounds=2, round=1))
-    assert said == "of 2 rounds none replaces weights; give an adjust_interval of less than 2", "none is to come"
+    assert said == "none of 2 rounds replaces weights; set an adjust_interval of less than 2", "none is to come"
     assert server.warning(close(), situation(own=own, rounds=4, round=4)) is None
 
 
@@ -540,7 +545,7 @@ def test_a_mask_that_never_changes_is_said_and_logged_once(coordinator, caplog):
     sessions = start(coordinator, own={"over_pruning": 0}, rounds=4)
     assert coordinator.info().warning is None
     play(coordinator, *sessions)
-    said = "no weight has been replaced in 1 re-adjusting rounds: the mask is still the first one"
+    said = "no weight has been replaced in 1 re-adjusting rounds, so the mask is still the first one"
     assert coordinator.info().warning.startswith(said)
     assert caplog.text.count(said) == 1
     assert [record.notes["positions_replaced"] for record in coordinator.records.rounds("f")] == [0] * 4
@@ -731,7 +736,9 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(co
         device = session.identity.device_id
         return coordinator.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
 
-    with pytest.raises(BadContent, match=r"mask: it is not the round's, which this method does not let devices change"):
+    with pytest.raises(
+        BadContent, match=r"mask: it differs from the round's, which devices of this method may not change"
+    ):
         send(first, changed(model.mask))
     with pytest.raises(BadContent, match="mask"):
         send(first, None)
@@ -741,7 +748,7 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(co
     assert assigned(coordinator, first).plan == {"expected_epochs": 12}
     model, count = coordinator.model(), COUNTS["fc1.weight"]
     for drop, grow in ((1, 0), (0, 1), (2, 1)):
-        said = rf"mask: fc1\.weight has {count - drop + grow} weights, it must have {count}; grow what it drops"
+        said = rf"mask: fc1\.weight has {count - drop + grow} weights, but must have {count}; grow as many as drop"
         with pytest.raises(BadContent, match=said):
             send(first, changed(model.mask, drop=drop, grow=grow))
     assert send(first, changed(model.mask, drop=40, grow=40))

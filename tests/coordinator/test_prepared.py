@@ -197,10 +197,10 @@ def send(coordinator, name, assignment, mask, *, known=None, gradients=None):
 @pytest.mark.parametrize(
     ("method", "counts", "said"),
     [
-        ("grasp", (72, 505, 1500, 640), "has 2717 weights, at most 2716 may exist"),
-        ("grasp", (72, 503, 1500, 640), "has 2715 weights, it must have 2716"),
+        ("grasp", (72, 505, 1500, 640), "has 2717 weights, but at most 2716 may exist"),
+        ("grasp", (72, 503, 1500, 640), "has 2715 weights, but must have 2716"),
         ("grasp", (0, 576, 1500, 640), "conv1.weight has no weight"),
-        ("prunefl", (72, 505, 1500, 640), "has 2717 weights, at most 2716 may exist"),
+        ("prunefl", (72, 505, 1500, 640), "has 2717 weights, but at most 2716 may exist"),
         ("prunefl", (72, 505, 1500, 0), "out.weight has no weight"),
     ],
 )
@@ -262,7 +262,7 @@ def test_devices_change_no_mask_of_their_own(coordinator, method):
     mask = coordinator.model().mask
     other = mask_of(mask.counts.values())
     assert other.digest != mask.digest
-    with pytest.raises(BadContent, match="which this method does not let devices change"):
+    with pytest.raises(BadContent, match="which devices of this method may not change"):
         send(coordinator, "a", asked["a"], other, known=mask)
     assert send(coordinator, "a", asked["a"], mask, known=mask)
 
@@ -286,7 +286,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
 def test_a_model_without_weights_to_prune_is_refused(method):
     manifest = Manifest(task="w", input_shape=(1,), output_shape=(1,), tensors=(TensorSpec(name="w", shape=(1,)),))
-    with pytest.raises(BadContent, match="nothing is sparse"):
+    with pytest.raises(BadContent, match="no layer can be sparse"):
         load_method(method).start({}, Situation(manifest, FederationSettings(method=method)))
 
 

@@ -233,7 +233,7 @@ def test_methods_that_let_more_out_than_a_mean_are_refused(small, name):
 
 def test_a_method_that_makes_its_models_in_its_own_way_is_refused_unless_it_vouches_for_it(small):
     own = CoordinatorMethod(smallest_budget=any_budget, aggregation=Aggregation(why_mean_only=None))
-    with pytest.raises(BadContent, match="an aggregation of its own, which may tell more than the mean"):
+    with pytest.raises(BadContent, match="an aggregation of its own, which may reveal more than the mean"):
         check_privacy(own, small, completed(FederationSettings(**PRIVATE)))
 
 

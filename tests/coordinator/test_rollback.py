@@ -331,5 +331,5 @@ def test_dmpfl_goes_back_within_a_stage(real):
         real.federations.change("f", ChangeFederation(action="rollback", model_version=2))
     real.play(a, b)
     assert real.info().round == 8
-    with pytest.raises(WrongState, match="is no more; it can begin from the models of round 8"):
+    with pytest.raises(WrongState, match="is after the last; start from the models of round 8"):
         real.federations.change("f", ChangeFederation(action="rollback", model_version=5))

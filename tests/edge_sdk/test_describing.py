@@ -293,7 +293,7 @@ def test_the_coordinator_wants_coupling_for_methods_that_need_it(client, monkeyp
 @pytest.mark.parametrize("method", ["fedper", "lgfedavg"])
 def test_a_head_that_is_tied_to_the_body_cannot_stay_on_the_device(method):
     manifest = describe_whole(Tied(), words_of(2), task="t")
-    with pytest.raises(BadContent, match=r"words\.weight is used by words as well \(tied weights\); choose a method"):
+    with pytest.raises(BadContent, match=r"words\.weight is also used by words \(tied weights\); choose a method"):
         coordinator_half(method).manifest(manifest, FederationSettings(method=method))
 
 

@@ -248,10 +248,14 @@ def test_the_server_goes_its_share_of_the_way_to_the_mean_and_beyond_it(mixing):
     ("given", "own", "said"),
     [
         ({}, {}, None),
-        ({"learning_rate": 0.2}, {}, "times method_settings.proximal_weight it is 3; from 2 on personal models"),
+        (
+            {"learning_rate": 0.2},
+            {},
+            "learning_rate x method_settings.proximal_weight is 3; personal models diverge from 2",
+        ),
         ({"learning_rate": 0.2, "momentum": 0.9}, {}, None),
         ({"learning_rate": 0.2, "optimizer": "adam"}, {}, None),
-        ({}, {"outer_rate": 0.2}, "times proximal_weight it is 3; from 2 on local models diverge"),
+        ({}, {"outer_rate": 0.2}, "outer_rate x proximal_weight is 3; local models diverge from 2"),
     ],
 )
 def test_rates_that_cannot_work_are_told_to_the_operator(given, own, said):

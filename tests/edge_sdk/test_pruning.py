@@ -206,7 +206,7 @@ def test_fedmp_trains_the_network_that_was_pruned_for_it():
 
 
 def test_fedmp_refuses_neurons_of_another_ratio():
-    with pytest.raises(BundleError, match=r"has not the neurons of an active ratio of 0\.3; fetch the assignment"):
+    with pytest.raises(BundleError, match=r"does not fit an active ratio of 0\.3; fetch the assignment"):
         FEDMP.train(job_of(BANDIT, 0.3, mask=first_neurons(MANIFEST, 0.4)))
 
 

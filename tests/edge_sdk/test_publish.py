@@ -57,7 +57,7 @@ def test_who_publishes_may_cut_the_model_into_blocks(client, two_layers):
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"body.weight": (1, 2)}, "'body.weight' has blocks of 12 values; cut shared, trainable tensors, and whole"),
+        ({"body.weight": (1, 2)}, "'body.weight' has blocks of 12 values; cut whole, shared, trainable tensors"),
         ({"tail.weight": (1,)}, "the model has no parameter 'tail.weight'"),
     ],
 )

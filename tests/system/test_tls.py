@@ -105,7 +105,7 @@ def test_any_other_is_refused_in_one_line_that_says_what_to_do(server, files):
     for trust in (None, Tls(files.unknown_ca)):
         assert "give its authority with --ca FILE" in why_not(server, trust)
     elsewhere = server.replace("localhost", "127.0.0.1")
-    assert "call it by a name that its certificate has" in why_not(elsewhere, Tls(files.ca))
+    assert "use a host name of the certificate" in why_not(elsewhere, Tls(files.ca))
     assert "disconnected" in why_not(server.replace("https", "http"))
 
 
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
         (Tls(ca=rubbish), "holds no certificates in PEM format"),
         (Tls(files.ca, certificate, files.server[1]), "the key that belongs to it"),
         (Tls(files.ca, certificate), "the key that belongs to it"),
-        (Tls(files.ca, key=key), "--client-key is of no use alone"),
+        (Tls(files.ca, key=key), "--client-key needs --client-cert"),
     ):
         with pytest.raises(BadCertificate, match=said):
             tls.context()

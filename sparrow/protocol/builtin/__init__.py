@@ -1,9 +1,9 @@
-"""The tasks every coordinator knows without being told: their manifests and ONNX graphs, as data.
+"""The built-in tasks: their manifests and ONNX graphs, as data.
 
-``<task>.safetensors`` beside this file is a checkpoint (``protocol.checkpoint``) whose note is the manifest, and whose
-uint8 vectors are the graphs that it names. ``python -m edge_sdk.publishing.write_builtin`` writes it. Initial weights
-follow from the manifest's recipes, so that a coordinator needs no torch to begin. A task with another
-model than its usual one, ``mnist:leaf``, is kept as ``mnist-leaf``, since not every file system takes a colon.
+``<task>.safetensors`` beside this file is a checkpoint (``protocol.checkpoint``) with the manifest as note and the
+graphs as uint8 vectors, written by ``python -m edge_sdk.publishing.write_builtin``. Initial weights follow from the
+manifest's recipes, so a coordinator needs no torch. The file of ``mnist:leaf`` is ``mnist-leaf``, since some file
+systems do not allow colons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BuiltinTask:
-    """A task's model, and the ONNX graphs that ``manifest`` names."""
+    """A task's model, and the manifest's ONNX graphs."""
 
     name: str
     manifest: Manifest
@@ -52,7 +52,7 @@ def file_name(name: str) -> str:
 
 
 def load_builtin(name: str) -> BuiltinTask:
-    """Return the built-in task ``name``. Raises ManifestError, listing the names, when there is none."""
+    """Return the built-in task ``name``. Raises ManifestError, listing the names, if there is none."""
     if name not in builtin_tasks():
         raise ManifestError(
             f"there is no built-in task {name!r}; there are {', '.join(builtin_tasks())}. "

@@ -1,13 +1,13 @@
-"""Every request and response of the HTTP contract, version 1, by job.
+"""Every request and response of the HTTP contract, version 1, by area.
 
-    federations   creating, changing and describing them
-    devices       enrolling, changing and describing them
-    work          assignments, and what becomes of them
-    reports       what devices report: costs, training, evaluations
-    records       rounds, as observers get them
+    federations   creation, changes, descriptions
+    devices       enrolment, changes, descriptions
+    work          assignments, and their outcomes
+    reports       devices' costs, training, evaluations
+    records       rounds, for observers
 
-A model here is what crosses the wire; it checks itself when made. What one side sends, the other may not know yet, so
-answers ignore unknown fields and requests refuse them: a misspelt setting must not pass in silence.
+Messages check themselves on creation. Answers ignore unknown fields, because one side may be newer; requests refuse
+them, so that misspelt settings are reported.
 """
 
 from .devices import *

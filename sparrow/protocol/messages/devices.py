@@ -15,13 +15,13 @@ from .work import Kind, PauseReason, Why
 DataWarnings = Annotated[
     tuple[Annotated[str, Field(max_length=300)], ...],
     Field(
-        max_length=5, description="Columns or channels in which the device's data differ wildly from the publisher's"
+        max_length=5, description="Columns or channels in which the device's data differ strongly from the publisher's"
     ),
 ]
 
 
 class DeviceProfile(Request):
-    """The profile that a device sends when it enrols."""
+    """A device's description at enrolment."""
 
     board: str = Field(default="", max_length=200)
     system: str = Field(default="", max_length=200)
@@ -35,9 +35,9 @@ class DeviceProfile(Request):
 class Enrol(Request):
     """``POST /v1/federations/{name}/devices``.
 
-    enrolment_key: a secret that the device makes and stores before it asks. If the answer is lost, asking again with
-    the key gives the same device a new token, and nobody else can take its name. The token of before is good until the
-    new one is used.
+    enrolment_key: a secret that the device makes and stores before it enrols. If the answer is lost, enrolling again
+    with the key gives the same device a new token, and protects its name. The old token is valid until the new one is
+    used.
     """
 
     name: DeviceName
@@ -48,40 +48,41 @@ class Enrol(Request):
         default=None,
         ge=1,
         le=2**40,
-        description="Samples in the device's training data; its updates count with no more",
+        description="Samples in the device's training data; its updates count with at most these",
     )
     identity_key: Key32 | None = Field(
-        default=None, description="Public Ed25519 key by which others know the device's keys in secure rounds"
+        default=None, description="Public Ed25519 key with which others verify the device's keys in secure rounds"
     )
     hosted: bool = Field(
         default=False,
-        description="One of many that a process hosts in turn: until its turn it may be silent, so only deadlines hold",
+        description="One of many devices that a process hosts in turn: it may be silent until its turn, so only "
+        "deadlines apply",
     )
     profile: DeviceProfile = DeviceProfile()
 
 
 class Enrolled(Answer):
-    """The device's identity: keep the token secret."""
+    """The device's identity. The token is secret."""
 
     device_id: Id
     token: Secret
-    notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
+    notice: str | None = Field(default=None, description="Notice for the device's user")
 
 
 class RenewToken(Request):
-    """``POST /v1/devices/{id}/token``. A token alone renews nothing, so that whoever has taken it loses it."""
+    """``POST /v1/devices/{id}/token``. Requires the key, so that a stolen token cannot be renewed."""
 
     enrolment_key: str = Field(min_length=32, max_length=128)
 
 
 class NewToken(Answer):
-    """A device's new token. The old one is good until this one is used for the first time."""
+    """A device's new token. The old one is valid until the new one is first used."""
 
     token: Secret
 
 
 class BudgetLimit(str, Enum):
-    """The limit of a device's budget."""
+    """The reason why a device's budget is not larger."""
 
     memory = "memory"
     deadline = "deadline"
@@ -89,7 +90,7 @@ class BudgetLimit(str, Enum):
 
 
 class Conditions(Request):
-    """The conditions of a device; ``available`` False says that it leaves for now."""
+    """The conditions of a device. available: False if it leaves for now."""
 
     available: bool = True
     reason: Why = ""
@@ -97,7 +98,7 @@ class Conditions(Request):
 
 class ChangeDevice(Request):
     """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it. holds_model: False
-    asks for the whole model again, as the state was lost."""
+    if the state was lost, to get the whole model again."""
 
     budget: Share | None = None
     limited_by: BudgetLimit | None = None
@@ -109,28 +110,36 @@ class ChangeDevice(Request):
 
 
 class Doing(str, Enum):
-    """The activity of a device, or the reason why it is not training: the first of these that holds."""
+    """The activity of a device, or the reason why it does not train: the first of these that applies."""
 
     revoked = "revoked"
-    stopped = "stopped"  # it has stopped early: it is only asked to evaluate
+    # It has stopped early, and is only asked to evaluate.
+    stopped = "stopped"
     training = "training"
-    untrained = "untrained"  # its federation has ended, and it handed all of its training back
-    done = "done"  # its federation has ended
-    paused = "paused"  # by its policy
-    away = "away"  # it missed a deadline, fell silent during work, or left
-    offline = "offline"  # it has not been heard of for longer than a device is that waits for work
-    small_budget = "small_budget"  # too small for its federation's method
+    # Its federation has ended, and it handed back all training.
+    untrained = "untrained"
+    # Its federation has ended.
+    done = "done"
+    # By its policy.
+    paused = "paused"
+    # It missed a deadline, fell silent during work, or left.
+    away = "away"
+    # It has been silent for longer than a device that waits for work.
+    offline = "offline"
+    # Its budget is too small for the federation's method.
+    small_budget = "small_budget"
     evaluating = "evaluating"
-    resting = "resting"  # it has handed its work back, or its updates were refused
-    ready = "ready"  # not drawn
+    # It has handed its work back, or its updates were refused.
+    resting = "resting"
+    # It has not been drawn.
+    ready = "ready"
 
 
 class DeviceFailure(Answer):
-    """The reason why a device's work came to nothing: a failure in words, or a sentence of another client than the
-    SDK."""
+    """The reason why a device's work failed: an explained failure, or a sentence from another client than the SDK."""
 
     reason: str
-    round: int | None = Field(description="None where it had no work")
+    round: int | None = Field(description="null if it had no work")
     kind: Kind | None = None
     at: str
 
@@ -143,43 +152,42 @@ class DeviceInfo(Answer):
     status: Literal["active", "stopped", "revoked"]
     stopped_round: int | None
     doing: Doing
-    present: bool = Field(description="False after a missed deadline, silence or a goodbye, until it asks for work")
-    paused: PauseReason | None = Field(default=None, description="Why its policy keeps it from working, if it does")
+    present: bool = Field(description="False after a missed deadline, silence or leaving, until it asks for work")
+    paused: PauseReason | None = Field(default=None, description="Reason why its policy pauses it")
     budget: float
     limited_by: BudgetLimit | None = Field(
-        default=None, description="What keeps its budget from being larger, where the device chose it"
+        default=None, description="Reason why its budget is not larger, if the device chose it"
     )
     failure: DeviceFailure | None = Field(
         default=None,
-        description="Why its last work came to nothing; None once such work of it was accepted: of a round, if it "
-        "failed in one",
+        description="Reason why its last work failed; null once such work (of a round, if in one) was accepted",
     )
     accuracy: float | None = Field(
-        default=None, description="On its test data, as it last told: of its personal model, else of the global one"
+        default=None, description="Last reported accuracy on its test data: of its personal model, else the global one"
     )
-    seconds: float | None = Field(default=None, description="Download and training of its last update")
+    seconds: float | None = Field(default=None, description="Download and training for its last update")
     profile: DeviceProfile
-    everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as it counted them")
+    everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as counted by it")
     enrolled_at: str
-    seen_at: str = Field(description="Last sign of life, to about 15 seconds")
+    seen_at: str = Field(description="Time of its last call, to about 15 seconds")
 
 
 class DeviceStates(Answer):
-    """``GET /v1/federations/{name}/devices/states``: the first devices in natural order of names, without revoked
+    """``GET /v1/federations/{name}/devices/states``: the first devices by name, in natural order, without revoked
     ones."""
 
     names: tuple[str, ...]
     doing: tuple[Doing, ...]
-    total: int = Field(description="Devices in all: beyond the most that was asked for, the lists have not all")
+    total: int = Field(description="Number of devices; the lists may be shorter, as asked for")
 
 
 class DeviceRound(Answer):
-    """One piece of work of a device: what became of it, how good it was, and what it cost."""
+    """One assignment of a device: its outcome, quality and cost."""
 
     round: int
     kind: Kind
     status: Literal["open", "done", "returned", "expired"]
-    reason: str | None = Field(default=None, description="Why it was handed back or given up")
+    reason: str | None = Field(default=None, description="Reason why it was handed back or given up")
     began_at: str
     loss: float | None = Field(default=None, description="Of training; of an evaluation, of the personal model")
     accuracy: float | None = Field(default=None, description="Of the personal model on the device's test data")
@@ -191,7 +199,7 @@ class DeviceRound(Answer):
 
 
 class DeviceHistory(Answer):
-    """``GET /v1/devices/{id}``: a device, and what it did, the newest first."""
+    """``GET /v1/devices/{id}``: a device, and its work, newest first."""
 
     device: DeviceInfo
     federation: str

@@ -13,30 +13,29 @@ from ..signatures import Publication
 
 
 class CreateFederation(Request):
-    """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
+    """``POST /v1/federations`` for a built-in task; for other models it is the note of a checkpoint.
 
-    That (``POST /v1/federations/from-model``) holds the initial values by name and, as uint8 vectors,
-    ``sparrow.manifest`` (JSON), ``sparrow.skeleton`` and the other graphs that the manifest names, such as
-    ``sparrow.step``.
+    The checkpoint (``POST /v1/federations/from-model``) has the initial values by name and, as uint8 vectors,
+    ``sparrow.manifest`` (JSON), ``sparrow.skeleton`` and the manifest's other graphs, such as ``sparrow.step``.
     """
 
     name: FederationName
     task: str | None = Field(
-        default=None, max_length=200, description="A built-in task; none where a manifest is published"
+        default=None, max_length=200, description="Built-in task; unset if a manifest is published"
     )
     settings: FederationSettings = FederationSettings()
     publication: Publication | None = Field(
-        default=None, description="What its author has signed; in a checkpoint the vector sparrow.publication"
+        default=None, description="Terms signed by the author; in a checkpoint the vector sparrow.publication"
     )
 
     def as_given(self) -> str:
-        """Return it as JSON without what nobody has given: ``method=auto`` decides about these settings alone."""
+        """Return only the given settings as JSON, because ``method=auto`` may change all others."""
         return self.model_dump_json(exclude_unset=True)
 
 
 class CompareFederation(Request):
-    """``POST /v1/federations/{name}/comparison``: what its publisher would ask for. model_digest: the manifest's, left
-    out for a built-in task."""
+    """``POST /v1/federations/{name}/comparison``: the settings that its publisher would ask for. model_digest: of the
+    manifest, unset for a built-in task."""
 
     task: str = Field(max_length=200)
     model_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
@@ -57,14 +56,14 @@ class ChangeFederation(Request):
 
 
 class ModelInfo(Answer):
-    """A global model that is kept."""
+    """A stored global model."""
 
     version: int
-    round: int | None = Field(description="The round that made it; 0: the first model; null: not known any more")
+    round: int | None = Field(description="Round that made it; 0: the first model; null: unknown")
     bytes: int
     model_sha256: str | None
-    undone: bool = Field(description="Whether an operator went back to an older one since")
-    current: bool = Field(description="Whether the next round begins from it")
+    undone: bool = Field(description="Whether an operator has gone back to an older one since")
+    current: bool = Field(description="Whether the next round starts from it")
 
 
 class FederationStatus(str, Enum):
@@ -78,83 +77,79 @@ class FederationStatus(str, Enum):
 
 
 class PrivacySpent(Answer):
-    """The privacy that global models have cost a device so far: (epsilon, delta), for the one drawn most often."""
+    """Privacy cost of the global models so far: (epsilon, delta) of the device drawn most often."""
 
     epsilon: float = Field(
-        description="Upper bound, of the published models alone: not of reports, nor of what the coordinator sees"
+        description="Upper bound for the published models; reports and the coordinator's own view are not covered"
     )
     delta: float
     adjacency: Literal["replacement", "zero_out"] = Field(
-        description="What the models hardly tell apart: a device's updates from any others, or from zeros"
+        description="Neighbours: a device's updates replaced by any others, or by zeros"
     )
-    most_draws: int = Field(description="Rounds for which the device drawn most often was drawn")
+    most_draws: int = Field(description="Rounds of the device drawn most often")
 
 
 class FederationInfo(Answer):
     """The description of a federation."""
 
-    uid: str = Field(description="Tells it from another of the same name, on a coordinator set up anew")
+    uid: str = Field(description="Distinguishes federations of the same name on a coordinator that was set up anew")
     name: str
     method: str
     task: str
     status: FederationStatus
-    reason: str | None = Field(default=None, description="Why it ended: all_stopped, max_rounds or operator")
-    waiting_for: str | None = Field(default=None, description="What keeps a running federation from its next round")
-    warning: str | None = Field(default=None, description="What its method finds wrong with how it goes")
-    notice: str | None = Field(default=None, description="What its settings leave open that its operator should know")
+    reason: str | None = Field(default=None, description="Reason of its end: all_stopped, max_rounds or operator")
+    waiting_for: str | None = Field(default=None, description="Reason why a running federation opens no round")
+    warning: str | None = Field(default=None, description="Problem that its method has found")
+    notice: str | None = Field(default=None, description="Consequence of its settings that its operator should know")
     round: int = Field(description="Rounds closed so far")
     rounds: int
     devices: int
     devices_stopped: int
     model_version: int
-    rollback_version: int | None = Field(
-        default=None, description="The global model to go back to when the open round has closed"
-    )
+    rollback_version: int | None = Field(default=None, description="Global model to go back to after the open round")
     model_sha256: str
-    privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
+    privacy: PrivacySpent | None = Field(default=None, description="With noise_multiplier")
     parameters: int = Field(description="Trained values of the model")
-    frozen_parameters: int = Field(default=0, description="Values of the model that nobody trains")
-    frozen_bytes: int = Field(default=0, description="Bytes of these, which a device downloads once")
+    frozen_parameters: int = Field(default=0, description="Frozen values of the model")
+    frozen_bytes: int = Field(default=0, description="Bytes of frozen values, which a device downloads once")
     published_bytes: int = Field(
         default=0, description="Bytes of the publication: weights, manifest and graphs; 0: built in"
     )
     manifest_digest: str
     publisher: Digest | None = Field(
-        default=None, description="Public key of who has signed the model; none: it is built in, or not signed"
+        default=None, description="Public key of the model's publisher; unset if it is built in or not signed"
     )
     publication: Digest | None = Field(default=None, description="SHA-256 of the signed statement")
     replacing: bool = Field(
-        default=False, description="Whether a new version of the model takes its place when the open round has closed"
+        default=False, description="Whether a new version of the model replaces it after the open round"
     )
-    input_shape: tuple[int, ...] = Field(default=(), description="Shape of a sample, as the model takes it")
-    output_shape: tuple[int, ...] = Field(default=(), description="Shape of what the model answers to a sample")
+    input_shape: tuple[int, ...] = Field(default=(), description="Shape of the model's input per sample")
+    output_shape: tuple[int, ...] = Field(default=(), description="Shape of the model's output per sample")
     global_model_usable: bool
     device_kinds: tuple[str, ...] = Field(
-        default=("sdk",), description="What can take part: sdk, and page for a browser at /join/NAME"
+        default=("sdk",), description="Kinds of devices: sdk, and page for a browser at /join/NAME"
     )
-    no_pages_because: str | None = Field(default=None, description="Why no page can take part, where none can")
+    no_pages_because: str | None = Field(default=None, description="Reason why pages cannot take part")
     settings: FederationSettings
 
 
 class MakeJoinLink(Request):
-    """``POST /v1/federations/{name}/join-link``. Neither field is kept or logged."""
+    """``POST /v1/federations/{name}/join-link``. Both fields are neither stored nor logged."""
 
     server: str | None = Field(
-        default=None, description="The coordinator's address as phones call it; null: the one that this call came to"
+        default=None, description="The coordinator's address for phones; null: the address of this call"
     )
-    token: str | None = Field(
-        default=None, repr=False, description="The enrolment token for the link; left out where none is needed"
-    )
+    token: str | None = Field(default=None, repr=False, description="Enrolment token for the link, if one is needed")
 
 
 class JoinLink(Answer):
-    """The link with which a browser becomes a device of a federation. Whoever has it may enrol."""
+    """A link with which a browser enrols in a federation. Anyone who has it may enrol."""
 
     link: str = Field(
         pattern=rf"^https?://[!-~]{{1,{LONGEST_LINK}}}$",
         repr=False,
-        description="An address: /join/NAME, behind # token=SECRET where an enrolment token is needed, and "
-        "publisher=FINGERPRINT where the model is signed",
+        description="An address: /join/NAME, after # token=SECRET if an enrolment token is needed, and "
+        "publisher=FINGERPRINT if the model is signed",
     )
     svg: str = Field(repr=False, description="Its QR code, an SVG document")
-    hints: tuple[str, ...] = Field(default=(), description="What whoever hands it out should know")
+    hints: tuple[str, ...] = Field(default=(), description="Hints for handing it out")

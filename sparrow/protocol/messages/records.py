@@ -1,4 +1,4 @@
-"""Records of rounds, as an observer gets them, and the form of errors."""
+"""Records of rounds, for observers, and the form of errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .work import Kind
 
 
 class PhaseSum(Answer):
-    """A phase summed over devices. Measured and estimated joules are never blended. Throttling and heat are None if no
-    device can tell."""
+    """A phase summed over devices. Measured and estimated joules stay separate. Throttling and heat are None if no
+    device can measure them."""
 
     seconds: float = 0.0
     paused_seconds: float = 0.0
@@ -26,8 +26,7 @@ class PhaseSum(Answer):
 
 
 class PerUpdate(Answer):
-    """Joules of a device's whole round, transfers included: means over so many updates; None if there is none of a
-    kind."""
+    """Joules of a device's whole round, including transfers: means over the counted updates, None without any."""
 
     joules_measured: float | None = None
     joules_estimated: float | None = None
@@ -36,16 +35,15 @@ class PerUpdate(Answer):
 
 
 class RoundRecord(Answer):
-    """``GET /v1/federations/{name}/rounds``: what happened in one round.
+    """``GET /v1/federations/{name}/rounds``: the record of one round.
 
-    Bytes are bodies of training's payloads and updates as devices counted them; evaluation, and finetune_flops of what
-    was trained to be judged, are apart. parts_*: bytes by part of a bundle. Accuracies and losses are unweighted means
-    over devices, of the evaluation that followed; the decile that of the floor(N/10)-th worst. counts: of devices'
-    halves, added up. notes: of the coordinator and the server half. Round 0 prepares the model. privacy: the cost of
-    models up to this one. unreadable: devices whose reports cannot be read. left_out: updates that the model is
-    without, and why. capped: samples with which updates count. clipped: to which share of their length.
-    joules_per_point_*: training's joules since the last evaluation for each percentage point of accuracy gained; None
-    without a gain.
+    Bytes are bodies of training's payloads and updates as counted by devices; evaluation is separate, including
+    finetune_flops. parts_*: bytes by part of a bundle. Accuracies and losses are unweighted means over devices, of the
+    next evaluation; the decile is the floor(N/10)-th worst. counts: sums over device halves. notes: of the coordinator
+    and the server half. Round 0 prepares the model. privacy: cost of the models up to this one. unreadable: devices
+    whose reports cannot be read. left_out: updates not in the model, with reasons. capped: samples that updates count
+    with. clipped: remaining share of their length. joules_per_point_*: training's joules since the last evaluation per
+    percentage point of accuracy gained; None without a gain.
     """
 
     round: int
@@ -89,20 +87,20 @@ class RoundRecord(Answer):
     joules_per_point_estimated: float | None = None
     opened_at: str
     closed_at: str | None
-    seconds: float | None = Field(description="From its opening to its closing")
+    seconds: float | None = Field(description="From opening to closing")
     device_seconds_median: float | None = Field(
         default=None, description="Download, training and upload of the median device whose update counts"
     )
     device_seconds_slowest: float | None = Field(default=None, description="Likewise of the slowest")
     slowest: str | None = Field(default=None, description="The name of that device")
     model_sha256: str | None
-    base_version: int | None = Field(default=None, description="The global model that the round began from")
-    model_version: int | None = Field(default=None, description="The one that it ended with")
-    undone: bool = Field(default=False, description="An operator went back to an older model since")
+    base_version: int | None = Field(default=None, description="Global model at the round's start")
+    model_version: int | None = Field(default=None, description="Global model at the round's end")
+    undone: bool = Field(default=False, description="Whether an operator has gone back to an older model since")
 
 
 class DeviceReport(Answer):
-    """``GET /v1/federations/{name}/rounds/{number}/reports``: what one device answered to one assignment of a round."""
+    """``GET /v1/federations/{name}/rounds/{number}/reports``: a device's report on one assignment of a round."""
 
     device: str
     kind: Kind
@@ -111,13 +109,13 @@ class DeviceReport(Answer):
 
     @property
     def accuracy(self) -> float | None:
-        """The accuracy that an evaluation found, of the personal model, or else of the global one; else None."""
+        """Accuracy of an evaluation: of the personal model, or else the global one, or None."""
         judged = (self.report.personal or self.report.global_model) if isinstance(self.report, Receipt) else None
         return None if judged is None else judged.accuracy
 
 
 class Problem(Answer):
-    """RFC 9457 problem document; ``detail`` says what to do."""
+    """RFC 9457 problem document; ``detail`` says how to fix the call."""
 
     type: str
     title: str

@@ -14,24 +14,23 @@ from ..skew import LabelSketch
 
 
 class Moved(Request):
-    """Bytes of HTTP bodies, repetitions included. frozen_down: those of ``bytes_down`` that were values nobody
-    trains."""
+    """Bytes of HTTP bodies, including repetitions. frozen_down: the part of ``bytes_down`` for frozen values."""
 
     bytes_down: Total = 0
     bytes_up: Total = 0
     frozen_down: Total = 0
 
     def plus(self, down: int, up: int, frozen: int = 0) -> Moved:
-        """Return the sum with so many more."""
+        """Return the sum with these bytes."""
         return Moved(
             bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up, frozen_down=self.frozen_down + frozen
         )
 
 
 class Phase(Request):
-    """The costs of one phase of a round. Bytes are those of its HTTP bodies, repetitions included. joules: None if
-    ``quality`` is unavailable. source: the sensor or estimate. Of ``seconds`` the device paused, or was throttled, for
-    so many."""
+    """The costs of one phase of a round. Bytes are of HTTP bodies, including repetitions. joules: None if ``quality``
+    is unavailable. source: the sensor or estimate. ``paused_seconds`` and ``throttled_seconds`` are parts of
+    ``seconds``."""
 
     seconds: Seconds = 0.0
     paused_seconds: Seconds = 0.0
@@ -46,20 +45,20 @@ class Phase(Request):
     @model_validator(mode="after")
     def _check(self) -> Phase:
         if (self.joules is None) != (self.quality == "unavailable"):
-            raise ValueError("joules are given exactly when their quality is not 'unavailable'")
+            raise ValueError("joules must be given unless their quality is 'unavailable', and only then")
         return self
 
 
 class Telemetry(Request):
-    """Cost of a round's phases; the upload's is known only afterwards and comes with the next call (UploadCost)."""
+    """Cost of a round's phases; the upload's comes with the next call (UploadCost)."""
 
     download: Phase = Phase()
     train: Phase = Phase()
 
 
 class UploadCost(Request):
-    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call. everything: the
-    bodies of all calls of this device so far."""
+    """Header ``Sparrow-Upload-Cost``: cost of the last upload, sent with the device's next call. everything: bodies of
+    all calls of this device so far."""
 
     assignment_id: str = Field(max_length=64)
     upload: Phase
@@ -67,44 +66,44 @@ class UploadCost(Request):
 
 
 class UpdateReport(Request):
-    """Travels inside an update's bundle."""
+    """A device's report inside an update's bundle."""
 
     num_examples: int = Field(ge=1, le=2**40)
     status: Literal["active", "stopped"] = "active"
     steps: Count
-    training_flops: Flops = Field(default=0, description="What local training computed, from shapes and masks")
-    train_loss: Score | None = Field(default=None, description="None where it goes under masks (secure_metrics)")
+    training_flops: Flops = Field(default=0, description="FLOPs of local training, from shapes and masks")
+    train_loss: Score | None = Field(default=None, description="null if it is masked (secure_metrics)")
     validation_loss: Score | None = None
     stop_loss: Score | None = None
     counts: dict[Annotated[str, Field(max_length=64)], Count] = Field(
-        default_factory=dict, max_length=32, description="What the method counted on the device"
+        default_factory=dict, max_length=32, description="The method's counts on the device"
     )
     received: dict[Annotated[str, Field(max_length=64)], Count] = Field(
         default_factory=dict, max_length=16, description="Bytes of the payload's parts"
     )
-    secure: Statement | None = Field(default=None, description="What the device was told in a secure round, signed")
+    secure: Statement | None = Field(default=None, description="The device's signed statement in a secure round")
     labels: LabelSketch | None = Field(
-        default=None, description="With logit_adjustment_from, until it is decided: a sketch of the class frequencies"
+        default=None, description="With logit_adjustment_from, until it is decided: a sketch of class frequencies"
     )
     telemetry: Telemetry = Telemetry()
 
 
 class Evaluation(Request):
-    """One model on a device's held-out data."""
+    """Evaluation of one model on a device's held-out data."""
 
     num_examples: int = Field(ge=1, le=2**40)
     loss: Score
-    accuracy: float | None = Field(default=None, ge=0, le=1, description="None where the task has no accuracy")
+    accuracy: float | None = Field(default=None, ge=0, le=1, description="null if the task has no accuracy")
     metrics: dict[MetricName, Score] = Field(
-        default_factory=dict, max_length=MOST_METRICS, description="What else the task measures, by name"
+        default_factory=dict, max_length=MOST_METRICS, description="The task's other metrics, by name"
     )
 
 
 class Receipt(Request):
-    """The update of every kind but train: nothing of the model goes up.
+    """The update of every kind except train, without values.
 
-    personal and global_model: on test data; ``adapt`` reports the personal model it ended with. validation: the
-    personal model, or the global one, on validation data, on which settings are tuned. evidence: of ``compare``.
+    personal and global_model: on test data; for ``adapt``, the final personal model. validation: of the personal model,
+    or else the global one, on validation data, for tuning settings. evidence: for ``compare``.
     """
 
     personal: Evaluation | None = None
@@ -113,14 +112,14 @@ class Receipt(Request):
     others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
     )
-    finetune_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
-    inference_flops: Flops = Field(default=0, description="One sample through the judged model, without zero weights")
-    evidence: Evidence | None = Field(default=None, description="Of compare: what the device's candidates gain")
+    finetune_flops: Flops = Field(default=0, description="FLOPs of training before the evaluation")
+    inference_flops: Flops = Field(default=0, description="FLOPs of one sample in this model, without zero weights")
+    evidence: Evidence | None = Field(default=None, description="For compare: gains of the device's candidates")
     taken: Annotated[str, Field(max_length=32)] | None = Field(
-        default=None, description="With personal_model=fleet, at the end: which candidate the device has taken"
+        default=None, description="With personal_model=fleet, at the end: the candidate that the device has taken"
     )
     usual: Annotated[str, Field(max_length=32)] | None = Field(
-        default=None, description="With personal_model=fleet, at the end: which candidate is best for all devices"
+        default=None, description="With personal_model=fleet, at the end: the candidate that is best for all devices"
     )
-    state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
+    state_bytes: Count = Field(default=0, description="Bytes of the device's state between rounds")
     telemetry: Telemetry = Telemetry()

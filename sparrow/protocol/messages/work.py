@@ -1,4 +1,4 @@
-"""Messages about work: assignments, and what becomes of them."""
+"""Messages about work: assignments, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .federations import FederationStatus
 
 
 class PauseReason(str, Enum):
-    """Why a device does not work now: all that its policy tells a coordinator."""
+    """Why a device pauses: the only information about its policy that a coordinator gets."""
 
     charging = "charging"
     battery = "battery"
@@ -30,8 +30,7 @@ class PauseReason(str, Enum):
 
 
 Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union_mode="left_to_right")]
-"""A word of the fixed set if a policy decides; else a failure (``protocol.failures``), or a sentence of another
-client."""
+"""A pause reason if a policy decides; else a failure (``protocol.failures``), or a sentence from another client."""
 
 
 class Kind(str, Enum):
@@ -50,25 +49,25 @@ class Kind(str, Enum):
 
 
 JUDGING = (Kind.evaluate, Kind.compare)
-"""The kinds of work that judge models, none of which changes."""
+"""The kinds of work that only evaluate models."""
 
 
 class Payload(Answer):
-    """The bundle that belongs to an assignment, at ``GET /v1/assignments/{id}/payload``."""
+    """An assignment's bundle, at ``GET /v1/assignments/{id}/payload``."""
 
     bytes: Total
     sha256: Digest
 
 
 class Work(Answer):
-    """The neurons to train, in seed form: ``masks.NeuronDraw`` of these values. None where all are trained."""
+    """The neurons to train, in seed form: values of ``masks.NeuronDraw``. None if all are trained."""
 
-    key: str = Field(pattern=r"^[0-9a-f]{32}$", description="Of this device and round alone")
+    key: str = Field(pattern=r"^[0-9a-f]{32}$", description="Only for this device and round")
     ratio: Share
 
 
 ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment"
-"""The media type of an answer that brings a small payload along: one line of JSON, then the payload's bytes, if any."""
+"""The media type of an answer with a small payload: one line of JSON, then the payload's bytes, if any."""
 
 
 class Assignment(Answer):
@@ -78,46 +77,46 @@ class Assignment(Answer):
     kind: Kind
     round: int = Field(ge=0, le=1_000_000)
     deadline_seconds: float = Field(
-        ge=0, le=8 * 86400, allow_inf_nan=False, description="Seconds left when this answer was written"
+        ge=0, le=8 * 86400, allow_inf_nan=False, description="Seconds left at the time of this answer"
     )
     settings: FederationSettings
     payload: Payload | None = None
     work: Work | None = None
     plan: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, max_length=100, description="What the method asks of this round beyond the settings"
+        default_factory=dict, max_length=100, description="The method's plan for this round, beyond the settings"
     )
     model_sha256: Digest | None = Field(
-        default=None, description="The global model that the payload is of, where a device may later hold on to it"
+        default=None, description="Global model of the payload, if a device may store it for later rounds"
     )
     manifest_digest: Digest | None = Field(
         default=None,
-        description="The federation's manifest as it is now; another one than the device's names new graphs",
+        description="The federation's current manifest; if it differs from the device's, there are new graphs",
     )
-    secure: SecureWork | None = Field(default=None, description="What a device is told of a secure round")
+    secure: SecureWork | None = Field(default=None, description="A device's data for a secure round")
 
 
 class OpenAssignment(Answer):
-    """Work that a device has been given and has not answered yet."""
+    """Work that a device has not answered yet."""
 
     assignment_id: str
     device: str = Field(description="The device's name")
     kind: Kind
     round: int
-    since: str = Field(description="When it was given")
-    heard_at: str = Field(description="When the device was last heard of, by any call of its own")
+    since: str = Field(description="Time of the assignment")
+    heard_at: str = Field(description="Time of the device's last call of any kind")
 
 
 class OpenWork(Answer):
-    """``GET /v1/federations/{name}/assignments``: who is being waited for, oldest work first."""
+    """``GET /v1/federations/{name}/assignments``: the open assignments, oldest first."""
 
-    at: str = Field(description="When the coordinator looked")
+    at: str = Field(description="Time of this answer")
     status: FederationStatus
     round: int = Field(description="Rounds closed so far")
     assignments: tuple[OpenAssignment, ...]
 
 
 class HandBack(Request):
-    """``DELETE /v1/assignments/{id}``: why the device cannot do it, as ``Why``; the SDK sends no sentences."""
+    """``DELETE /v1/assignments/{id}``. reason: as ``Why``; the SDK sends no sentences."""
 
     reason: Annotated[
         PauseReason | Annotated[str, Field(min_length=1, max_length=500)], Field(union_mode="left_to_right")
@@ -125,15 +124,15 @@ class HandBack(Request):
 
 
 class UpdateAccepted(Answer):
-    """Answer to an update: 201 with ``new`` True, 200 with False for the same one again."""
+    """Answer to an update: 201 with ``new`` True, or 200 with False if it is repeated."""
 
     new: bool
     next: Assignment | None = Field(
-        default=None, description="The next work, for a caller that accepts it here; None: ask for it"
+        default=None, description="The next work, for a caller that accepts it here; null: ask for it"
     )
 
 
 class UpdateReceived(Answer):
-    """The bytes that have arrived of an interrupted update."""
+    """Progress of an interrupted update."""
 
-    received: int = Field(description="Bytes; the rest is sent with Content-Range")
+    received: int = Field(description="Bytes received; send the rest with Content-Range")

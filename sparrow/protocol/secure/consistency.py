@@ -1,12 +1,12 @@
 """One digest of everything that decides an update of a secure round, except the data.
 
-A coordinator that gives devices different models, steps or settings can read one update from a sum: it makes the others
+A coordinator could read one update from a sum by giving devices different models, steps or settings, so that others
 send nothing (Pasquini, Francati, Ateniese, "Eluding Secure Aggregation in Federated Learning via Model Inconsistency",
 CCS 2022). So a round's context ends with this digest. Devices sign their keys for that context before they get the
-model, all their pads follow from it, and each compares it with what it then gets. Devices that were given different
-digests cannot check each other's signatures, and their pads do not cancel.
+model, derive all pads from it, and compare it with what they get. Devices with different digests cannot verify each
+other's signatures, and their pads do not cancel.
 
-It does not stop a coordinator that gives all devices one step whose update depends on the data.
+This does not prevent a malicious step that is the same on all devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEPARATOR = "|"
 
 
 def model_digest(values: Array, mask: Mask | None) -> str:
-    """Return the SHA-256 of a global model: existing values, float32 as devices decode them, and a sparse model's
+    """Return the SHA-256 of a global model: existing values, float32 as decoded by devices, and a sparse model's
     mask."""
     hasher = hashlib.sha256(np.ascontiguousarray(values, "<f4").data)
     if isinstance(mask, ElementMask):
@@ -45,10 +45,10 @@ def round_digest(
 
 
 def with_digest(context: str, digest: str) -> str:
-    """Return the context of a round that is bound to a digest."""
+    """Return a round's context with a digest."""
     return f"{context}{SEPARATOR}{digest}"
 
 
 def digest_in(context: str) -> str:
-    """Return the digest that a round's context is bound to."""
+    """Return the digest of a round's context."""
     return context.rpartition(SEPARATOR)[2]

@@ -1,17 +1,17 @@
-"""A device's five answers in a round of secure aggregation, each from what it keeps and what it is told.
+"""A device's five answers in a round of secure aggregation, each from its stored secrets and the coordinator's data.
 
     begin     makes secrets, and signs the public keys
     share     shares the secrets among neighbours
-    mask      hides an update: its self-mask is added, and a pad for each device of its cell that shared
-    agree     signs who is left and who has vanished, once in a round
-    unmask    tells shares, of each peer of one kind alone, where most of the round have signed the same
+    mask      hides an update: adds its self-mask, and a pad for each device of its cell that sent shares
+    agree     signs the lists of remaining and lost devices, once per round
+    unmask    sends shares, one kind per peer, if most devices of the round have signed the same lists
 
-The device trusts the coordinator as far as ``docs/privacy.md`` says. It refuses keys that are not signed by the
-identity that it knows; one device under two names; a threshold that lets a coordinator ask for both kinds of shares; a
-cell of too few, or whose devices were told different things; and to answer twice in different ways. Of two stories of
-who is left at most one has the signatures of more than (n + c) / 2 of n devices, since the c that collude sign two
-(Bonawitz et al., section 7.2). That holds among devices told of one cohort and one c, which all who are left state,
-signed. Shares are sealed together with what their writer was told.
+``docs/privacy.md`` describes how far the device trusts the coordinator. It refuses keys without a signature by the
+known identity; one device under two names; a threshold with which a coordinator could ask for both kinds of shares; a
+cell that is too small, or whose devices got different data; and different answers to one question. At most one version
+of the lists has signatures of more than (n + c) / 2 of n devices, since the c colluders may sign two (Bonawitz et al.,
+section 7.2). That holds among devices with one cohort and one c, which all remaining devices state and sign. Shares are
+sealed together with their writer's data.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PADS, SHARES, SEEDS, COMMITMENT, STORY = "pads", "shares", "seeds", "commitment"
 
 @dataclass(frozen=True)
 class RoundSecrets:
-    """All that a device keeps of a round, and tells nobody.
+    """A device's secret state of a round.
 
-    Secrets: of its pads' keys, of those that seal shares, and of its self-mask. work: its peers and neighbours.
-    present, masked: the devices of its cell that its update is hidden with, and the SHA-256 of what it sent. scale: of
-    its numbers, its SHA-256. story: what it has signed. told: its answer with shares, given again byte for byte.
+    Secrets: of its pads' keys, of keys that seal shares, and of its self-mask. work: its peers and neighbours. present,
+    masked: the devices of its cell that hide its update, and the SHA-256 of the masked update. scale: SHA-256 of its
+    numbers' scale. story: of the signed lists. told: its answer with shares, repeated byte for byte.
     """
 
     context: str
@@ -56,7 +56,7 @@ class RoundSecrets:
     told: Unmask | None = None
 
     def to_json(self) -> str:
-        """Return it as text, to be kept where nobody else can read it."""
+        """Return it as text, which must be stored in private."""
         said: dict[str, Any] = {
             "context": self.context,
             "secrets": [each.hex() for each in (self.pads_secret, self.shares_secret, self.seed)],
@@ -73,7 +73,7 @@ class RoundSecrets:
 
     @classmethod
     def from_json(cls, text: str) -> RoundSecrets:
-        """Return what ``to_json`` was given."""
+        """Return the inverse of ``to_json``."""
         said = json.loads(text)
         pads_secret, shares_secret, seed = (bytes.fromhex(each) for each in said["secrets"])
         return cls(
@@ -93,13 +93,13 @@ class RoundSecrets:
 
 
 def begin(context: str, identity: bytes) -> tuple[RoundSecrets, Keys]:
-    """Return new secrets for a round, and the public keys that follow from them, signed."""
+    """Return new secrets for a round, and their signed public keys."""
     kept = RoundSecrets(context, pads.new_secret(), pads.new_secret(), pads.new_secret())
     return kept, public_keys(kept, identity)
 
 
 def public_keys(kept: RoundSecrets, identity: bytes) -> Keys:
-    """Return the public keys of a round, signed."""
+    """Return the signed public keys of a round."""
     said = {
         PADS: public_key(kept.pads_secret, kept.context, PADS),
         SHARES: public_key(kept.shares_secret, kept.context, SHARES),
@@ -109,22 +109,22 @@ def public_keys(kept: RoundSecrets, identity: bytes) -> Keys:
 
 
 def public_key(secret: bytes, context: str, use: str) -> str:
-    """Return the public key that follows from a secret."""
+    """Return the public key of a secret."""
     return pads.pair_of(secret, context, use).public_key().public_bytes_raw().hex()
 
 
 def commitment(seed: bytes, context: str) -> str:
-    """Return what tells a self-mask's seed from any other, and nothing of it."""
+    """Return a commitment to a self-mask's seed, which reveals nothing of it."""
     return pads.derive(seed, context, COMMITMENT).hex()
 
 
 def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> tuple[RoundSecrets, Shares]:
-    """Return shares of the secrets, sealed for each neighbour. known: identity keys of devices from earlier rounds.
-    Raises BadSecret for peers that are not who they say, or numbers that protect nobody."""
+    """Return shares of the secrets, sealed for each neighbour. known: identity keys from earlier rounds. Raises
+    BadSecret for invalid peers, or numbers that protect no device."""
     if kept.shared is not None and kept.work is not None and _as_told(kept.work) == _as_told(work):
         return kept, kept.shared
     if kept.shared is not None:
-        raise BadSecret("the coordinator asks for shares twice, of different peers; nothing is told")
+        raise BadSecret("the coordinator asks for shares twice, with different peers; no shares are sent")
     check_work(kept, name, work, known)
     peers = {peer.name: peer for peer in work.peers}
     points = {peer.name: peer.point for peer in work.peers if peer.name in set(work.neighbours)}
@@ -132,7 +132,8 @@ def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, s
         PADS: split(int.from_bytes(kept.pads_secret, "big"), work.threshold, list(points.values())),
         SEEDS: split(int.from_bytes(kept.seed, "big"), work.threshold, list(points.values())),
     }
-    own, whole = pads.pair_of(kept.shares_secret, kept.context, SHARES), whole_of(work.cohort, work.colluders)
+    own = pads.pair_of(kept.shares_secret, kept.context, SHARES)
+    whole = whole_of(work.cohort, work.colluders)
     sealed = {}
     for other in work.neighbours:
         message = b"".join(split_of[kind][points[other]].to_bytes(SHARE_BYTES, "big") for kind in (PADS, SEEDS))
@@ -143,13 +144,12 @@ def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, s
 
 
 def about_shares(writer: str, reader: str, cell: Sequence[str], whole: str) -> str:
-    """Return what the reader of shares must know as their writer does, or cannot read them. whole: ``whole_of``."""
+    """Return the associated data of sealed shares, on which writer and reader must agree. whole: of ``whole_of``."""
     return json.dumps([writer, reader, sorted(cell), whole])
 
 
 def whole_of(cohort: Mapping[str, str], colluders: int) -> str:
-    """Return the SHA-256 of what all devices of a round must have been told alike: its cohort, and the colluders it
-    bears."""
+    """Return the SHA-256 of the data that all devices of a round must have in common: cohort and colluders."""
     return _digest(dict(sorted(cohort.items())), colluders)
 
 
@@ -162,7 +162,7 @@ def _digest(*parts: object) -> str:
 
 
 def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> None:
-    """Raise BadSecret unless what a device is told of its peers keeps its update from everybody."""
+    """Raise BadSecret unless a device's data of its peers protect its update."""
     _check_context(kept, work)
     peers = {peer.name: peer for peer in work.peers}
     _check_names(name, work, peers)
@@ -171,53 +171,55 @@ def check_work(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[s
     for other, identity in work.cohort.items():
         if known.get(other, identity) != identity:
             raise BadSecret(
-                f"{other}: its identity key is not the one of rounds before", failure=Failure("secure-refused/keys")
+                f"{other}: its identity key differs from earlier rounds", failure=Failure("secure-refused/keys")
             )
     for peer in peers.values():
         check_keys(peer.keys, peer.identity, kept.context, peer.name)
 
 
 def _check_names(name: str, work: SecureWork, peers: Mapping[str, Peer]) -> None:
-    """Raise BadSecret unless a device is told once of everybody with whom it has to do."""
-    neighbours, cell = set(work.neighbours), set(work.cell)
+    """Raise BadSecret unless every device concerned is listed exactly once."""
+    neighbours = set(work.neighbours)
+    cell = set(work.cell)
     if name not in cell or name in neighbours or not (neighbours | cell - {name}) <= peers.keys():
-        raise BadSecret("the coordinator does not tell of all neighbours, or not of the cell of this device")
+        raise BadSecret("the coordinator does not list all neighbours, or not the cell of this device")
     if len(peers) < len(work.peers) or len(neighbours) < len(work.neighbours):
-        raise BadSecret("the coordinator tells of a device twice")
+        raise BadSecret("the coordinator lists a device twice")
     if len(set(work.cohort.values())) < len(work.cohort) or name in peers or not {name, *peers} <= work.cohort.keys():
-        raise BadSecret("the coordinator tells of a device under two names, or not of the whole cohort")
+        raise BadSecret("the coordinator lists a device under two names, or not the whole cohort")
 
 
 def _check_different(kept: RoundSecrets, work: SecureWork, peers: Mapping[str, Peer]) -> None:
-    """Raise BadSecret unless every device has an identity, a key of pads and a share of its own."""
+    """Raise BadSecret unless identities, pad keys and share points are unique."""
     own = public_key(kept.pads_secret, kept.context, PADS)
     if any(peer.identity != work.cohort[peer.name] for peer in peers.values()):
-        raise BadSecret("the coordinator has two identity keys of one device")
+        raise BadSecret("the coordinator lists two identity keys of one device")
     if len({own, *(peer.keys.pads for peer in peers.values())}) < len(peers) + 1:
-        raise BadSecret("two devices have the same key of pads; pads with them would hide nothing")
+        raise BadSecret("two devices have the same pad key, so that pads with them would hide nothing")
     if len({peer.point for peer in peers.values()}) < len(peers):
-        raise BadSecret("the coordinator has two devices keep the same share")
+        raise BadSecret("the coordinator gives two devices the same share")
 
 
 def _check_hidden(work: SecureWork) -> None:
-    """Raise BadSecret where colluders could open a secret, or too few devices hide one another."""
-    neighbours, cell = set(work.neighbours), set(work.cell)
+    """Raise BadSecret if colluders could open a secret, or the cell is too small."""
+    neighbours = set(work.neighbours)
+    cell = set(work.cell)
     if not work.threshold > (len(neighbours) + work.colluders) / 2 or work.threshold > len(neighbours):
         raise BadSecret(
-            f"{work.threshold} of {len(neighbours)} shares give a secret: with {work.colluders} colluders a "
+            f"{work.threshold} of {len(neighbours)} shares reveal a secret: with {work.colluders} colluders a "
             f"coordinator could ask for both kinds"
         )
     if len(cell) < least_cell(work.colluders):
-        raise BadSecret(f"the cell has {len(cell)} devices, at least {least_cell(work.colluders)} hide one another")
+        raise BadSecret(f"the cell has {len(cell)} devices, but needs at least {least_cell(work.colluders)}")
 
 
 def _check_context(kept: RoundSecrets, work: SecureWork) -> None:
     if work.context != kept.context:
-        raise BadSecret("the coordinator speaks of another round; the work is handed back")
+        raise BadSecret("the coordinator refers to another round; the work is handed back")
 
 
 def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
-    """Raise BadSecret unless these are a device's keys of this round, with which others can agree on keys."""
+    """Raise BadSecret unless these are a device's signed, valid keys of this round."""
     for public in (keys.pads, keys.shares):
         pads.check_public(bytes.fromhex(public), name)
     pads.check_signature(bytes.fromhex(identity), bytes.fromhex(keys.signature), context, keys.said(), name)
@@ -226,21 +228,22 @@ def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
 def mask(
     kept: RoundSecrets, name: str, work: SecureWork, words: Words, neurons: str = ""
 ) -> tuple[RoundSecrets, Words]:
-    """Return a device's numbers modulo 2^b, hidden. work: ``left`` are those of its cell who shared. neurons: the
-    digest of the mask of neurons, one for all of the cell. Raises BadSecret for a second update, or other pads, in one
-    round: the difference of two would show what one hides."""
+    """Return a device's masked numbers modulo 2^b. work: ``left`` has the devices of its cell with shares. neurons:
+    digest of the cell's mask of neurons. Raises BadSecret for a second update, or other pads, in one round, because the
+    difference of two could reveal one."""
     _check_context(kept, work)
     if kept.work is None:
-        raise BadSecret("the coordinator asks for an update before shares were told")
-    cell, neighbours = set(kept.work.cell), set(kept.work.neighbours)
+        raise BadSecret("the coordinator asks for an update before shares were sent")
+    cell = set(kept.work.cell)
+    neighbours = set(kept.work.neighbours)
     present = set(work.left) & cell
     if name not in present or len(present) < least_cell(kept.work.colluders):
-        raise BadSecret(f"{len(present)} of the cell have shared, at least {least_cell(kept.work.colluders)} must")
+        raise BadSecret(f"{len(present)} of the cell sent shares, but at least {least_cell(kept.work.colluders)} must")
     wrote = set(work.sealed) & neighbours
     if len(wrote) < kept.work.threshold:
-        raise BadSecret("too few neighbours have sent shares for anybody to be unmasked")
+        raise BadSecret("too few neighbours have sent shares to unmask any device")
     if wrote & cell != (present - {name}) & neighbours:
-        raise BadSecret("the coordinator hands over shares of others of the cell than it says have shared")
+        raise BadSecret("the coordinator delivers shares of other devices of the cell than it lists")
     own = pads.pair_of(kept.pads_secret, kept.context, PADS)
     peers = {peer.name: peer for peer in kept.work.peers}
     keys = [(pad_key(own, peers[other].keys.pads, kept.context), name < other) for other in sorted(present - {name})]
@@ -252,7 +255,7 @@ def mask(
         sealed = dict(work.sealed)
         return replace(kept, sealed=sealed, present=sorted(present), masked=digest, scale=scale), masked
     if kept.masked != digest:
-        raise BadSecret("the coordinator asks for an update twice, and it is not the same; nothing is sent")
+        raise BadSecret("the coordinator asks for an update twice, and the second would differ; nothing is sent")
     return kept, masked
 
 
@@ -262,116 +265,123 @@ def seed_key(seed: bytes, context: str) -> bytes:
 
 
 def pad_key(own: Any, other: str, context: str) -> bytes:
-    """Return the key of the pad of two devices: of one's key pair and the other's public key."""
+    """Return the key of the pad of two devices, from one's key pair and the other's public key."""
     return pads.agree(own, bytes.fromhex(other), context, PADS)
 
 
 def state(kept: RoundSecrets, identity: bytes) -> Statement:
-    """Return what this device was told when it hid its update, signed."""
+    """Return this device's signed statement of its data when it masked its update."""
     if kept.work is None or not kept.masked:
-        raise BadSecret("there is no update to state anything of")
+        raise BadSecret("there is no masked update to make a statement about")
     whole = whole_of(kept.work.cohort, kept.work.colluders)
     said = {"present": present_of(kept.present, whole), "scale": kept.scale}
     return Statement(**said, signature=pads.sign(identity, kept.context, said).hex())
 
 
 def present_of(names: Collection[str], whole: str) -> str:
-    """Return the SHA-256 of the devices of a cell that are said to have shared, in such a round."""
+    """Return the SHA-256 of a cell's devices with shares, and of the round."""
     return _digest(sorted(names), whole)
 
 
 def check_statement(statement: Statement, identity: str, context: str, name: str) -> None:
-    """Raise BadSecret unless a device has stated this in a round."""
-    public, signature = bytes.fromhex(identity), bytes.fromhex(statement.signature)
+    """Raise BadSecret unless a device has signed this statement in a round."""
+    public = bytes.fromhex(identity)
+    signature = bytes.fromhex(statement.signature)
     pads.check_signature(public, signature, context, statement.said(), name)
 
 
 def agree(kept: RoundSecrets, name: str, work: SecureWork, identity: bytes) -> tuple[RoundSecrets, Agree]:
-    """Return a signature of who is left and who has vanished. Raises BadSecret for a second or a wrong story in one
-    round."""
+    """Return a signature of the lists of remaining and lost devices. Raises BadSecret for second or wrong lists."""
     _check_context(kept, work)
     if kept.work is None or not kept.sealed:
-        raise BadSecret("the coordinator asks for shares before an update was sent")
+        raise BadSecret("the coordinator asks for agreement before an update was sent")
     if kept.work.cohort[name] != pads.public_identity(identity).hex():
-        raise BadSecret("the coordinator tells of another identity key of this device than it has; nothing is signed")
+        raise BadSecret("the coordinator lists another identity key for this device; nothing is signed")
     found = story(kept.context, whole_of(kept.work.cohort, kept.work.colluders), work)
     if kept.story not in ("", found):
-        raise BadSecret("the coordinator tells two stories of who is left; nothing is signed")
+        raise BadSecret("the coordinator sends two different lists of remaining devices; nothing is signed")
     _check_story(kept, kept.work, name, work)
     said = {STORY: found}
     return replace(kept, story=found), Agree(signature=pads.sign(identity, kept.context, said).hex())
 
 
 def story(context: str, whole: str, work: SecureWork) -> str:
-    """Return the SHA-256 of who is in a round, in which cells, who is left, and who has vanished."""
+    """Return the SHA-256 of a round's cells, remaining and lost devices."""
     cells = sorted(sorted(cell) for cell in work.cells)
     return _digest(context, whole, cells, sorted(work.left), sorted(work.gone))
 
 
 def check_agreement(agreed: Agree, identity: str, context: str, told: str, name: str) -> None:
-    """Raise BadSecret unless a device has signed this story."""
-    public, signature = bytes.fromhex(identity), bytes.fromhex(agreed.signature)
+    """Raise BadSecret unless a device has signed these lists, ``told``."""
+    public = bytes.fromhex(identity)
+    signature = bytes.fromhex(agreed.signature)
     pads.check_signature(public, signature, context, {STORY: told}, name)
 
 
 def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: SecureWork) -> None:
-    """Raise BadSecret unless the coordinator's story fits what this device was told ``before``, and what all left
-    state."""
-    left, gone, cohort = set(work.left), set(work.gone), before.cohort
+    """Raise BadSecret unless the lists fit this device's data from ``before``, and the statements of all remaining
+    devices."""
+    left = set(work.left)
+    gone = set(work.gone)
+    cohort = before.cohort
     if left & gone:
-        raise BadSecret("the coordinator asks for both kinds of shares of one device; nothing is told")
+        raise BadSecret("the coordinator asks for both kinds of shares of one device; no shares are sent")
     known = set().union(*map(set, work.cells)) if work.cells else set[str]()
     if name not in left or not (left | gone) <= known or sum(map(len, work.cells)) > len(known):
-        raise BadSecret("the coordinator's cells do not hold each device once; nothing is told")
+        raise BadSecret("the coordinator's cells do not list each device once; no shares are sent")
     if not known <= cohort.keys() or set(before.cell) not in [set(cell) for cell in work.cells]:
-        raise BadSecret("the coordinator has changed the cell of this device; nothing is told")
+        raise BadSecret("the coordinator has changed the cell of this device; no shares are sent")
     if (left | gone) & set(before.cell) != set(kept.present):
-        raise BadSecret("the coordinator speaks of other devices of the cell than this update is hidden with")
+        raise BadSecret("the coordinator lists other devices of the cell than those that hide this update")
     if left != work.statements.keys():
-        raise BadSecret("the coordinator does not show what everybody who is left has stated")
+        raise BadSecret("the coordinator does not send the statements of all remaining devices")
     whole = whole_of(cohort, before.colluders)
     for cell in work.cells:
-        present, scales = present_of((left | gone) & set(cell), whole), set[str]()
+        present = present_of((left | gone) & set(cell), whole)
+        scales = set[str]()
         for other in sorted(left & set(cell)):
             statement = work.statements[other]
             check_statement(statement, cohort[other], kept.context, other)
             if statement.present != present:
-                raise BadSecret(f"{other} was told of other devices than are said to be in its cell, or in the round")
+                raise BadSecret(f"{other} was sent other devices of its cell or round than the coordinator lists")
             scales.add(statement.scale)
         if len(scales) > 1:
-            raise BadSecret("devices of one cell were told of different numbers or masks; nothing is told")
+            raise BadSecret("devices of one cell got different scales or masks; no shares are sent")
         if name in cell and kept.scale not in scales:
-            raise BadSecret("the coordinator has changed what this device has stated")
+            raise BadSecret("the coordinator has changed the statement of this device")
 
 
 def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecrets, Unmask]:
-    """Return the shares that the coordinator asks for: of self-masks of who is left, of pads of who has vanished.
+    """Return the requested shares: of remaining devices' self-masks, and of lost devices' pads.
 
-    None of a cell of which too few are left, nor of a device that sealed its shares wrongly or for another cell. Raises
-    BadSecret for questions that would give a single update away.
+    Shares of a cell with too few remaining devices, and shares sealed wrongly or for another cell, are left out. Raises
+    BadSecret for requests that would reveal a single update.
     """
     _check_context(kept, work)
     if kept.told is not None:
         return kept, kept.told
     if kept.work is None or not kept.sealed:
         raise BadSecret("the coordinator asks for shares before an update was sent")
-    cohort, left, gone = kept.work.cohort, set(work.left), set(work.gone)
+    cohort = kept.work.cohort
+    left = set(work.left)
+    gone = set(work.gone)
     whole = whole_of(cohort, kept.work.colluders)
     if not kept.story or story(kept.context, whole, work) != kept.story:
-        raise BadSecret("the coordinator tells another story of who is left than was signed; nothing is told")
+        raise BadSecret("the coordinator sends other lists of remaining devices than were signed; no shares are sent")
     signed = 0
     for other, signature in work.signatures.items():
         if other in cohort:
             check_agreement(Agree(signature=signature), cohort[other], kept.context, kept.story, other)
             signed += 1
     if signed < most_of(len(cohort), kept.work.colluders):
-        raise BadSecret(f"{signed} of {len(cohort)} devices have signed who is left, which others may not have")
+        raise BadSecret(f"only {signed} of {len(cohort)} devices have signed these lists, too few to send shares")
     least = least_cell(kept.work.colluders)
     open_cells = [set(cell) for cell in work.cells if len(left & set(cell)) >= least]
     own = pads.pair_of(kept.shares_secret, kept.context, SHARES)
     peers = {peer.name: peer for peer in kept.work.peers}
     cell_of = {other: cell for cell in open_cells for other in cell}
-    seeds, pad_shares = {}, {}
+    seeds: dict[str, str] = {}
+    pad_shares: dict[str, str] = {}
     for other, sealed in kept.sealed.items():
         if other not in peers or other not in cell_of:
             continue
@@ -380,7 +390,8 @@ def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecret
             about = about_shares(other, name, sorted(cell_of[other]), whole)
             message = pads.unseal(key, bytes.fromhex(sealed), about, other)
         except BadSecret:
-            continue  # one device that seals nonsense does not end the round of others
+            # A wrong share of one device must not end the round of others.
+            continue
         if other in left:
             seeds[other] = message[SHARE_BYTES:].hex()
         elif other in gone:

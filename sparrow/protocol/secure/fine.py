@@ -1,10 +1,9 @@
-"""Numbers of a secure update that one word is too coarse or too narrow for: two words each, after the values.
+"""Numbers of a secure update that need more range or precision than one word: two words each, after the values.
 
-*Running statistics* of batch norm move as far as activations do, not as far as a learning rate lets a weight move: a
-variance of 1 may become 1,000 in the first round. A device may move one of magnitude b by up to ±16 (1 + |b|).
+*Running statistics* of batch norm move with activations, not with the learning rate: a variance of 1 may become 1,000
+in the first round. One of magnitude b may move by up to ±16 (1 + |b|).
 
-*Metrics*, where a federation has ``secure_metrics``: each counts with the weight of the update that it came with, and
-its mean is over the devices that have it.
+*Metrics*, with ``secure_metrics``: each is weighted like its update, and averaged over the devices that have it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..masks import Mask, blocks
 from .numbers import Scale, Words
 
 STATISTICS_RANGE = 16.0
-"""By how many times 1 and its magnitude a running statistic may move in a round; more of it comes with the next."""
+"""Limit of a running statistic's movement in a round, in multiples of 1 + its magnitude; the rest follows later."""
 
 METRICS = {
     "train_loss": 100.0,
@@ -31,17 +30,18 @@ METRICS = {
     **evidence.TOLD,
     **skew.TOLD,
 }
-"""The metrics of an update, and the largest magnitude of each: what is larger counts as that."""
+"""The metrics of an update, and the magnitude at which each is clipped."""
 
 
 def words_of_extras(manifest: Manifest, mask: Mask | None, *, metrics: bool) -> int:
-    """Return how many words follow the values of a masked update."""
+    """Return the number of words after the values of a masked update."""
     return 2 * (len(statistics(manifest, mask)) + (2 * len(METRICS) if metrics else 0))
 
 
 def statistics(manifest: Manifest, mask: Mask | None, *, kind: str = "") -> NDArray[np.intp]:
-    """Return where running statistics, or those of a kind such as "running_var", are among packed values."""
-    start, found = 0, [np.zeros(0, np.intp)]
+    """Return the positions of running statistics, or of a kind such as "running_var", among packed values."""
+    start = 0
+    found = [np.zeros(0, np.intp)]
     for spec, part in blocks(manifest, mask):
         if not spec.trainable and spec.name.endswith(kind):
             found.append(np.arange(start, start + part.size, dtype=np.intp))
@@ -57,9 +57,10 @@ def hide_extras(
     weight: float,
     chance: np.random.Generator,
 ) -> tuple[Words, int]:
-    """Return the words of running statistics that have ``moved`` from ``base`` and of metrics, and how many were
-    clipped."""
-    values, ranges = list(moved), list(_ranges(base))
+    """Return the words of running statistics, ``moved`` from ``base``, and of metrics, and the number of clipped
+    ones."""
+    values = list(moved)
+    ranges = list(_ranges(base))
     if metrics is not None:
         for name, largest in METRICS.items():
             value = metrics.get(name)
@@ -71,7 +72,7 @@ def hide_extras(
 def read_extras(
     words: Words, base: NDArray[np.float32], scale: Scale, *, metrics: bool
 ) -> tuple[NDArray[np.float64], dict[str, tuple[float, float]]]:
-    """Return the weighted sum of what running statistics have moved, and of each metric weighted sum and weight."""
+    """Return the weighted sum of running statistics' movements, and each metric's weighted sum and weight."""
     ranges = np.concatenate([_ranges(base), *([largest, 1.0] for largest in METRICS.values() if metrics)])
     sums = scale.sum_of_fine(words, ranges)
     told = sums[len(base) :].reshape(-1, 2) if metrics else np.zeros((0, 2))

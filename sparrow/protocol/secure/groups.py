@@ -1,9 +1,9 @@
-"""Cells of devices that are summed together, neighbours that keep shares, and how many of these suffice.
+"""Cells of devices that are summed together, neighbours that keep shares, and thresholds.
 
-A secret of a device is shared among k neighbours, and t of their shares give it. Two things can go wrong: fewer than t
-neighbours answer, so that the round has no sum; or a coordinator that lies about who has vanished is given both kinds
-of shares of one device, which takes 2t answers of k neighbours, of whom the c colluders may answer twice:
-t > (k + c) / 2 rules that out (Bell et al., section 3; Bonawitz et al., section 6.2).
+A device's secret is shared among k neighbours, and t shares reveal it. Two things can go wrong. If fewer than t
+neighbours answer, the round has no sum. If a coordinator lies about lost devices, it may get both kinds of shares of
+one device; that takes 2t answers of k neighbours, of whom the c colluders may answer twice, so t > (k + c) / 2 excludes
+it (Bell et al., section 3; Bonawitz et al., section 6.2).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 LARGEST_FAILURE = 1e-4
-"""Chance, a round, that some secret cannot be put together because too many of its keepers have vanished."""
+"""Chance per round that a secret is lost because too many of its keepers drop out."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Neighbours of each device, k, and shares that give a secret, t."""
+    """neighbours: of each device, k. threshold: shares that reveal a secret, t."""
 
     neighbours: int
     threshold: int
 
 
 def least_cell(colluders: int) -> int:
-    """Return the fewest survivors of a cell whose sum may come out: two devices that do not collude, besides c."""
+    """Return the smallest cell whose sum may be revealed: two honest devices besides c colluders."""
     return colluders + 2
 
 
 def most_of(devices: int, colluders: int) -> int:
-    """Return the fewest signatures of n devices that no second story can have, too: more than (n + c) / 2."""
+    """Return the smallest number of signatures that two different lists cannot both have: more than (n + c) / 2."""
     return (devices + colluders) // 2 + 1
 
 
 @lru_cache(maxsize=256)
 def choose_sharing(devices: int, colluders: int, dropouts: float) -> Sharing | None:
-    """Return the smallest k, and its t, at which a round fails with a chance below ``LARGEST_FAILURE``; None without
-    one. dropouts: the share of devices that may vanish in a phase."""
+    """Return the smallest k, and its t, with a chance of failure below ``LARGEST_FAILURE``; None without one. dropouts:
+    share of devices that may drop out in a phase."""
     if devices < least_cell(colluders):
         return None
     gone = math.floor(dropouts * devices + 1e-9)
@@ -53,17 +53,17 @@ def choose_sharing(devices: int, colluders: int, dropouts: float) -> Sharing | N
 
 
 def _threshold(neighbours: int, colluders: int) -> int:
-    """Return the least t > (k + c) / 2."""
+    """Return the smallest t > (k + c) / 2."""
     return (neighbours + colluders) // 2 + 1
 
 
 def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) -> float:
-    """Return an upper bound on the chance that some device keeps fewer than t of its k neighbours when ``gone`` devices
-    vanish: neighbours are a random set, so those left are distributed hypergeometrically."""
+    """Return an upper bound on the chance that some device keeps fewer than t of its k neighbours if ``gone`` devices
+    drop out. Neighbours are a random set, so the remaining ones are distributed hypergeometrically."""
     others = devices - 1
 
     def short(left: int) -> float:
-        """Chance that fewer than t of k are among the ``left`` of the others."""
+        """Return the chance that fewer than t of k are among the ``left`` of the others."""
         ways = sum(
             math.comb(left, kept) * math.comb(others - left, neighbours - kept)
             for kept in range(max(0, neighbours - (others - left)), min(threshold, neighbours + 1, left + 1))
@@ -75,8 +75,8 @@ def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) 
 
 @lru_cache(maxsize=16)
 def neighbourhoods(names: tuple[str, ...], neighbours: int, seed: bytes) -> Mapping[str, tuple[str, ...]]:
-    """Return the neighbours of each device: the nearest on a ring in random order (Bell et al., section 3). It is
-    mutual."""
+    """Return the neighbours of each device: the nearest on a ring in random order (Bell et al., section 3). The
+    relation is mutual."""
     ring = sorted(names)
     random.Random(seed).shuffle(ring)
     count = len(ring)
@@ -88,16 +88,15 @@ def neighbourhoods(names: tuple[str, ...], neighbours: int, seed: bytes) -> Mapp
 
 @dataclass(frozen=True)
 class Cell:
-    """Devices that train under one mask, drawn from one key, and are summed together. ratio: None: the whole model."""
+    """Devices that train under one drawn mask and are summed together. ratio: None for the whole model."""
 
     names: tuple[str, ...]
     ratio: float | None
 
 
 def make_cells(ratios: Mapping[str, float | None], least: int, seed: bytes) -> list[Cell]:
-    """Return the cells of a cohort, name -> active ratio, each of at least ``least`` devices, fewer if there are fewer.
-    A device with too few of its ratio joins those of the next smaller one; the smallest take those above down to
-    theirs."""
+    """Return the cells of a cohort, name -> active ratio, each of at least ``least`` devices if possible. If too few
+    devices share a ratio, they join those of the next smaller one; the smallest lower the ratio of those above."""
     names = list(ratios)
     random.Random(seed).shuffle(names)
     if all(ratio is None for ratio in ratios.values()):

@@ -1,10 +1,10 @@
 """Messages of devices and coordinator in a round of secure aggregation. Bytes are hexadecimal.
 
-keys      the device answers with its public keys of this round           Keys
-shares    it is told its peers, and answers with shares sealed for each   Shares
-train     it is given the shares sealed for it, and sends a masked update (a bundle) with a Statement
-agree     it is told who is left, and signs that                          Agree
-unmask    it is shown that most have signed the same, and answers with shares   Unmask
+keys      the device sends its public keys of this round                            Keys
+shares    it gets its peers, and sends shares sealed for each                       Shares
+train     it gets the shares sealed for it, and sends a masked update (a bundle) with a Statement
+agree     it gets the list of remaining devices, and signs it                       Agree
+unmask    it gets signatures of most devices on the same list, and sends shares     Unmask
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Keys(_Said):
     signature: Signature
 
     def said(self) -> dict[str, str]:
-        """Return what the signature is of."""
+        """Return the signed fields."""
         return self.model_dump(exclude={"signature"})
 
 
@@ -49,26 +49,26 @@ class Shares(_Said):
 
 
 class Statement(_Said):
-    """A device's signed account of what it was told when it hid its update: SHA-256 of the devices of its cell that
-    shared, the cohort and the colluders; and of the scale of the cell's numbers, and its mask."""
+    """A device's signed account of its data when it masked its update. present: SHA-256 of the cell's devices with
+    shares, the cohort and the colluders. scale: of the cell's number scale and mask."""
 
     present: Key32
     scale: Key32
     signature: Signature
 
     def said(self) -> dict[str, str]:
-        """Return what the signature is of."""
+        """Return the signed fields."""
         return self.model_dump(exclude={"signature"})
 
 
 class Agree(_Said):
-    """A device's signature of who is left and who has vanished."""
+    """A device's signature of the remaining and lost devices."""
 
     signature: Signature
 
 
 class Unmask(_Said):
-    """Shares that a device keeps: of the self-mask of who is left, and of the pads of who has vanished, by name."""
+    """Shares that a device keeps, by name: of self-masks of remaining devices, and of pads of lost ones."""
 
     seeds: dict[Name, Share] = Field(default_factory=dict, max_length=MOST_PEERS)
     pads: dict[Name, Share] = Field(default_factory=dict, max_length=MOST_PEERS)
@@ -79,7 +79,7 @@ class _Told(BaseModel):
 
 
 class Peer(_Told):
-    """A device of the same round: its identity key, its keys, and the point at which it keeps shares."""
+    """A device of the same round: its identity key, its keys, and its point for shares."""
 
     name: Name
     identity: Key32
@@ -88,14 +88,14 @@ class Peer(_Told):
 
 
 class SecureWork(_Told):
-    """All that a device is told of a round, as far as it concerns it.
+    """The data of a round for one device.
 
-    context: of this round alone; it ends with a digest (``secure.consistency``). neighbours: keep its shares, threshold
-    of which suffice. cell: devices with which it has pads; cells: those of the whole round. bits, value_range,
-    largest_weight: the scale of its cell (``numbers.Scale``), weight: its own. sealed: by sender, shares for this
-    device. left: in training who of its cell has shared, in unmasking who of the round sent an update; gone: who shared
-    and did not. cohort: all devices that sent keys, with their identity keys. statements: of those left; signatures: of
-    those who agree.
+    context: of this round, ending with a digest (``secure.consistency``). neighbours: keepers of its shares; threshold
+    of these suffice. cell: devices with common pads; cells: of the whole round. bits, value_range, largest_weight: the
+    cell's scale (``numbers.Scale``); weight: the device's own. sealed: by sender, shares for this device. left: in
+    training the cell's devices that sent shares, in unmasking the round's devices that sent an update; gone: those that
+    sent shares but no update. cohort: all devices that sent keys, with their identity keys. statements: of devices
+    left; signatures: of those that agree.
     """
 
     context: str = Field(max_length=200)

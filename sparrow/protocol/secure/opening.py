@@ -1,4 +1,4 @@
-"""The coordinator's half: from masked updates and shares to the sum of a cell, and nothing else."""
+"""The coordinator's half: from masked updates and shares to the sum of a cell."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Kept = Mapping[int, int]
 """Shares of one secret: point -> value."""
 
 TRIES = 500
-"""Sets of shares that are tried where some are wrong."""
+"""Number of share sets to try if some are wrong."""
 
 
 class CannotOpen(ProtocolError):
-    """A cell whose sum does not come out: too few are left of it, or too few shares have come."""
+    """The sum of a cell cannot be opened: too few devices or shares are left."""
 
 
 def open_sum(
@@ -37,12 +37,13 @@ def open_sum(
     pad_secrets: Mapping[str, Kept],
     threshold: int,
 ) -> tuple[Words, dict[str, set[int]]]:
-    """Return the sum modulo 2^b of those left of a cell, and wrong shares: name -> points.
+    """Return a cell's sum modulo 2^b over ``left``, and wrong shares: name -> points.
 
-    total: of their masked updates. gone: those of the cell who shared and sent none. seeds, pad_secrets: the shares of
-    each that have come. Raises CannotOpen.
+    total: of their masked updates. gone: the cell's devices with shares but without update. seeds, pad_secrets: the
+    received shares. Raises CannotOpen.
     """
-    wrong, streams = dict[str, set[int]](), list[tuple[bytes, bool]]()
+    wrong = dict[str, set[int]]()
+    streams = list[tuple[bytes, bool]]()
     for name in sorted(left):
         seed, bad = secret_of(seeds.get(name, {}), threshold, partial(_is_seed, keys[name], context))
         if seed is None:
@@ -70,12 +71,14 @@ def _is_pads_secret(keys: Keys, context: str, secret: bytes) -> bool:
 
 
 def secret_of(shares: Kept, threshold: int, check: Callable[[bytes], bool]) -> tuple[bytes | None, set[int]]:
-    """Return the secret that ``check`` knows, and the points of wrong shares; None if no shares give it. Nobody is
-    named if so many are wrong that others could be: more than half of those not needed."""
+    """Return the secret that passes ``check``, and the points of wrong shares; None if no shares give it. The points
+    are empty if too many are wrong to be sure: more than half of the surplus shares."""
     if len(shares) < threshold:
         return None, set()
-    points, found = sorted(shares), None
-    most_wrong = (len(points) + 1 - threshold) // 2  # Reed-Solomon's bound, the secret counted as one share more
+    points = sorted(shares)
+    found = None
+    # Reed-Solomon's bound; the secret counts as one more share.
+    most_wrong = (len(points) + 1 - threshold) // 2
     for some in _chosen(points, threshold):
         chosen = {point: shares[point] for point in some}
         value = join(chosen)
@@ -88,7 +91,7 @@ def secret_of(shares: Kept, threshold: int, check: Callable[[bytes], bool]) -> t
 
 
 def _chosen(points: list[int], threshold: int) -> Iterator[list[int]]:
-    """Return sets of points whose shares are tried one after the other: in order first, then at random."""
+    """Yield sets of points to try: the first ones in order, then random ones."""
     yield points[:threshold]
     chance = random.Random(str(points))
     for _ in range(TRIES if len(points) > threshold else 0):

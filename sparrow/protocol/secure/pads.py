@@ -1,8 +1,8 @@
-"""Keys of a round, pads that cancel in a sum, shares that one device alone can read, and signatures.
+"""Keys of a round, pads that cancel in a sum, sealed shares, and signatures.
 
-A device draws two seeds in each round. From one follow its two X25519 key pairs, for pads and for shares; the other is
-the seed of its self-mask. All keys are made by HKDF-SHA256 with a label of their use and round, pads are ChaCha20's
-stream under such a key, shares are sealed by AES-256-GCM. Everything is of the library ``cryptography``.
+A device draws two seeds in each round: one for its two X25519 key pairs (for pads and for shares), one for its
+self-mask. Keys are derived by HKDF-SHA256 with a label of their use and round, pads are ChaCha20's stream, and shares
+are sealed by AES-256-GCM. All primitives are from the library ``cryptography``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .shamir import PRIME, SECRET_BYTES
 
 NONCE_BYTES = 12
 PART_BYTES = 2**16
-"""Of numbers that all pads are added to before the next ones: they fit the caches next to a core, small boards' too."""
+"""Part of a vector to which all pads are added before the next part; it fits the inner caches, also on small boards."""
 LOW_ORDER = {
     *(0, 1, PRIME - 1),
     325606250916557431795983626356110631294008115727848805560023387167927233504,
     39382357235489614581723060781553021112529911719440698176882885853963445705823,
 }
-"""Public keys of X25519 with which whatever secret gives 0: points of order 1, 2, 4 and 8."""
+"""X25519 public keys whose key agreement always gives 0: points of order 1, 2, 4 and 8."""
 
 
 class BadSecret(ProtocolError):
-    """A key, share or signature of another device that is not what it should be; the text names the device."""
+    """An invalid key, share or signature of another device; the text names the device."""
 
     failure = Failure("secure-refused")
 
@@ -48,44 +48,45 @@ def new_secret() -> bytes:
 
 
 def derive(secret: bytes, context: str, *labels: str) -> bytes:
-    """Return a key of 32 bytes for one use. context: of the round, in which no secret is used twice."""
+    """Return a key of 32 bytes for one use. context: of the round; each secret belongs to one round."""
     info = json.dumps([context, *labels]).encode()
     return HKDF(hashes.SHA256(), 32, salt=None, info=info).derive(secret)
 
 
 def pair_of(secret: bytes, context: str, use: str) -> X25519PrivateKey:
-    """Return the key pair for a use, ``pads`` or ``shares``, that follows from a secret."""
+    """Return the key pair of a secret for a use, ``pads`` or ``shares``."""
     return X25519PrivateKey.from_private_bytes(derive(secret, context, use))
 
 
 def agree(own: X25519PrivateKey, other: bytes, context: str, use: str) -> bytes:
-    """Return the key that two devices share, whichever computes it. Raises BadSecret for a key that is none."""
+    """Return the common key of two devices, the same on both. Raises BadSecret for an invalid key."""
     try:
         common = own.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
-        raise BadSecret("a public key is not one of X25519") from None
+        raise BadSecret("a public key is not a valid X25519 key") from None
     both = sorted((own.public_key().public_bytes_raw().hex(), other.hex()))
     return derive(common, context, use, *both)
 
 
 def check_public(public: bytes, name: str) -> None:
-    """Raise BadSecret for a public key with which no device can agree on a key: a point of low order."""
+    """Raise BadSecret for a public key without key agreement: a point of low order."""
     if int.from_bytes(public, "little") % 2**255 % PRIME in LOW_ORDER:
-        raise BadSecret(f"{name}: a public key is not one of X25519")
+        raise BadSecret(f"{name}: a public key is not a valid X25519 key")
 
 
 def stream(key: bytes, count: int, bits: int) -> Words:
-    """Return the pad that follows from a key: ``count`` uniform whole numbers of ``bits``, ChaCha20's stream."""
+    """Return the pad of a key: ``count`` uniform integers of ``bits``, ChaCha20's stream."""
     words: Words = np.zeros(count, WORDS[bits])
     add_streams(words, [(key, True)])
     return words
 
 
 def add_streams(total: Words, pads: Sequence[tuple[bytes, bool]]) -> None:
-    """Add the pads that follow from keys to numbers, in place, modulo 2^b; subtract those whose flag is False. Part
-    after part, which stays in the processor's cache: six times as fast as pad after pad."""
+    """Add the pads of keys to ``total`` in place, modulo 2^b; subtract those whose flag is False."""
+    # Part by part, which stays in the processor's cache: six times as fast as pad by pad.
     encryptors = [(Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor(), added) for key, added in pads]
-    zeros, made = memoryview(bytes(PART_BYTES)), bytearray(PART_BYTES)
+    zeros = memoryview(bytes(PART_BYTES))
+    made = bytearray(PART_BYTES)
     words = np.frombuffer(made, total.dtype.newbyteorder("<"))
     step = PART_BYTES // total.itemsize
     for start in range(0, len(total), step):
@@ -100,13 +101,13 @@ def add_streams(total: Words, pads: Sequence[tuple[bytes, bool]]) -> None:
 
 
 def seal(key: bytes, message: bytes, about: str) -> bytes:
-    """Return a message that who has the key alone can read, and nobody can change. about: what its reader must know."""
+    """Return the authenticated encryption of a message. about: associated data that its reader must know."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return nonce + AESGCM(key).encrypt(nonce, message, about.encode())
 
 
 def unseal(key: bytes, sealed: bytes, about: str, writer: str) -> bytes:
-    """Return the message. Raises BadSecret where it was written by somebody else, about something else, or changed."""
+    """Return the message. Raises BadSecret if writer, content or ``about`` differ."""
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], about.encode())
     except (InvalidTag, ValueError):
@@ -124,18 +125,18 @@ def public_identity(identity: bytes) -> bytes:
 
 
 def sign(identity: bytes, context: str, said: Mapping[str, str]) -> bytes:
-    """Return the signature, 64 bytes, of what a device says in a round."""
+    """Return the signature, 64 bytes, of a device's fields in a round."""
     return Ed25519PrivateKey.from_private_bytes(identity).sign(_said(context, said))
 
 
 def check_signature(public: bytes, signature: bytes, context: str, said: Mapping[str, str], name: str) -> None:
-    """Raise BadSecret unless this device said so in this round."""
+    """Raise BadSecret unless this device has signed these fields in this round."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _said(context, said))
     except (InvalidSignature, ValueError):
         raise BadSecret(
             f"{name}: its keys are not signed by its identity key for this round; either they are not its own, or it "
-            f"was told of another model, step or settings"
+            f"got another model, step or settings"
         ) from None
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 PRIME = 2**255 - 19
 SECRET_BYTES = 31
-"""Bytes of a secret: all of them are below ``PRIME``."""
+"""Bytes of a secret; every such secret is below ``PRIME``."""
 SHARE_BYTES = 32
 
 
@@ -21,8 +21,8 @@ def split(
     prime: int = PRIME,
     draw: Callable[[int], int] = secrets.randbelow,
 ) -> dict[int, int]:
-    """Return a share for each point x in 1..prime-1: the value there of a polynomial whose value at 0 is the secret.
-    Any ``threshold`` of them give it, fewer say nothing. draw: a random number below its argument. Raises
+    """Return a share for each point x in 1..prime-1: the value of a polynomial whose value at 0 is the secret. Any
+    ``threshold`` shares determine it, fewer reveal nothing. draw: a random number below its argument. Raises
     ValueError."""
     if not 0 <= secret < prime:
         raise ValueError("the secret must lie in the field")
@@ -31,13 +31,13 @@ def split(
         or len(set(points)) < len(points)
         or not all(0 < x < prime for x in points)
     ):
-        raise ValueError(f"{len(points)} different points in the field are needed, and a threshold of at most as many")
+        raise ValueError(f"the {len(points)} points must be different and in the field, and at least the threshold")
     coefficients = [secret, *(draw(prime) for _ in range(threshold - 1))]
     return {x: _value(coefficients, x, prime) for x in points}
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
-    """Return the secret of shares, point -> value, of which there are as many as its threshold (Lagrange's formula)."""
+    """Return the secret from ``threshold`` shares, point -> value (Lagrange's formula)."""
     return at(0, shares, prime=prime)
 
 
@@ -52,7 +52,7 @@ def at(point: int, shares: Mapping[int, int], *, prime: int = PRIME) -> int:
 
 @lru_cache(maxsize=256)
 def _divisors(points: tuple[int, ...], prime: int) -> tuple[int, ...]:
-    """Return, for each point, one divided by the product of its distances from the others."""
+    """Return, for each point, the inverse of the product of its differences from the others."""
     return tuple(pow(math.prod(x - other for other in points if other != x), -1, prime) for x in points)
 
 

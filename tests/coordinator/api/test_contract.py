@@ -985,9 +985,9 @@ def test_wrong_masks_are_refused_and_change_nothing(open_app, without_rest):
     assignments = [ask(client, headers) for headers in pair]
     before = all_that_counts(client)
     wrong = {
-        "changed": (moved, "not the round's, which this method does not let devices change; train under it"),
-        "fewer": (less, "not the round's"),
-        "all": (lambda mask: everything(DIGITS.manifest), "not the round's"),
+        "changed": (moved, "it differs from the round's, which devices of this method may not change; train under it"),
+        "fewer": (less, "differs from the round's"),
+        "all": (lambda mask: everything(DIGITS.manifest), "differs from the round's"),
         "none": (lambda mask: None, "fetch the assignment again"),
     }
     for name, (change, said) in wrong.items():
@@ -1003,7 +1003,7 @@ def test_wrong_masks_are_refused_and_change_nothing(open_app, without_rest):
     adjusting = ask(client, pair[0])
     assert (adjusting.round, set(adjusting.plan)) == (2, {"expected_epochs"})
     body = sparse_update(client, pair[0], adjusting, change=less)
-    assert_problem(put(client, pair[0], adjusting, body), 422, "mask: ", "it must have", "grow what it drops")
+    assert_problem(put(client, pair[0], adjusting, body), 422, "mask: ", "but must have", "grow as many as drop")
     body = sparse_update(client, pair[0], adjusting, change=moved)
     assert put(client, pair[0], adjusting, body).status_code == 201
 

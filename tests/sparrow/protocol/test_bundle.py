@@ -260,7 +260,7 @@ def test_a_mask_that_is_not_held_here_cannot_be_named(changes, whose):
     body = encode(manifest, noise(count_values(manifest, but_for(held, *changes))), but_for(held, *changes), known=held)
     other = some(manifest, 0.3, seed=1) if whose == "another" else None
     with pytest.raises(
-        BundleError, match=f"speaks of the mask '{held.digest[:12]}', which is not held here; ask for the"
+        BundleError, match=f"refers to the mask '{held.digest[:12]}', which is not stored here; ask for the"
     ):
         decode(body, manifest, other)
 
@@ -316,7 +316,7 @@ def of_numbers(numbers, scales):
 @pytest.mark.parametrize(
     ("numbers", "scales", "said"),
     [
-        ([1, -128, 0], [1], "whole numbers must lie in -127..127, scales be finite and not negative"),
+        ([1, -128, 0], [1], "integers must be in -127..127, scales finite and not negative"),
         ([1, 2, 3], [-1], "not negative"),
         ([1, 2, 3], [1, 1], "holds 2 scales for 1 rows; quantise it again"),
         ([1, 2, 3], [], "holds 0 scales for 1 rows"),
@@ -1056,7 +1056,7 @@ def assert_promises(decoded: Bundle, manifest: Manifest):
 WALLS = (
     "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__",
     "no part of this message", "metadata must hold",
-    "must be a string", "has format", "another model", "must give a dtype", "whole numbers", "accepted are", "take",
+    "must be a string", "has format", "another model", "must give a dtype", "must be integers", "accepted are", "take",
     "begins at byte", "accounts for", "digest does not match", "description is not JSON", "not allowed in this form",
     "a draw has exactly", "cannot be drawn", "none of the forms", "neurons take", "padding bits", "end too early",
     "too few bytes", "index lists end after", "must be sorted", "its mask covers", "is not finite",
@@ -1092,7 +1092,7 @@ def test_hostile_bytes_are_refused_or_keep_every_promise(small, sign, take_apart
 
 SPARSE_WALLS = (
     "weights take", "padding bits", "in the middle of a distance", "names position", "bytes, all of its bits",
-    "not held here", "not allowed in this form", "none of the forms", "scales for", "whole numbers must lie",
+    "not stored here", "not allowed in this form", "none of the forms", "scales for", "integers must be in",
     "scales belong", "U8", "take more", "signs other than 0", "are expected; fetch", "a number is not finite",
     "begins at byte", "its mask covers", "is not finite", "is not JSON", "must hold __metadata__",
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_joules_are_given_exactly_when_there_is_a_source_for_them():
     assert Phase(joules=1.5, quality="measured", source="ina3221").joules == 1.5
     assert Phase(joules=0, quality="estimated").joules == 0
     for wrong in ({"joules": 1.5}, {"quality": "measured"}, {"joules": 1.5, "quality": "unavailable"}):
-        with pytest.raises(ValidationError, match="exactly when their quality is not 'unavailable'"):
+        with pytest.raises(ValidationError, match="unless their quality is 'unavailable'"):
             Phase(**wrong)
 
 

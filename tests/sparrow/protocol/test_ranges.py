@@ -58,8 +58,8 @@ def test_bounds_of_one_setting_come_together():
         ("rounds>=5", "rounds has no range"),
         ("cohort>=many", "'many' is not a number"),
         ("cohort>=nan", "finite"),
-        ("cohort=many", "many is no value of cohort"),
-        ("precision=fp32,int7", "int7 is no value of precision"),
+        ("cohort=many", "many is not a valid value of cohort"),
+        ("precision=fp32,int7", "int7 is not a valid value of precision"),
     ],
 )
 def test_what_is_no_range_is_refused_by_name(text, why):

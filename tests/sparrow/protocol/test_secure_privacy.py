@@ -544,7 +544,7 @@ def test_a_device_whose_numbers_are_scaled_by_themselves_stays_hidden(changes, o
 def check_different_numbers(played: SecureRound) -> None:
     assert not played.view.agreed
     assert not played.view.answers
-    assert all("different numbers or masks" in why for (phase, _), why in played.refused.items() if phase == "agree")
+    assert all("different scales or masks" in why for (phase, _), why in played.refused.items() if phase == "agree")
     assert len(played.refused) == 2 * len(played.names)
 
 

@@ -68,14 +68,14 @@ def test_bounds_include_what_is_allowed(field, value):
 
 def test_momentum_belongs_to_sgd():
     assert FederationSettings(momentum=0.9).momentum == 0.9
-    with pytest.raises(ValidationError, match="momentum belongs to the optimizer sgd; adam has its own, remove it"):
+    with pytest.raises(ValidationError, match="momentum belongs to the optimizer sgd; remove it for adam"):
         FederationSettings(momentum=0.9, optimizer="adam")
 
 
 def test_a_relative_clip_that_shortens_every_round_is_refused():
     assert FederationSettings(relative_clip=0).relative_clip == 0
     for share in (0.5, 1):
-        with pytest.raises(ValidationError, match="updates become shorter from round to round; give more than 1, or 0"):
+        with pytest.raises(ValidationError, match="would shrink updates from round to round; set more than 1, or 0"):
             FederationSettings(relative_clip=share)
 
 
@@ -101,8 +101,8 @@ def test_every_setting_belongs_to_one_group():
     ("group", "given", "said"),
     [
         (Training, {"optimizer": "adam", "momentum": 0.9}, "momentum belongs to the optimizer sgd"),
-        (Robustness, {"relative_clip": 0.5}, "updates become shorter from round to round"),
-        (SecureSums, {"secure_metrics": True}, "give secure as well"),
+        (Robustness, {"relative_clip": 0.5}, "would shrink updates from round to round"),
+        (SecureSums, {"secure_metrics": True}, "set secure as well"),
     ],
 )
 def test_a_group_checks_itself_and_all_settings_check_their_groups(group, given, said):
@@ -120,10 +120,10 @@ def test_all_settings_serve_where_those_of_a_group_are_wanted():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"min_updates": 3, "cohort": 2}, "min_updates: 3 cannot come of a cohort of 2"),
-        ({"buffer": 3, "cohort": 2}, "give a smaller buffer or a larger cohort"),
-        ({"buffer": 2, "quorum": 0.5}, "with a buffer a round closes when it is full"),
-        ({"logit_adjustment_from": 0.1, "noise_multiplier": 1.0}, "which noise_multiplier promises"),
+        ({"min_updates": 3, "cohort": 2}, "min_updates: 3 is more than cohort, 2"),
+        ({"buffer": 3, "cohort": 2}, "set a smaller buffer or a larger cohort"),
+        ({"buffer": 2, "quorum": 0.5}, "a round closes when the buffer is full"),
+        ({"logit_adjustment_from": 0.1, "noise_multiplier": 1.0}, "which conflicts with noise_multiplier"),
     ],
 )
 def test_what_holds_between_groups_is_checked_of_all_settings(given, said):

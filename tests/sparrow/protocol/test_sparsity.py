@@ -170,9 +170,9 @@ def test_the_first_layer_may_be_dense_and_the_others_alike(manifest, density):
 
 @pytest.mark.parametrize("density", [0.05, 0.5])
 def test_a_first_layer_that_is_too_large_to_be_dense_is_told(density):
-    with pytest.raises(ValueError, match=f"density is {density}; the first layer alone is more: take another rule"):
+    with pytest.raises(ValueError, match=f"density is {density}; the first layer has more: use another rule"):
         layer_densities(model((60, 10), (10, 60)), density, "uniform_first_dense")
-    with pytest.raises(ValueError, match="the first layer alone is more"):
+    with pytest.raises(ValueError, match="the first layer has more"):
         layer_densities(model((60, 10)), density, "uniform_first_dense")
 
 
